@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from ends import SHM, TCP, Methods
+from ends import RUNTIME_SHM, RUNTIME_TCP, SHM, TCP, Methods
 from test_rpc_conformance import SS, SU, US, UU
 
 from tensorwire import rpc
@@ -30,6 +30,8 @@ grpc.aio.init_grpc_aio()
 SYSTEMS = {
     "shm": (SHM, SHM),
     "tcp": (TCP, TCP),
+    "runtime over shm": (RUNTIME_SHM, RUNTIME_SHM),
+    "runtime over tcp": (RUNTIME_TCP, RUNTIME_TCP),
     "grpcio": (None, None),
     "our channel": (SHM, None),
     "our server": (None, SHM),
@@ -39,7 +41,11 @@ SYSTEMS = {
 @pytest.fixture(params=SYSTEMS)
 def run(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Runs a test in an event loop, with a channel to a server of these methods."""
-    at_client, at_server = SYSTEMS[request.param]
+    return runner(*SYSTEMS[request.param])
+
+
+def runner(at_client: Any, at_server: Any) -> Callable[..., None]:
+    """Runs a test with these options of ours at the two ends; None: of grpcio."""
 
     def start(
         methods: dict[str, Any],

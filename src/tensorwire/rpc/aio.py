@@ -23,9 +23,12 @@ from .calls import explain, is_refused
 from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
+from .janitor import JANITOR
 from .methods import call_is_confirmed
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
+from .runtime.aio_client import METHOD, AioClient, AioMethod
+from .runtime.options import offer
 from .tensors import delivered
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
@@ -46,10 +49,27 @@ class _Client:
 
     def __init__(self, bare: grpc.aio.Channel, terms: Terms) -> None:
         self.bare = bare
-        self.keeper = AttachmentKeeper(terms, explain)
+        self.keeper = AttachmentKeeper(terms, explain, AioClient)
+
+    async def carry(self, details: Any, request: Any) -> tuple[Any, Any]:
+        """A call that has begun by the runtime, None: it is for grpcio; and its details."""
+        method = METHOD.get()
+        if method is None or not self.keeper.carries:
+            return None, details
+        attachment, details = await self._attach(details)
+        return method.begin(attachment, details, request), details
 
     async def begin(self, details: Any) -> tuple[CallLink, Any]:
         """The link of a new call, and its details with the mark of its attachment."""
+        attachment, details = await self._attach(details)
+        call = None if attachment is None else attachment.begin_call()
+        if attachment is None or call is None:
+            return PLAIN, details
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
+        return CallLink(attachment, call, _at_once, always), details._replace(metadata=metadata)
+
+    async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
+        """The channel's attachment, for which the server is asked if need be."""
         attachment = self.keeper.ready
         if attachment is None and not self.keeper.settled():
             wait_s = _NEGOTIATE_S
@@ -61,11 +81,7 @@ class _Client:
             if details.timeout is not None:
                 left = details.timeout - (time.monotonic() - started)
                 details = details._replace(timeout=left)
-        call = None if attachment is None else attachment.begin_call()
-        if attachment is None or call is None:
-            return PLAIN, details
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
-        return CallLink(attachment, call, _at_once, always), details._replace(metadata=metadata)
+        return attachment, details
 
     def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
         """In a thread, while the loop goes on."""
@@ -84,12 +100,19 @@ class _Client:
 
     def _ended(self, link: CallLink, tickets: Sequence[int], call: Any) -> None:
         code = _code_now(call)
+        self.ended(link, code is grpc.StatusCode.OK, code)
+
+    def ended(self, link: CallLink, ok: bool, code: Any) -> None:
+        """The call is over: what it sent and nobody has seen is taken back."""
         if code is grpc.StatusCode.UNAVAILABLE:
             self.keeper.disconnected()
-        ok = code is grpc.StatusCode.OK
         if link.attachment is not None:
             link.ended = True
-            link.attachment.end_call(link.call, link.leases, ok)
+            end = partial(link.attachment.end_call, link.call, link.leases, ok)
+            if ok:
+                end()
+            else:  # perhaps by a collector, in a thread that has the locks
+                JANITOR.soon(end)
 
     async def is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
         """Of a call that has ended: whether its payload went ahead to somebody else."""
@@ -144,6 +167,9 @@ class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
 
     async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         client = self._client
+        carried, details = await client.carry(details, request)
+        if carried is not None and await carried.settled():
+            return carried
         link, marked = await client.begin(details)
         outgoing = SentMessage(request, link, last=False)
         call = await continuation(marked, outgoing)
@@ -168,6 +194,9 @@ class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
 
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         client = self._client
+        carried, details = await client.carry(details, request)
+        if carried is not None:
+            return carried
         link, marked = await client.begin(details)
         outgoing = SentMessage(request, link, last=False)
         call = await continuation(marked, outgoing)
@@ -200,6 +229,9 @@ class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
         self._client = client
 
     async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        carried, details = await self._client.carry(details, requests)
+        if carried is not None:
+            return carried
         link, marked = await self._client.begin(details)
         call = await continuation(marked, self._client.requests(requests, link))
         self._client.watch(call, link)
@@ -211,10 +243,57 @@ class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
         self._client = client
 
     async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        carried, details = await self._client.carry(details, requests)
+        if carried is not None:
+            return carried
         link, marked = await self._client.begin(details)
         call = await continuation(marked, self._client.requests(requests, link))
         self._client.watch(call, link)
         return call
+
+
+class _Method:
+    """A method of grpcio's channel whose interceptors are told which one it is.
+
+    The channel stays alive as long as a stub has its methods.
+    """
+
+    def __init__(self, channel: AioRpcChannel, inner: Any, carried: AioMethod) -> None:
+        self._channel = channel
+        self._inner = inner
+        self._carried = carried
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        # The task of the call, which grpcio makes here, gets a copy of the context.
+        token = METHOD.set(self._carried)
+        try:
+            return self._inner(*given, **named)
+        finally:
+            METHOD.reset(token)
+
+
+class _UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):
+    pass
+
+
+class _UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):
+    pass
+
+
+class _StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):
+    pass
+
+
+class _StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):
+    pass
+
+
+_METHODS = {
+    "unary_unary": _UnaryUnary,
+    "unary_stream": _UnaryStream,
+    "stream_unary": _StreamUnary,
+    "stream_stream": _StreamStream,
+}
 
 
 class AioRpcChannel(grpc.aio.Channel):
@@ -234,6 +313,14 @@ class AioRpcChannel(grpc.aio.Channel):
         )
 
     @property
+    def runtime(self) -> str:
+        """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
+        attachment = self._client.keeper.ready
+        if attachment is not None and attachment.runtime is not None:
+            return attachment.transport
+        return f"grpcio: {self._client.keeper.carried_reason}"
+
+    @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self._client.keeper.ready
@@ -243,12 +330,17 @@ class AioRpcChannel(grpc.aio.Channel):
     ) -> Any:
         reader = Reader(deserializer)
         find = self._client.keeper.find
-        return getattr(self.inner, arity)(
-            method,
-            lambda outgoing: outgoing.serialize(serializer),
-            lambda data: reader.read(data, find, lenient=True),
-            registered,
+
+        def deserialize(data: bytes) -> Any:
+            return reader.read(data, find, lenient=True)
+
+        inner = getattr(self.inner, arity)(
+            method, lambda outgoing: outgoing.serialize(serializer), deserialize, registered
         )
+        if not self._client.keeper.carries:
+            return inner
+        carried = AioMethod(arity, serializer, deserialize, self._client.ended)
+        return _METHODS[arity](self, inner, carried)
 
     def unary_unary(
         self,
@@ -325,14 +417,17 @@ def insecure_channel(
     pool_bytes: int | None = None,
     patience_s: float | None = None,
     transports: tuple[str, ...] = ("shm",),
+    runtime: bool | None = None,
 ) -> AioRpcChannel:
     """As `grpc.aio.insecure_channel`; further keywords as `tensorwire.rpc.insecure_channel`.
 
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.
     """
+    offered = offer(runtime, options, compression)
     make = partial(grpc.aio.insecure_channel, target, options, compression)
-    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), as_transports(transports))
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    terms = Terms(limits, as_transports(transports), runtime=offered)
     return _channel(make, interceptors, terms)
 
 

@@ -23,6 +23,9 @@ from .factories import as_limits, as_transports
 from .incoming import Reader
 from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage, always
+from .runtime.aio_service import AioService
+from .runtime.context import Caller
+from .runtime.options import offer
 from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
 
 
@@ -94,7 +97,7 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
     async def _open(self, request: bytes, context: Any) -> bytes:
         open_attachment = partial(self._registry.open, encrypted=is_encrypted(context))
         try:
-            return await asyncio.to_thread(open_attachment, request)
+            return await asyncio.to_thread(open_attachment, request, Caller.of(context))
         except DeclinedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ValueError as error:
@@ -103,11 +106,26 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
 
 
 class AioRpcServer(grpc.aio.Server):
-    """A `grpc.aio.Server`; made by `server`."""
+    """A `grpc.aio.Server`; made by `server`.
 
-    def __init__(self, inner: grpc.aio.Server, registry: Registry) -> None:
+    Args:
+        inner: of grpcio, with an AioInterceptor of the registry as its first one.
+        registry: the attachments.
+        service: carries out calls that do not come by grpcio; None: there are none.
+        reason: why there are none.
+
+    Attributes:
+        inner: of grpcio.
+    """
+
+    def __init__(
+        self, inner: grpc.aio.Server, registry: Registry, service: AioService | None, reason: str
+    ) -> None:
         self.inner = inner
         self._registry = registry
+        self._service = service
+        self._reason = reason
+        self._started = False
         weakref.finalize(self, registry.close).atexit = False
 
     @property
@@ -115,11 +133,21 @@ class AioRpcServer(grpc.aio.Server):
         """The clients that payload is exchanged with."""
         return self._registry.attachments
 
+    @property
+    def runtime(self) -> str:
+        """How calls may come: "offered" for the runtime, or "grpcio: " and the reason."""
+        return f"grpcio: {self._reason}" if self._service is None else "offered"
+
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
+        handlers = tuple(generic_rpc_handlers)
+        self.inner.add_generic_rpc_handlers(handlers)
+        if self._service is not None:
+            self._service.add_generic(handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
         self.inner.add_registered_method_handlers(service_name, method_handlers)
+        if self._service is not None and not self._started:
+            self._service.add_registered(service_name, method_handlers)
 
     def add_insecure_port(self, address: str) -> int:
         port: int = self.inner.add_insecure_port(address)
@@ -132,10 +160,23 @@ class AioRpcServer(grpc.aio.Server):
         return port
 
     async def start(self) -> None:
+        if self._service is not None:
+            self._service.loop = asyncio.get_running_loop()
         await self.inner.start()
+        self._started = True
 
     async def stop(self, grace: float | None) -> None:
+        service = self._service
+        until = time.monotonic() + (grace or 0.0)
+        if service is not None:
+            service.stop()
+            if grace is None:
+                service.cancel_all()
         await self.inner.stop(grace)
+        if service is not None:
+            while service.active and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+            service.cancel_all()
         until = time.monotonic() + DRAIN_S
         while self._registry.awaited and time.monotonic() < until:
             await asyncio.sleep(0.005)
@@ -160,6 +201,7 @@ def server(
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
     max_attachments: int = 64,
+    runtime: bool | None = None,
 ) -> AioRpcServer:
     """As `grpc.aio.server`; further keywords as `tensorwire.rpc.server`.
 
@@ -169,9 +211,20 @@ def server(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     plaintext = as_transports(plaintext_transports)
     terms = Terms(limits, as_transports(transports), listen, plaintext)
-    registry = Registry(terms, max_attachments)
+    handlers = tuple(handlers or ())
+    carried = offer(runtime, options, compression)
+    service = None
+    if carried.limits is not None:
+        service = AioService(
+            migration_thread_pool,
+            handlers,
+            tuple(interceptors or ()),
+            maximum_concurrent_rpcs,
+            carried.limits,
+        )
+    registry = Registry(terms, max_attachments, service)
     outermost = (AioInterceptor(registry), *(interceptors or ()))
     inner = grpc.aio.server(
         migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression
     )
-    return AioRpcServer(inner, registry)
+    return AioRpcServer(inner, registry, service, carried.reason)

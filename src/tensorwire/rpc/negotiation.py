@@ -14,19 +14,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tensorwire.errors import TensorwireError, UnavailableError
-from tensorwire.memory import Node, Region
+from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
-from .attachment import CALLS, LAST_GENERATION, Limits, RpcAttachment, make_board
+from .attachment import (
+    CALLS,
+    LAST_GENERATION,
+    CallCarrier,
+    Limits,
+    RpcAttachment,
+    make_board,
+)
 from .envelope import VERSION
 from .janitor import JANITOR
 from .runtime.client import RuntimeClient
 from .runtime.context import Caller
-from .runtime.options import Offer
+from .runtime.options import MessageLimits, Offer
 from .runtime.ring import RING, make_ring
-from .runtime.server import Service
+from .runtime.server import ServerEnd
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
@@ -79,6 +86,21 @@ class DeclinedError(Exception):
     """The server has tensorwire and gives no attachment; it says why."""
 
 
+class Carrier(Protocol):
+    """What carries out calls that do not come by grpcio."""
+
+    def attach(
+        self,
+        attachment: RpcAttachment,
+        caller: Caller,
+        node: Node,
+        memory: Region,
+        other: RemoteRegion,
+        peer: Peer,
+    ) -> ServerEnd:
+        """The server's end of a new line; `start` lets calls come."""
+
+
 class Registry:
     """The attachments of a server. Any thread may use it.
 
@@ -88,7 +110,7 @@ class Registry:
         service: carries out calls that do not come by grpcio, None if there are to be none.
     """
 
-    def __init__(self, terms: Terms, most: int, service: Service | None = None) -> None:
+    def __init__(self, terms: Terms, most: int, service: Carrier | None = None) -> None:
         self._service = service
         self._terms = terms
         self._most = most
@@ -181,7 +203,7 @@ class Registry:
         node: Node,
         board: Region,
         lent_bytes: int,
-        service: Service | None,
+        service: Carrier | None,
         ring: Region | None,
         caller: Caller | None,
     ) -> None:
@@ -237,14 +259,22 @@ class Registry:
             attachment.close()
 
 
+NewClient = Callable[[Node, Region, RemoteRegion, Peer, MessageLimits], CallCarrier]
+"""Makes the client's end of a line."""
+
+
 def connect(
-    terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNECT_S
+    terms: Terms,
+    ask: Callable[[bytes], bytes],
+    new_client: NewClient = RuntimeClient,
+    least_s: float = _CONNECT_S,
 ) -> RpcAttachment:
     """The client's end of a new attachment.
 
     Args:
         terms: of the client.
         ask: calls the reserved method of the server.
+        new_client: makes its end of a line, where both have the runtime.
         least_s: how long connecting may take.
 
     Raises:
@@ -288,7 +318,7 @@ def connect(
         peer.wait_region(_READY, timeout_s=least_s)
         if ring is not None and terms.runtime.limits and attachment.transport in _CARRY:
             other = peer.region(RING, timeout_s=least_s)
-            attachment.runtime = RuntimeClient(node, ring, other, peer, terms.runtime.limits)
+            attachment.runtime = new_client(node, ring, other, peer, terms.runtime.limits)
         return attachment
     except BaseException:
         node.close()
@@ -303,9 +333,16 @@ class AttachmentKeeper:
     Args:
         terms: of the client.
         explain: (kind, text) of an error; its kind is "unknown method", "unreachable" or "other".
+        new_client: see `connect`.
     """
 
-    def __init__(self, terms: Terms, explain: Callable[[BaseException], tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        explain: Callable[[BaseException], tuple[str, str]],
+        new_client: NewClient = RuntimeClient,
+    ) -> None:
+        self._new_client = new_client
         self._terms = terms
         self._explain = explain
         self._lock = threading.Lock()
@@ -363,7 +400,7 @@ class AttachmentKeeper:
             if self.settled():
                 return self.ready
             try:
-                attachment = connect(self._terms, ask)
+                attachment = connect(self._terms, ask, self._new_client)
             except Exception as error:
                 self._failed(error)
                 return None

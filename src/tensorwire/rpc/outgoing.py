@@ -42,6 +42,7 @@ class CallLink:
         leases: what was sent in the call, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
+        patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
     """
 
@@ -54,6 +55,7 @@ class CallLink:
         "leases",
         "must_confirm",
         "needed",
+        "patience_s",
     )
 
     def __init__(
@@ -68,6 +70,7 @@ class CallLink:
         self.leases: list[Lease] = []
         self.must_confirm = False
         self.needed = needed
+        self.patience_s: float | None = None
         self.foreign = False
         self.ended = False
         self._remaining = remaining
@@ -179,7 +182,7 @@ class SentMessage:
         self, attachment: RpcAttachment, beside: dict[int, Any], body: bytes
     ) -> bytes | None:
         link = self.link
-        patience_s = attachment.limits.patience_s
+        patience_s = attachment.limits.patience_s if link.patience_s is None else link.patience_s
         if link.must_confirm:
             if not self._confirmed(attachment, link.left_s(patience_s)):
                 link.foreign = True

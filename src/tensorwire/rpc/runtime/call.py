@@ -168,7 +168,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             self._refused()
             return
         body = parse_end(frame.body)
-        code, details = _status(body)
+        code, details = status_of(body)
         if frame.flags & WHOLE and not self._whole:
             if not self._piece(body.piece):
                 return
@@ -311,7 +311,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._client.reader.watch()
         if self._deadline is not None:
             late = weakref.WeakMethod(self.deadline_passed)
-            self._alarm = DEADLINES.add(self._deadline, partial(_call_weakly, late))
+            self._alarm = DEADLINES.add(self._deadline, partial(call_weakly, late))
 
     def __del__(self) -> None:
         # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
@@ -472,7 +472,7 @@ class StreamCall(RuntimeCall):
 
     def answered(self, frame: Frame) -> None:
         body = parse_end(frame.body)
-        code, details = _status(body)
+        code, details = status_of(body)
         if frame.flags & REFUSED:
             code, details = grpc.StatusCode.UNAVAILABLE, "the server refuses the call"
         elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
@@ -514,13 +514,15 @@ class StreamCall(RuntimeCall):
     next = __next__
 
 
-def _status(body: EndBody) -> tuple[grpc.StatusCode, str]:
+def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:
+    """The code and the details of an END."""
     code = _CODES.get(body.code)
     if code is None:
         return grpc.StatusCode.UNKNOWN, f"the server sent the unknown code {body.code}"
     return code, body.details
 
 
-def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method of an object that is still there."""
     if (strong := method()) is not None:
         strong()

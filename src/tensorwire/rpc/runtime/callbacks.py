@@ -6,9 +6,20 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Protocol
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Queue = SimpleQueue[Sequence[Callable[[], object]] | None]
+
+
+class Calling(Protocol):
+    """What calls callbacks elsewhere."""
+
+    def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Has them called one after the other, soon."""
+
+    def stop(self) -> None:
+        """Nothing is called any more that comes later."""
 
 
 class Callbacks:

@@ -21,7 +21,8 @@ from .frames import Metadata, as_metadata
 from .requests import THREADS, RequestSender
 
 _LOG = logging.getLogger("tensorwire.rpc")
-_LONGEST_S = 1e9
+LONGEST_S = 1e9
+"""Of a timeout; grpcio takes what is longer."""
 
 Ended = Callable[[CallLink, bool, grpc.StatusCode | None], None]
 
@@ -137,11 +138,11 @@ class CarriedMethod:
         metadata: Any,
         again: Callable[[], Any] | None,
         outflow: Outflow | None,
-    ) -> tuple[RuntimeClient, RuntimeCall, CallLink, Metadata, _Told] | None:
+    ) -> tuple[RuntimeClient, RuntimeCall, CallLink, Metadata, Told] | None:
         client = None if attachment is None else attachment.runtime
         if attachment is None or not isinstance(client, RuntimeClient) or not client.usable:
             return None
-        if timeout is not None and not 0 < timeout < _LONGEST_S:
+        if timeout is not None and not 0 < timeout < LONGEST_S:
             return None
         entries = as_metadata(metadata)
         if entries is None:
@@ -152,7 +153,7 @@ class CarriedMethod:
         deadline = None if timeout is None else time.monotonic() + timeout
         remaining = no_deadline if deadline is None else partial(_left, deadline)
         link = CallLink(attachment, number, remaining, always)
-        told = _Told(self._ended, link, observed.watched("client", self._arity, self._method))
+        told = Told(self._ended, link, observed.watched("client", self._arity, self._method))
         deserialize = self._deserialize
         if told.traced is not None:
             deserialize = partial(told.traced.deserialize, deserialize, protocol="runtime")
@@ -161,7 +162,7 @@ class CarriedMethod:
         return client, call, link, entries, told
 
 
-class _Told:
+class Told:
     """Told how a call has ended, None if it was not carried out; tells everybody."""
 
     __slots__ = ("_began_ns", "_ended", "_link", "outgoing", "traced")
@@ -174,6 +175,7 @@ class _Told:
         self._began_ns = 0 if traced is None else traced.begin()
 
     def __call__(self, code: grpc.StatusCode | None) -> None:
+        """Tells how it has ended."""
         ok = code is grpc.StatusCode.OK
         self._ended(self._link, ok, code)
         if ok and self.outgoing is not None and self.outgoing.tickets:

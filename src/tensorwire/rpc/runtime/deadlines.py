@@ -9,9 +9,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _KEPT = 1000
+
+
+class Alarm(Protocol):
+    """What happens at a deadline; its `action` set to None, nothing happens."""
+
+    action: Callable[[], object] | None
 
 
 class Deadline:

@@ -6,6 +6,7 @@ at once, in order. Knows the header of a frame, and nothing of calls.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -45,14 +46,22 @@ class Line:
         other: the other end's.
         peer: the other end.
         end: gets what arrives.
+        patient: whoever sends may wait a millisecond for what was sent before.
     """
 
     def __init__(
-        self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, end: LineEnd
+        self,
+        node: Node,
+        memory: Region,
+        other: RemoteRegion,
+        peer: Peer,
+        end: LineEnd,
+        *,
+        patient: bool = True,
     ) -> None:
         self._node = node
         self._reader = RingReader(memory, other, peer)
-        self._writer = RingWriter(memory, other, peer)
+        self._writer = RingWriter(memory, other, peer, patient=patient)
         self._end = end
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
@@ -145,6 +154,18 @@ class Line:
             self.end(str(error))
             return
         self.read_now()
+
+    async def serve(self) -> None:
+        """Reads until it is over, as a task of the running event loop."""
+        while not self._over:
+            try:
+                await self._reader.arrive()
+            except TensorwireError as error:
+                self.read_now()
+                self.end(str(error))
+                return
+            self.read_now()
+            await asyncio.sleep(0)  # others have their turn, whatever arrives
 
     def read_now(self) -> None:
         """Has handled what there is."""

@@ -58,6 +58,10 @@ class RingReader:
         """
         self._word.wait_until(self._taken + 1, timeout_s, peer=self._peer)
 
+    async def arrive(self) -> None:
+        """As `wait`, without an end, and without blocking the event loop."""
+        await self._word.reached(self._taken + 1, peer=self._peer)
+
     def take(self) -> bytes:
         """A copy of what there is, in whole batches; b"" if there is nothing.
 
@@ -89,9 +93,13 @@ class RingWriter:
         memory: this end's ring, where the other end tells how far it has read.
         other: of the other end, which is written into.
         peer: the other end.
+        patient: a write may wait for the one before.
     """
 
-    def __init__(self, memory: Region, other: RemoteRegion, peer: Peer) -> None:
+    def __init__(
+        self, memory: Region, other: RemoteRegion, peer: Peer, *, patient: bool = True
+    ) -> None:
+        self._patient = patient
         self._taken_word = memory.word(_TAKEN)
         self._word = other.word(0)
         self._space = other[_START:]
@@ -130,7 +138,9 @@ class RingWriter:
         self._written += len(data)
         signal = self._word, self._written
         before = self._under_way
-        if before is not None:
+        if before is not None and before.done():
+            before = None
+        if before is not None and self._patient:
             # Meanwhile others leave what they have to whoever writes: fewer and larger writes.
             try:
                 before.wait(_PATIENCE_S)

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import grpc
 
-from .callbacks import Callbacks, call_all
+from .callbacks import Calling, call_all
 from .context import Caller
-from .deadlines import Deadline
+from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import (
     HEADER,
@@ -44,7 +44,7 @@ class Receiver(Protocol):
     caller: Caller
     limits: MessageLimits
     mutex: threading.Lock
-    callbacks: Callbacks
+    callbacks: Calling
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames; nobody waits for it."""
@@ -64,6 +64,7 @@ class IncomingCall:
         pieces, bytes, whole: of the only request.
         requests: a stream of them; None: there is only one.
         awaited: who is told when the first request of a stream has come, if anybody is.
+        first: the first one of a stream of requests, if it was taken already.
         cancelled: it has ended otherwise than by its servicer.
 
     Args:
@@ -89,8 +90,9 @@ class IncomingCall:
         self.whole = False
         self.requests = Inflow(end.limits.receive_bytes) if streams else None
         self.awaited: list[Callable[[], object]] = []
+        self.first: bytes | None = None
         self.cancelled = False
-        self.alarm: Deadline | None = None
+        self.alarm: Alarm | None = None
         self._responses: Outflow | None = None
         self._end = end
         self._token = [True]
@@ -156,7 +158,7 @@ class IncomingCall:
     def only_request(self) -> bytes:
         """The request of a method that takes one; it has arrived."""
         if self.requests is not None:
-            taken = self.requests.take()
+            taken = self.requests.take() if self.first is None else self.first
             self.requests.discard()
             self.settle()
             assert isinstance(taken, bytes)

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -21,7 +21,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from ..attachment import CALLS, RpcAttachment
 from . import observed
 from .behavior import Performance
-from .callbacks import Callbacks
+from .callbacks import Callbacks, Calling
 from .context import CallContext, CallDetails, Caller
 from .deadlines import DEADLINES
 from .frames import (
@@ -47,12 +47,25 @@ _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _MOST_BACKLOG = 256
 _LOOK_S = 0.001
-_ARITIES = {
+ARITIES = {  # by whether requests and responses are streams
     (False, False): "unary_unary",
     (False, True): "unary_stream",
     (True, False): "stream_unary",
     (True, True): "stream_stream",
 }
+
+
+class Carrier(Protocol):
+    """What carries out the calls of a server.
+
+    Attributes:
+        limits: of messages.
+    """
+
+    limits: MessageLimits
+
+    def begin(self, end: ServerEnd, call: IncomingCall) -> None:
+        """Has a call carried out that has its request, or begins its requests."""
 
 
 class ServerEnd:
@@ -68,27 +81,29 @@ class ServerEnd:
         service: of the server.
         attachment: to which the line belongs.
         caller: the client.
-        node, memory, other, peer: as for `Line`.
+        node, memory, other, peer, patient: as for `Line`.
     """
 
     def __init__(
         self,
-        service: Service,
+        service: Carrier,
         attachment: RpcAttachment,
         caller: Caller,
         node: Node,
         memory: Region,
         other: RemoteRegion,
         peer: Peer,
+        *,
+        patient: bool = True,
     ) -> None:
         self.caller = caller
         self.attachment = attachment
         self.limits = service.limits
         self.mutex = threading.Lock()
-        self.callbacks = Callbacks()
+        self.callbacks: Calling = Callbacks()
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
-        self.line = Line(node, memory, other, peer, self)
+        self.line = Line(node, memory, other, peer, self, patient=patient)
 
     def start(self) -> None:
         """Begins to read."""
@@ -354,7 +369,7 @@ class Service:
 
     def _run(self, end: ServerEnd, call: IncomingCall, handler: Any) -> None:
         """In a thread of the user's."""
-        arity = _ARITIES[handler.request_streaming, handler.response_streaming]
+        arity = ARITIES[handler.request_streaming, handler.response_streaming]
         traced = observed.watched("server", arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
         context = CallContext(end.caller, call)
@@ -376,7 +391,7 @@ class Service:
 
 def _pool_of(handler: Any) -> Any:
     """The threads that a behavior wants for itself, None if it wants none."""
-    for name in _ARITIES.values():
+    for name in ARITIES.values():
         behavior = getattr(handler, name)
         if behavior is not None:
             return getattr(behavior, "experimental_thread_pool", None)

@@ -1,0 +1,274 @@
+"""Runs the servicer of a call of an asyncio server, asynchronous or not, of whichever arity.
+
+The order of things, what they raise and what it is called are those of `grpc.aio`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..attachment import RpcAttachment
+from ..inbox import RefusedError
+from ..incoming import Reader
+from ..outgoing import CallLink, SentMessage
+from ..tensors import Holding
+from . import observed
+from .aio_context import AioContext, SyncContext
+from .behavior import REFUSED_PAYLOAD
+from .context import Caller
+from .frames import MOST_METADATA_BYTES, as_metadata, end_frames, message_frames
+from .loop import LoopWaiter
+from .served import IncomingCall
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_Code = grpc.StatusCode
+_AT_ONCE_S = 0.1
+_OVER = object()
+
+
+class _EndedError(Exception):
+    """The call has ended while it was carried out, and everybody was told."""
+
+
+class AioPerformance:
+    """One call and its servicer, in the event loop.
+
+    Args:
+        attachment: of the line.
+        caller: the client.
+        call: what came.
+        handler: the user's.
+        pool: threads for servicers that are not asynchronous, None for the loop's own.
+        traced: what counts messages, None if nobody does.
+        most_bytes: of a response; negative for no limit.
+
+    Attributes:
+        context: for the servicer.
+        answered: it has a response.
+    """
+
+    def __init__(
+        self,
+        attachment: RpcAttachment,
+        caller: Caller,
+        call: IncomingCall,
+        handler: Any,
+        pool: Any,
+        traced: Any,
+        most_bytes: int,
+    ) -> None:
+        self._attachment = attachment
+        self._call = call
+        self._handler = handler
+        self._pool = pool
+        self._traced = traced
+        self._most_bytes = most_bytes
+        self._reader = Reader(handler.request_deserializer)
+        self._link = CallLink(attachment, call.number, lambda: _AT_ONCE_S, call.is_active)
+        self._link.patience_s = 0.0  # of the event loop
+        self.context = AioContext(caller, call, self)
+        self.answered = False
+
+    async def run(self) -> None:
+        """Runs the servicer and ends the call, whatever comes of it."""
+        try:
+            await self._run()
+            if self.context.abort_error is not None:
+                _LOG.error("Abort error unexpectedly suppressed: %r", self.context.abort_error)
+        except (_EndedError, grpc.aio.AbortError):
+            pass
+        except asyncio.CancelledError:
+            _LOG.debug("a call of %s was cancelled", self._call.method)
+            raise
+        except Exception as error:
+            if self._call.is_active():
+                _LOG.exception("a servicer of %s failed", self._call.method)
+                self.finish(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
+        finally:
+            for callback in self.context.callbacks:
+                try:
+                    callback()
+                except Exception:
+                    _LOG.exception("a callback of a call failed")
+
+    async def _run(self) -> None:
+        handler, call = self._handler, self._call
+        names = {False: "unary", True: "stream"}
+        kind = f"{names[handler.request_streaming]}_{names[handler.response_streaming]}"
+        behavior = getattr(handler, kind)
+        holdings: list[Holding] = []
+        request: Any
+        if not handler.request_streaming:
+            request = self._deserialize(call.only_request(), holdings)
+        elif call.requests is None:
+            request = self._single()
+        else:
+            request = _Requests(self.context)
+        asynchronous = (
+            inspect.isawaitable(behavior)
+            or inspect.iscoroutinefunction(behavior)
+            or inspect.isasyncgenfunction(behavior)
+        )
+        if handler.request_streaming and not asynchronous:
+            request = _in_thread(request, asyncio.get_running_loop())
+        if handler.response_streaming:
+            call.stream_responses()
+            await self._stream(behavior, request)
+            return
+        if asynchronous:
+            response = await behavior(request, self.context)
+        else:
+            context = SyncContext(self.context, asyncio.get_running_loop())
+            response = await self._in_pool(behavior, request, context)
+            for callback in context.callbacks:
+                callback()
+        del request
+        for holding in holdings:
+            holding.look()  # the servicer has the message no longer, unless it keeps it
+        self.context.check()
+        if self.context.code() not in (None, _Code.OK):
+            self.finish(_Code.OK, "")
+            return
+        data = self._serialize(response)
+        if call.takes_stream:  # and gives credits
+            call.stream_responses()
+            await self._send(data)
+            self.finish(_Code.OK, "")
+        else:
+            self.finish(_Code.OK, "", data)
+        self.answered = True
+
+    async def _stream(self, behavior: Any, request: Any) -> None:
+        if inspect.iscoroutinefunction(behavior):
+            await behavior(request, self.context)
+        else:
+            if inspect.isasyncgenfunction(behavior):
+                responses = behavior(request, self.context)
+            else:
+                context = SyncContext(self.context, asyncio.get_running_loop())
+                responses = self._from_thread(behavior(request, context))
+            async for response in responses:
+                await self.context.write(response)
+        self.context.check()
+        self.finish(_Code.OK, "")
+        self.answered = True
+
+    async def _in_pool(self, work: Any, *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
+
+    async def _from_thread(self, responses: Any) -> AsyncIterator[Any]:
+        responses = iter(responses)
+        while (response := await self._in_pool(next, responses, _OVER)) is not _OVER:
+            yield response
+
+    async def _single(self) -> AsyncIterator[Any]:
+        yield self._deserialize(self._call.only_request())
+
+    def _find(self, id: bytes) -> RpcAttachment | None:
+        return self._attachment if id == self._attachment.id else None
+
+    def _deserialize(self, data: bytes, holdings: list[Holding] | None = None) -> Any:
+        try:
+            if self._traced is None:
+                return self._reader.read(data, self._find, holdings)
+            read = partial(self._reader.read, find=self._find, holdings=holdings)
+            return self._traced.deserialize(read, data, protocol="runtime")
+        except RefusedError as error:
+            text = f"payload that is not where the message says: {error}"
+            code = _Code.INVALID_ARGUMENT.value[0]
+            self._call.finish(
+                end_frames(self._call.number, code, text.encode(), trailing=(REFUSED_PAYLOAD,))
+            )
+            raise _EndedError from None
+
+    def _serialize(self, response: Any) -> bytes:
+        message = SentMessage(response, self._link, last=True)
+        data = observed.serialize(self._traced, message, self._handler.response_serializer)
+        if not isinstance(data, bytes):
+            raise TypeError(f"a message is bytes, not {type(data).__name__}")
+        if 0 <= self._most_bytes < len(data):
+            text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
+            self.finish(_Code.RESOURCE_EXHAUSTED, text)
+            raise _EndedError
+        return data
+
+    async def read(self) -> Any:
+        """See `Messages`."""
+        if self._call.requests is None:
+            raise grpc.aio.UsageError("the only request of this call is given to the servicer")
+        taken = self._call.request(LoopWaiter)
+        while isinstance(taken, LoopWaiter):
+            await taken.wait()
+            taken = self._call.request(LoopWaiter)
+        if not isinstance(taken, bytes):
+            return grpc.aio.EOF
+        try:
+            return self._deserialize(taken)
+        finally:
+            self._call.settle()
+
+    async def write(self, response: Any) -> None:
+        """See `Messages`."""
+        await self._send(self._serialize(response))
+
+    async def _send(self, data: bytes) -> None:
+        for frame in message_frames(self._call.number, data):
+            while (waiter := self._call.reserve(frame, LoopWaiter)) is not None:
+                assert isinstance(waiter, LoopWaiter)
+                await waiter.wait()
+            self._call.send_frame(frame)
+        await asyncio.sleep(0)  # others have their turn, however much there is to send
+
+    def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
+        """Ends the call as its servicer has said, or else with a status."""
+        number, text = self.context.status(code, details)
+        trailing = as_metadata(self.context.trailing_metadata(), reserved=True)
+        if trailing is None:
+            number, trailing, message = _Code.INTERNAL.value[0], (), None
+            text = b"the trailing metadata of the servicer are not valid, or too long"
+        if len(text) > MOST_METADATA_BYTES:
+            number, message = _Code.RESOURCE_EXHAUSTED.value[0], None
+            text = b"the details of the status are too long"
+        if number != 0:
+            message = None
+        self._call.finish(end_frames(self._call.number, number, text, (), trailing, message))
+
+
+class _Requests:
+    """The requests of a stream, for an asynchronous servicer."""
+
+    def __init__(self, context: AioContext) -> None:
+        self._context = context
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+
+def _in_thread(requests: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
+    """The requests of a stream, for a servicer in a thread."""
+
+    async def following() -> Any:
+        try:
+            return await requests.__anext__()
+        except StopAsyncIteration:
+            return _OVER
+
+    while True:
+        request = asyncio.run_coroutine_threadsafe(following(), loop).result()
+        if request is _OVER:
+            return
+        yield request

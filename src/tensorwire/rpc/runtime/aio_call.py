@@ -1,0 +1,500 @@
+"""Calls of an asyncio client that go by a line, as callers of `grpc.aio` know them.
+
+Everything happens in the client's event loop: frames arrive there, and so do deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from ..outgoing import CallLink, SentMessage
+from . import observed
+from .call import call_weakly, status_of
+from .flow import Inflow, Outflow, TooLongError
+from .frames import (
+    CANCEL,
+    HEADER,
+    MORE,
+    REFUSED,
+    WHOLE,
+    Frame,
+    FrameError,
+    Metadata,
+    Number,
+    credit_frame,
+    last_frame,
+    message_frames,
+    parse_end,
+    short_frame,
+)
+from .loop import LoopDeadline, LoopWaiter, in_loop
+from .options import MessageLimits
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_Code = grpc.StatusCode
+_LOCALLY = "Locally cancelled by application!"
+
+
+class AioClientEnd(Protocol):
+    """What calls need of their client.
+
+    Attributes:
+        loop: its event loop.
+        thread: the identity of the thread that runs it.
+        limits: of messages.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    thread: int
+    limits: MessageLimits
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends frames; nobody waits for it."""
+
+    def forget(self, call: AioCall) -> None:
+        """A call has ended."""
+
+
+class AioCall:
+    """What the four kinds of calls have in common.
+
+    Args:
+        client: whose call it is.
+        number: of the call.
+        deadline: of time.monotonic, None if it has none.
+        deserialize: makes a response of bytes.
+        ended: told once how the call has ended; None: it was not carried out.
+        outflow: of its requests, if they are a stream.
+
+    Attributes:
+        number, outflow: as given.
+        refused: it has ended because the server refuses to carry it out here.
+    """
+
+    def __init__(
+        self,
+        client: AioClientEnd,
+        number: Number,
+        deadline: float | None,
+        deserialize: Callable[[bytes], Any],
+        ended: Callable[[grpc.StatusCode | None], None],
+        outflow: Outflow | None,
+    ) -> None:
+        self.number = number
+        self.outflow = outflow
+        self.refused = False
+        self._client = client
+        self._deadline = deadline
+        self._deserialize = deserialize
+        self._ended = ended
+        self._initial: Metadata | None = None
+        self._trailing: Metadata = ()
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._cancelled_here = False
+        self._over = LoopWaiter()
+        self._head = LoopWaiter()
+        self._callbacks: list[Callable[[], object]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._done_writing_flag = False  # grpcio's intercepted calls look at it
+        self._alarm: LoopDeadline | None = None
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            late = weakref.WeakMethod(self.deadline_passed)  # a forgotten call is cancelled
+            self._alarm = LoopDeadline(client.loop, left, partial(call_weakly, late))
+
+    def __del__(self) -> None:
+        # Perhaps in another thread, with any lock.
+        if not (self.done() or self.refused):
+            in_loop(self._client.loop, self.cancel)
+
+    # What arrives.
+
+    def head(self, initial: Metadata) -> None:
+        """Initial metadata came ahead."""
+        if self._initial is None:
+            self._initial = initial
+            self._head.finish()
+
+    def message(self, frame: Frame) -> None:
+        """A piece of a response came."""
+        raise NotImplementedError
+
+    def answered(self, frame: Frame) -> None:
+        """The server has ended the call."""
+        raise NotImplementedError
+
+    def granted(self, size_bytes: int) -> None:
+        """The server has taken so much of the requests."""
+        if self.outflow is not None:
+            self.outflow.grant(size_bytes)
+
+    def too_long(self, size: int) -> None:
+        """A response is longer than it may be."""
+        most = self._client.limits.receive_bytes
+        self.end_here(
+            _Code.RESOURCE_EXHAUSTED,
+            f"CLIENT: Received message larger than max ({size} vs. {most})",
+        )
+
+    # How it ends.
+
+    def conclude(
+        self, code: grpc.StatusCode, details: str, initial: Metadata = (), trailing: Metadata = ()
+    ) -> bool:
+        """Ends the call; False if it had ended."""
+        if self._code is not None or self.refused:
+            return False
+        self._client.forget(self)
+        self.head(initial)
+        self._code, self._details, self._trailing = code, details, trailing
+        self._stop()
+        self._ended(code)
+        self._over.finish()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._client.loop.call_soon(callback)
+        return True
+
+    def _stop(self) -> None:
+        if self._alarm is not None:
+            self._alarm.action = None
+        if self.outflow is not None:
+            self.outflow.close()
+        sender = self._sender
+        if sender is not None and not sender.done() and self._cancelled_here:
+            sender.cancel()
+
+    def end_here(self, code: grpc.StatusCode, details: str) -> bool:
+        """Ends the call at this end, and tells the server."""
+        if not self.conclude(code, details):
+            return False
+        self._client.send((short_frame(CANCEL, self.number),))
+        return True
+
+    def deadline_passed(self) -> None:
+        """Ends the call because its time is over."""
+        self.end_here(_Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def refuse(self) -> None:
+        """The server does not carry it out here."""
+        self._client.forget(self)
+        self.refused = True
+        self._stop()
+        self._ended(None)
+        self._over.finish()
+
+    async def settled(self) -> bool:
+        """Waits until it has ended; False: it has to be made by grpcio. Cancelled, it is ended."""
+        try:
+            await self._over.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return not self.refused
+
+    # grpc.aio.Call
+
+    def cancel(self) -> bool:
+        if threading.get_ident() != self._client.thread:  # a collector's
+            in_loop(self._client.loop, self.cancel)
+            return self._code is None
+        if self._code is not None or self.refused:
+            return False
+        self._cancelled_here = True
+        if self.conclude(_Code.CANCELLED, _LOCALLY):
+            # Not at once: grpcio's call cancels when it is collected, even while another is sent.
+            in_loop(
+                self._client.loop, partial(self._client.send, (short_frame(CANCEL, self.number),))
+            )
+        return True
+
+    def cancelled(self) -> bool:
+        return self._code is _Code.CANCELLED
+
+    def done(self) -> bool:
+        return self._code is not None
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        if self._code is not None:
+            callback(self)
+        else:
+            self._callbacks.append(partial(callback, self))
+
+    async def initial_metadata(self) -> grpc.aio.Metadata:
+        await self._head.wait()
+        return grpc.aio.Metadata(*(self._initial or ()))
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        await self._over.wait()
+        return grpc.aio.Metadata(*self._trailing)
+
+    async def code(self) -> Any:
+        await self._over.wait()
+        return self._code
+
+    async def details(self) -> str:
+        await self._over.wait()
+        return self._details
+
+    async def debug_error_string(self) -> str:
+        """What grpcio's objects have too: the status once more."""
+        await self._over.wait()
+        return f"tensorwire: {self._details}"
+
+    async def wait_for_connection(self) -> None:
+        if self._code is not None:
+            self._raise_for_status()
+
+    def _raise_for_status(self) -> None:
+        if self._cancelled_here:
+            raise asyncio.CancelledError
+        if self._code is not _Code.OK:
+            raise grpc.aio.AioRpcError(
+                self._code or _Code.UNKNOWN,
+                grpc.aio.Metadata(*(self._initial or ())),
+                grpc.aio.Metadata(*self._trailing),
+                self._details,
+                f"tensorwire: {self._details}",
+            )
+
+    # Requests that are a stream.
+
+    def send_all(self, requests: Any, link: CallLink, serializer: Any, traced: Any) -> None:
+        """Sends all requests of an iterable, synchronous or not, in a task."""
+        sending = self._send_all(requests, link, serializer, traced)
+        self._sender = self._client.loop.create_task(sending)
+
+    async def _send_all(self, requests: Any, link: CallLink, serializer: Any, traced: Any) -> None:
+        try:
+            if hasattr(requests, "__aiter__"):
+                async for request in requests:
+                    if not await self._send(request, link, serializer, traced):
+                        return
+            else:
+                for request in requests:
+                    if not await self._send(request, link, serializer, traced):
+                        return
+        except BaseException:
+            # As in grpcio: whatever a user's iterator raises cancels the call.
+            _LOG.debug("requests could not be sent", exc_info=True)
+            self.cancel()
+            return
+        self._done_writing_flag = True
+        if self._code is None:
+            self._client.send((last_frame(self.number),))
+
+    async def _send(self, request: Any, link: CallLink, serializer: Any, traced: Any) -> bool:
+        assert self.outflow is not None
+        if self.done():
+            return False
+        message = SentMessage(request, link, last=True)
+        data = observed.serialize(traced, message, serializer)
+        if not isinstance(data, bytes):
+            raise TypeError(f"a message is bytes, not {type(data).__name__}")
+        most = self._client.limits.send_bytes
+        if 0 <= most < len(data):
+            text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
+            self.end_here(_Code.RESOURCE_EXHAUSTED, text)
+            return False
+        for frame in message_frames(self.number, data):
+            size = len(frame) - HEADER.size
+            while (waiter := self.outflow.reserve(size, LoopWaiter)) is not None:
+                assert isinstance(waiter, LoopWaiter)
+                await waiter.wait()
+            if self.done():
+                return False
+            self._client.send((frame,))
+        await asyncio.sleep(0)  # others have their turn, however much there is to send
+        return True
+
+
+class _OneResponse(AioCall):
+    """Of a call with one response."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._whole = False
+        self._response: Any = None
+
+    def message(self, frame: Frame) -> None:
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        if not self._whole:  # of one response too many nobody looks at
+            self._whole = self._piece(frame.body) and frame.flags == WHOLE
+
+    def _piece(self, data: bytes) -> bool:
+        self._bytes += len(data)
+        if 0 <= self._client.limits.receive_bytes < self._bytes:
+            self.too_long(self._bytes)
+            return False
+        self._pieces.append(data)
+        return True
+
+    def answered(self, frame: Frame) -> None:
+        if frame.flags & REFUSED:
+            if self.outflow is None:
+                self.refuse()
+            else:  # requests cannot be sent again
+                self.conclude(_Code.UNAVAILABLE, "the server refuses the call")
+            return
+        body = parse_end(frame.body)
+        code, details = status_of(body)
+        if frame.flags & WHOLE and not self._whole:
+            if not self._piece(body.piece):
+                return
+            self._whole = True
+        if code is _Code.OK:
+            if not self._whole:
+                code, details = _Code.INTERNAL, "the server sent no response"
+            else:
+                self._response = _message_of(self._deserialize, b"".join(self._pieces))
+        self._pieces = []
+        self.conclude(code, details, body.initial, body.trailing)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from self.settled().__await__()
+        self._raise_for_status()
+        return self._response
+
+
+class _ManyResponses(AioCall):
+    """Of a call with a stream of responses."""
+
+    def __init__(self, client: AioClientEnd, *given: Any) -> None:
+        super().__init__(client, *given)
+        self._inflow = Inflow(client.limits.receive_bytes)
+        self._end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None
+        self._iterator: AsyncIterator[Any] | None = None
+        self._reads = False
+
+    def message(self, frame: Frame) -> None:
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        self.head(())
+        self._add(frame.body, frame.flags)
+
+    def _add(self, data: bytes, flags: int) -> bool:
+        try:
+            credit = self._inflow.add(data, flags)
+        except TooLongError as error:
+            self.too_long(error.args[0])
+            return False
+        if credit:
+            self._client.send((credit_frame(self.number, credit),))
+        return True
+
+    def answered(self, frame: Frame) -> None:
+        body = parse_end(frame.body)
+        code, details = status_of(body)
+        if frame.flags & REFUSED:
+            code, details = _Code.UNAVAILABLE, "the server refuses the call"
+        elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
+            return
+        self.head(body.initial)
+        self._end = code, details, body.initial, body.trailing
+        if self._inflow.close(drop=False):
+            self.conclude(*self._end)
+
+    def _stop(self) -> None:
+        super()._stop()
+        self._inflow.close()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        if self._reads:
+            raise grpc.aio.UsageError("a call is read by `read` or by iterating, not by both")
+        if self._iterator is None:
+            self._iterator = self._iterate()
+        return self._iterator
+
+    async def _iterate(self) -> AsyncIterator[Any]:
+        while (message := await self._next()) is not grpc.aio.EOF:
+            yield message
+        self._raise_for_status()
+
+    async def read(self) -> Any:
+        if self._iterator is not None:
+            raise grpc.aio.UsageError("a call is read by `read` or by iterating, not by both")
+        self._reads = True
+        message = grpc.aio.EOF if self._code is not None else await self._next()
+        if message is grpc.aio.EOF:
+            self._raise_for_status()
+        return message
+
+    async def _next(self) -> Any:
+        try:
+            taken = self._inflow.take(LoopWaiter)
+            while isinstance(taken, LoopWaiter):
+                await taken.wait()
+                taken = self._inflow.take(LoopWaiter)
+            if not isinstance(taken, bytes):
+                await self._over.wait()
+                return grpc.aio.EOF
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        response = _message_of(self._deserialize, taken)
+        credit, was_last = self._inflow.settle()
+        if credit:
+            self._client.send((credit_frame(self.number, credit),))
+        if was_last and self._end is not None:
+            self.conclude(*self._end)
+        return response
+
+
+def _message_of(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    """The user's response; None, as in `grpc.aio`, if it cannot be deserialized."""
+    try:
+        return deserialize(data)
+    except Exception:
+        _LOG.exception("a response could not be deserialized")
+        return None
+
+
+class _Writer(AioCall):
+    """Of a call whose requests come from an iterable: grpcio's intercepted call writes into one."""
+
+    async def write(self, request: Any) -> None:
+        raise grpc.aio.UsageError("the requests of this call come from an iterable")
+
+    async def done_writing(self) -> None:
+        raise grpc.aio.UsageError("the requests of this call come from an iterable")
+
+
+class AioUnaryUnary(_OneResponse, grpc.aio.UnaryUnaryCall):
+    """See `grpc.aio.UnaryUnaryCall`."""
+
+
+class AioUnaryStream(_ManyResponses, grpc.aio.UnaryStreamCall):
+    """See `grpc.aio.UnaryStreamCall`."""
+
+
+class AioStreamUnary(_OneResponse, _Writer, grpc.aio.StreamUnaryCall):
+    """See `grpc.aio.StreamUnaryCall`."""
+
+
+class AioStreamStream(_ManyResponses, _Writer, grpc.aio.StreamStreamCall):
+    """See `grpc.aio.StreamStreamCall`."""
+
+
+KINDS = {
+    "unary_unary": AioUnaryUnary,
+    "unary_stream": AioUnaryStream,
+    "stream_unary": AioStreamUnary,
+    "stream_stream": AioStreamStream,
+}
