@@ -50,6 +50,7 @@ class _Client:
     def __init__(self, bare: grpc.aio.Channel, terms: Terms) -> None:
         self.bare = bare
         self.keeper = AttachmentKeeper(terms, explain, AioClient)
+        self._asking: asyncio.Task[RpcAttachment | None] | None = None
 
     async def carry(self, details: Any, request: Any) -> tuple[Any, Any]:
         """A call that has begun by the runtime, None: it is for grpcio; and its details."""
@@ -66,7 +67,9 @@ class _Client:
         if attachment is None or call is None:
             return PLAIN, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
-        return CallLink(attachment, call, _at_once, always), details._replace(metadata=metadata)
+        link = CallLink(attachment, call, _at_once, always)
+        link.patience_s = 0.0  # who gives memory back may be in this event loop
+        return link, details._replace(metadata=metadata)
 
     async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
         """The channel's attachment, for which the server is asked if need be."""
@@ -76,8 +79,14 @@ class _Client:
             if details.timeout is not None:
                 wait_s = min(wait_s, max(details.timeout / 2, 0.0))
             started = time.monotonic()
-            ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
-            attachment = await asyncio.to_thread(self.keeper.get, ask, wait_s)
+            asking = self._asking
+            if asking is None or asking.done():
+                # One for all calls: each would take a thread of the loop's pool.
+                ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
+                asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
+                self._asking = asking
+            await asyncio.wait((asking,), timeout=wait_s)
+            attachment = self.keeper.ready
             if details.timeout is not None:
                 left = details.timeout - (time.monotonic() - started)
                 details = details._replace(timeout=left)

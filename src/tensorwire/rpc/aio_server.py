@@ -51,9 +51,12 @@ class AioServedCall(grpc.RpcMethodHandler):
         self._reader = reader
         self._attachment = attachment
         self._call = call
-        self._link = PLAIN if attachment is None else CallLink(attachment, call, _at_once, always)
-        if attachment is not None and self.request_streaming:
-            attachment.confirm(call)
+        self._link = PLAIN
+        if attachment is not None:
+            self._link = CallLink(attachment, call, _at_once, always)
+            self._link.patience_s = 0.0  # who gives memory back may be in this event loop
+            if self.request_streaming:
+                attachment.confirm(call)
 
     def _receive(self, data: bytes) -> Any:
         if not data.startswith(MAGIC):
