@@ -159,7 +159,8 @@ class RpcAttachment:
     def begin_call(self) -> tuple[int, int] | None:
         """Takes a number for a call; None: as many are under way as there are numbers left."""
         try:
-            slot = self._idle_calls.pop()  # atomic, as is the append that gives it back
+            # The one that is idle for longest, so that all wear out together; atomic, as the append.
+            slot = self._idle_calls.popleft()
         except IndexError:
             return None
         self._generations[slot] += 1
