@@ -159,7 +159,7 @@ class RpcAttachment:
     def begin_call(self) -> tuple[int, int] | None:
         """Takes a number for a call; None: as many are under way as there are numbers left."""
         try:
-            # The one that is idle for longest, so that all wear out together; atomic, as the append.
+            # The one that is idle for longest: all wear out together. Atomic, as the append.
             slot = self._idle_calls.popleft()
         except IndexError:
             return None
