@@ -335,6 +335,64 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     }
 
 
+def test_streams_of_the_runtime(tmp_path: Path) -> None:
+    """Of channels and servers of both worlds."""
+    text = """
+    import asyncio
+    from concurrent import futures
+    import grpc
+    from tensorwire import rpc
+
+    async def both(requests, context):
+        async for each in requests:
+            yield each
+
+    def out(request, context):
+        yield from [request] * 3
+
+    kinds = {
+        "Out": grpc.unary_stream_rpc_method_handler(out, bytes, bytes),
+        "Both": grpc.stream_stream_rpc_method_handler(both, bytes, bytes),
+    }
+    handlers = grpc.method_handlers_generic_handler("example.Model", kinds)
+
+    server = rpc.server(futures.ThreadPoolExecutor(2), runtime=True)
+    server.add_generic_rpc_handlers((handlers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+        assert len(list(channel.unary_stream("/example.Model/Out", bytes, bytes)(bytes(10)))) == 3
+    server.stop(None).wait()
+
+    async def main():
+        server = rpc.aio.server(runtime=True)
+        server.add_generic_rpc_handlers((handlers,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with rpc.aio.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+            call = channel.stream_stream("/example.Model/Both", bytes, bytes)(iter([bytes(20)] * 2))
+            assert [each async for each in call] == [bytes(20)] * 2
+            assert channel.runtime == "shm"
+        await server.stop(None)
+
+    asyncio.run(main())
+    """
+    done, figures = run(tmp_path, sys.executable, script(tmp_path, "streams.py", text))
+    assert done.returncode == 0, done.stderr
+    found = messages(figures)
+    for side, there, back in (("client", "sent", "received"), ("server", "received", "sent")):
+        assert found[(side, "Out", there, "runtime")] == (1, 10, 10, 0)
+        assert found[(side, "Out", back, "runtime")] == (3, 30, 30, 0)
+        assert found[(side, "Both", there, "runtime")] == (2, 40, 40, 0)
+        assert found[(side, "Both", back, "runtime")] == (2, 40, 40, 0)
+    assert calls(figures) == {
+        ("client", "Out", "OK"): 1,
+        ("server", "Out", "over"): 1,
+        ("client", "Both", "OK"): 1,
+        ("server", "Both", "over"): 1,
+    }
+
+
 def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     """The server forgets the attachment, so it refuses the envelope."""
     text = """
