@@ -177,8 +177,8 @@ void bind_buffers(nb::module_& m) {
               throw Error(Code::kInvalid,
                           "what was given as memory of " + of->label() + " is none there");
             }
-            new (made) Buffer{address, size_bytes, writable, std::move(owner), of,
-                              region ? (*region)->mapping : nullptr};
+            new (made) Buffer{address,          size_bytes, writable,
+                              std::move(owner), of,         region ? (*region)->mapping : nullptr};
           },
           "address"_a, "size_bytes"_a, "writable"_a, "owner"_a, "gpu"_a = -1,
           "region"_a.none() = nb::none(), "verify"_a = false)
@@ -198,7 +198,8 @@ void bind_buffers(nb::module_& m) {
         return nb::make_tuple(reinterpret_cast<uint64_t>(array.data()),
                               static_cast<uint64_t>(array.nbytes()), array.device_id(), owner);
       },
-      "array"_a, "Address, bytes, GPU and owner of the memory of a contiguous DLPack object.");
+      "array"_a, nb::sig("def gpu_dlpack(array: object) -> tuple[int, int, int, object]"),
+      "Address, bytes, GPU and owner of the memory of a contiguous DLPack object.");
   m.def(
       "same_bytes",
       [](nb::handle one, nb::handle other) {

@@ -49,8 +49,7 @@ void bind_node(nb::module_& m) {
             WithoutGil release;  // starting a GPU takes long
             return n.allocate(size_bytes, name, {readable, writable}, mappable, gpu);
           },
-          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false,
-          "gpu"_a = -1)
+          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false, "gpu"_a = -1)
       .def(
           "restore",
           [](Node& n, int descriptor, const std::string& name, uint32_t id, uint64_t generation,

@@ -54,7 +54,8 @@ How how_of(uint64_t inline_limit, const OnStream& on_stream) {
 template <class Start>
 TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const Start& start) {
   bury_the_dead();
-  if (!by_gpu && bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
+  if (!by_gpu && bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes))
+    return start();
   WithoutGil release;
   return start();
 }
@@ -211,8 +212,7 @@ void bind_peer(nb::module_& m) {
              uint64_t inline_limit, const OnStream& on_stream) {
             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, on_stream, false);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a,
-          "on_stream"_a.none() = nb::none())
+          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a, "on_stream"_a.none() = nb::none())
       .def(
           "write_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
@@ -260,8 +260,8 @@ void bind_peer(nb::module_& m) {
             std::vector<Prepared::Item> items;
             for (size_t i = 0; i < list.pieces.size(); ++i) {
               const Piece& piece = list.pieces[i];
-              items.push_back({piece.local, remotes[i], offsets[i], piece.length, piece.gpu,
-                               piece.mapping});
+              items.push_back(
+                  {piece.local, remotes[i], offsets[i], piece.length, piece.gpu, piece.mapping});
             }
             return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
                                   std::move(list.locals));

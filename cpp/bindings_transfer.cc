@@ -103,7 +103,8 @@ void bind_transfer(nb::module_& m) {
             block_stream(t, handle, gpu);
           },
           "stream"_a, nb::sig("def block_stream(self, stream: typing.Any) -> None"),
-          "Lets what is put on a stream of a GPU from now on wait until the transfer is complete.\n\n"
+          "Lets what is put on a stream of a GPU from now on wait until the transfer is "
+          "complete.\n\n"
           "The calling thread does not wait. The stream goes on whether the transfer ends well or "
           "not;\n"
           "`wait` tells.\n\n"

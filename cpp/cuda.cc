@@ -34,8 +34,8 @@ std::unique_ptr<Library> load() {
   if (handle == nullptr) {
     const char* why = ::dlerror();
     throw Error(Code::kUnavailable,
-                "memory of a GPU needs NVIDIA's driver, and " + made->file +
-                    " cannot be loaded (" + (why != nullptr ? why : "unknown failure") +
+                "memory of a GPU needs NVIDIA's driver, and " + made->file + " cannot be loaded (" +
+                    (why != nullptr ? why : "unknown failure") +
                     "); install the driver, and in a container run it with --gpus");
   }
 #define TENSORWIRE_BIND(name, ...) bind(handle, #name, made->file, made->name);
@@ -46,10 +46,11 @@ std::unique_ptr<Library> load() {
   }
   made->check("the driver's version", made->cuDriverGetVersion(&made->version));
   if (made->version < kOldest) {
-    throw Error(Code::kUnavailable, "memory of a GPU needs NVIDIA's driver for CUDA 12.0 or newer "
-                                    "(525), and this one is for CUDA " +
-                                        std::to_string(made->version / 1000) + "." +
-                                        std::to_string(made->version % 1000 / 10));
+    throw Error(Code::kUnavailable,
+                "memory of a GPU needs NVIDIA's driver for CUDA 12.0 or newer "
+                "(525), and this one is for CUDA " +
+                    std::to_string(made->version / 1000) + "." +
+                    std::to_string(made->version % 1000 / 10));
   }
   return made;
 }

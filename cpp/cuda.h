@@ -73,48 +73,48 @@ inline constexpr int kCaptureNone = 0, kCaptureRelaxed = 2;
 
 // The driver's functions, by the names of their symbols: USE(name, arguments...) for each. All
 // return a Result.
-#define TENSORWIRE_CUDA_FUNCTIONS(USE)                                         \
-  USE(cuInit, unsigned)                                                        \
-  USE(cuDriverGetVersion, int*)                                                \
-  USE(cuGetErrorName, Result, const char**)                                    \
-  USE(cuGetErrorString, Result, const char**)                                  \
-  USE(cuDeviceGetCount, int*)                                                  \
-  USE(cuDeviceGet, Device*, int)                                               \
-  USE(cuDeviceGetName, char*, int, Device)                                     \
-  USE(cuDeviceGetAttribute, int*, int, Device)                                 \
-  USE(cuDeviceTotalMem_v2, size_t*, Device)                                    \
-  USE(cuDevicePrimaryCtxRetain, Context*, Device)                              \
-  USE(cuCtxPushCurrent_v2, Context)                                            \
-  USE(cuCtxPopCurrent_v2, Context*)                                            \
-  USE(cuCtxSynchronize)                                                        \
-  USE(cuThreadExchangeStreamCaptureMode, int*)                                 \
-  USE(cuMemGetAllocationGranularity, size_t*, const MemoryProperties*, int)    \
-  USE(cuMemCreate, Memory*, size_t, const MemoryProperties*, unsigned long long) \
-  USE(cuMemRelease, Memory)                                                    \
+#define TENSORWIRE_CUDA_FUNCTIONS(USE)                                            \
+  USE(cuInit, unsigned)                                                           \
+  USE(cuDriverGetVersion, int*)                                                   \
+  USE(cuGetErrorName, Result, const char**)                                       \
+  USE(cuGetErrorString, Result, const char**)                                     \
+  USE(cuDeviceGetCount, int*)                                                     \
+  USE(cuDeviceGet, Device*, int)                                                  \
+  USE(cuDeviceGetName, char*, int, Device)                                        \
+  USE(cuDeviceGetAttribute, int*, int, Device)                                    \
+  USE(cuDeviceTotalMem_v2, size_t*, Device)                                       \
+  USE(cuDevicePrimaryCtxRetain, Context*, Device)                                 \
+  USE(cuCtxPushCurrent_v2, Context)                                               \
+  USE(cuCtxPopCurrent_v2, Context*)                                               \
+  USE(cuCtxSynchronize)                                                           \
+  USE(cuThreadExchangeStreamCaptureMode, int*)                                    \
+  USE(cuMemGetAllocationGranularity, size_t*, const MemoryProperties*, int)       \
+  USE(cuMemCreate, Memory*, size_t, const MemoryProperties*, unsigned long long)  \
+  USE(cuMemRelease, Memory)                                                       \
   USE(cuMemAddressReserve, Address*, size_t, size_t, Address, unsigned long long) \
-  USE(cuMemAddressFree, Address, size_t)                                       \
-  USE(cuMemMap, Address, size_t, size_t, Memory, unsigned long long)           \
-  USE(cuMemUnmap, Address, size_t)                                             \
-  USE(cuMemSetAccess, Address, size_t, const Access*, size_t)                  \
-  USE(cuMemExportToShareableHandle, void*, Memory, int, unsigned long long)    \
-  USE(cuMemImportFromShareableHandle, Memory*, void*, int)                     \
-  USE(cuMemGetAllocationPropertiesFromHandle, MemoryProperties*, Memory)       \
-  USE(cuMemHostAlloc, void**, size_t, unsigned)                                \
-  USE(cuMemFreeHost, void*)                                                    \
-  USE(cuMemHostRegister_v2, void*, size_t, unsigned)                           \
-  USE(cuMemHostUnregister, void*)                                              \
-  USE(cuPointerGetAttribute, void*, int, Address)                              \
-  USE(cuMemcpyAsync, Address, Address, size_t, Stream)                         \
-  USE(cuMemsetD8Async, Address, unsigned char, size_t, Stream)                 \
-  USE(cuStreamCreate, Stream*, unsigned)                                       \
-  USE(cuStreamSynchronize, Stream)                                             \
-  USE(cuStreamIsCapturing, Stream, int*)                                       \
-  USE(cuStreamWaitEvent, Stream, Event, unsigned)                              \
-  USE(cuStreamWaitValue32_v2, Stream, Address, uint32_t, unsigned)             \
-  USE(cuLaunchHostFunc, Stream, HostFunction, void*)                           \
-  USE(cuEventCreate, Event*, unsigned)                                         \
-  USE(cuEventDestroy_v2, Event)                                                \
-  USE(cuEventRecord, Event, Stream)                                            \
+  USE(cuMemAddressFree, Address, size_t)                                          \
+  USE(cuMemMap, Address, size_t, size_t, Memory, unsigned long long)              \
+  USE(cuMemUnmap, Address, size_t)                                                \
+  USE(cuMemSetAccess, Address, size_t, const Access*, size_t)                     \
+  USE(cuMemExportToShareableHandle, void*, Memory, int, unsigned long long)       \
+  USE(cuMemImportFromShareableHandle, Memory*, void*, int)                        \
+  USE(cuMemGetAllocationPropertiesFromHandle, MemoryProperties*, Memory)          \
+  USE(cuMemHostAlloc, void**, size_t, unsigned)                                   \
+  USE(cuMemFreeHost, void*)                                                       \
+  USE(cuMemHostRegister_v2, void*, size_t, unsigned)                              \
+  USE(cuMemHostUnregister, void*)                                                 \
+  USE(cuPointerGetAttribute, void*, int, Address)                                 \
+  USE(cuMemcpyAsync, Address, Address, size_t, Stream)                            \
+  USE(cuMemsetD8Async, Address, unsigned char, size_t, Stream)                    \
+  USE(cuStreamCreate, Stream*, unsigned)                                          \
+  USE(cuStreamSynchronize, Stream)                                                \
+  USE(cuStreamIsCapturing, Stream, int*)                                          \
+  USE(cuStreamWaitEvent, Stream, Event, unsigned)                                 \
+  USE(cuStreamWaitValue32_v2, Stream, Address, uint32_t, unsigned)                \
+  USE(cuLaunchHostFunc, Stream, HostFunction, void*)                              \
+  USE(cuEventCreate, Event*, unsigned)                                            \
+  USE(cuEventDestroy_v2, Event)                                                   \
+  USE(cuEventRecord, Event, Stream)                                               \
   USE(cuEventQuery, Event)
 
 struct Library {
@@ -122,9 +122,9 @@ struct Library {
   TENSORWIRE_CUDA_FUNCTIONS(TENSORWIRE_DECLARE)
 #undef TENSORWIRE_DECLARE
 
-  int version = 0;    // 12080 is 12.8
-  std::string file;   // that was loaded
-  uint32_t made_in;   // fork::epoch()
+  int version = 0;   // 12080 is 12.8
+  std::string file;  // that was loaded
+  uint32_t made_in;  // fork::epoch()
 
   // "out of memory (CUDA_ERROR_OUT_OF_MEMORY)".
   std::string text(Result result) const;

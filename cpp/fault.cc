@@ -64,17 +64,14 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
 
 TransferPtr FaultyChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
                                  const How& how) {
-  return run(total_bytes(pieces),
-             [kept = KeptCall(pieces, signal), channel = channel_.lock(), how] {
-               return channel->write(kept.pieces, kept.signal, how);
-             });
+  return run(total_bytes(pieces), [kept = KeptCall(pieces, signal), channel = channel_.lock(),
+                                   how] { return channel->write(kept.pieces, kept.signal, how); });
 }
 
 TransferPtr FaultyChannel::read(std::span<const Piece> pieces, const How& how) {
-  return run(total_bytes(pieces),
-             [kept = KeptCall(pieces, {}), channel = channel_.lock(), how] {
-               return channel->read(kept.pieces, how);
-             });
+  return run(total_bytes(pieces), [kept = KeptCall(pieces, {}), channel = channel_.lock(), how] {
+    return channel->read(kept.pieces, how);
+  });
 }
 
 TransferPtr FaultyChannel::signal(const SignalTo& signal) {

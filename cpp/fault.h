@@ -53,8 +53,7 @@ class FaultyChannel : public Channel {
   // do not go through the channel.
   TransferPtr run(uint64_t bytes, const std::function<TransferPtr()>& operation);
 
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    const How& how) override;
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) override;
   TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;

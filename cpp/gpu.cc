@@ -26,7 +26,7 @@ cuda::Address address_of(const void* pointer) { return reinterpret_cast<uintptr_
 // Whether it is a kind of file that can be looked at without waiting for anybody: a device's, as
 // the driver's are, or a memfd. Looking with AT_STATX_DONT_SYNC asks no file system's server.
 bool is_harmless(int descriptor) {
-  struct statx found {};
+  struct statx found{};
   if (::statx(descriptor, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE, &found) == 0 &&
       S_ISCHR(found.stx_mode)) {
     return true;
@@ -165,15 +165,23 @@ Gpu::Kind Gpu::kind_of(const void* address, size_t size) const {
   return kind(address_of(address) + size - 1) == first ? first : Kind::kOther;
 }
 
-GpuScope::GpuScope(const Gpu& gpu) : driver_(gpu.driver_) {
-  driver_.cuCtxPushCurrent_v2(gpu.context_);
-  driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+namespace {
+thread_local const Gpu* entered = nullptr;
+}
+
+GpuScope::GpuScope(const Gpu& gpu) : gpu_(gpu), before_(entered) {
+  if (before_ == &gpu) return;
+  gpu.driver_.cuCtxPushCurrent_v2(gpu.context_);
+  gpu.driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  entered = &gpu;
 }
 
 GpuScope::~GpuScope() {
-  driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  if (before_ == &gpu_) return;
+  entered = before_;
+  gpu_.driver_.cuThreadExchangeStreamCaptureMode(&mode_);
   cuda::Context mine = nullptr;
-  driver_.cuCtxPopCurrent_v2(&mine);
+  gpu_.driver_.cuCtxPopCurrent_v2(&mine);
 }
 
 // ---- moments on streams
@@ -188,8 +196,7 @@ cuda::Event Gpu::take_event() {
     }
   }
   cuda::Event made = nullptr;
-  driver_.check("an event of " + label(),
-                driver_.cuEventCreate(&made, cuda::kEventDisableTiming));
+  driver_.check("an event of " + label(), driver_.cuEventCreate(&made, cuda::kEventDisableTiming));
   return made;
 }
 
@@ -297,9 +304,9 @@ std::unique_ptr<GpuMemory> GpuMemory::import(int descriptor, size_t size, bool w
   const cuda::Library& driver = cuda::library();
   cuda::Memory memory = 0;
   auto* handle = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
-  driver.check("a peer's memory on a GPU, which this process may not see (CUDA_VISIBLE_DEVICES),",
-               driver.cuMemImportFromShareableHandle(&memory, handle,
-                                                     cuda::MemoryProperties::kDescriptor));
+  driver.check(
+      "a peer's memory on a GPU, which this process may not see (CUDA_VISIBLE_DEVICES),",
+      driver.cuMemImportFromShareableHandle(&memory, handle, cuda::MemoryProperties::kDescriptor));
   std::unique_ptr<GpuMemory> made(new GpuMemory);
   try {
     cuda::MemoryProperties properties;

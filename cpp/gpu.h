@@ -25,9 +25,9 @@ using GpuEventPtr = std::shared_ptr<GpuEvent>;
 // One GPU. Never destroyed.
 class Gpu {
  public:
-  // By its number in this process (CUDA_VISIBLE_DEVICES). The first call for a GPU makes or takes up
-  // its primary context, which takes some tenths of a second. Throws kInvalid if there is no such
-  // GPU, kUnavailable, kNoMemory.
+  // By its number in this process (CUDA_VISIBLE_DEVICES). The first call for a GPU makes or takes
+  // up its primary context, which takes some tenths of a second. Throws kInvalid if there is no
+  // such GPU, kUnavailable, kNoMemory.
   static Gpu& at(int ordinal);
   static int count();  // throws kUnavailable
   // Whose memory is at this address. Throws kInvalid if it is no GPU's, and as at().
@@ -78,8 +78,8 @@ class Gpu {
   std::vector<Gate> gates_;  // open ones
 };
 
-// Makes the GPU's context that of the calling thread while it lives. What the thread's owner
-// captures into a graph meanwhile is not disturbed.
+// Makes the GPU's context that of the calling thread while it lives; one inside of another costs
+// nothing. What the thread's owner captures into a graph meanwhile is not disturbed.
 class GpuScope {
  public:
   explicit GpuScope(const Gpu& gpu);
@@ -88,7 +88,8 @@ class GpuScope {
   GpuScope& operator=(const GpuScope&) = delete;
 
  private:
-  const cuda::Library& driver_;
+  const Gpu& gpu_;
+  const Gpu* const before_;
   int mode_ = cuda::kCaptureRelaxed;
 };
 

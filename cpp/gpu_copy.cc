@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 namespace tensorwire {
 namespace {
@@ -37,6 +38,7 @@ GpuCopy::GpuCopy(std::span<const Piece> pieces, const SignalTo& signal, bool is_
 
 // Which piece goes which way. Keeps all memory that is mapped from now on.
 void GpuCopy::sort() {
+  std::optional<GpuScope> scope;
   const Mapping* last = nullptr;
   auto keep = [&](const std::shared_ptr<Mapping>& mapping) {
     if (!mapping || mapping.get() == last) return;
@@ -49,6 +51,7 @@ void GpuCopy::sort() {
     const Piece& piece = pieces[i];
     if (piece.length == 0) continue;
     Gpu* gpu = gpu_of(piece);
+    if (gpu != nullptr && !scope) scope.emplace(*gpu);
     if (gpu == nullptr) {
       cpu_.push_back(piece);
     } else if (!is_direct(piece, *gpu)) {
@@ -130,6 +133,7 @@ void GpuCopy::stage(const Staged& staged) {
 // Puts all copies of one GPU on its lane.
 GpuEventPtr GpuCopy::run(const std::shared_ptr<Lane>& lane) {
   Gpu& gpu = lane->lane->gpu();
+  GpuScope scope(gpu);
   cuda::Stream stream = lane->lane->stream();
   cuda::Result result = cuda::kSuccess;
   uint64_t bytes = 0;

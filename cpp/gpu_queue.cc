@@ -9,8 +9,8 @@
 namespace tensorwire {
 namespace {
 
-constexpr size_t kLooks = 32;           // at events per round, in turn
-constexpr double kLookAgainS = 0.05;    // while asleep: a GPU that has failed wakes nobody
+constexpr size_t kLooks = 32;         // at events per round, in turn
+constexpr double kLookAgainS = 0.05;  // while asleep: a GPU that has failed wakes nobody
 constexpr double kStopS = 10;
 
 // kNotReady if it did not pass in time.
@@ -48,7 +48,7 @@ void GpuQueue::start() {
   if (!*wake) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
   wake_ = std::move(wake);
   bool taken = progress_->post([self = shared_from_this()] {
-    if (!self->stopped_) self->progress_->drive(self);
+    if (!self->stopped_) self->progress_->drive(self, false);
     return false;
   });
   if (!taken) throw Error(Code::kClosed, "the Node is closed");
@@ -69,14 +69,15 @@ void GpuQueue::when(std::shared_ptr<GpuLane> lane, GpuEventPtr event, GpuThen th
       }
       return;
     }
-    pending_.fetch_add(1, std::memory_order_relaxed);
     arrived_.push_back({std::move(lane), std::move(event), std::move(then)});
     any_arrived_.store(true, std::memory_order_release);
   }
-  progress_->attention();
+  progress_->expect_gpu(1);
 }
 
-void GpuQueue::when(GpuEventPtr event, GpuThen then) { when(nullptr, std::move(event), std::move(then)); }
+void GpuQueue::when(GpuEventPtr event, GpuThen then) {
+  when(nullptr, std::move(event), std::move(then));
+}
 
 void GpuQueue::take() {
   if (!any_arrived_.load(std::memory_order_acquire)) return;
@@ -92,6 +93,7 @@ bool GpuQueue::look() {
   if (looks == 0) return false;
   std::vector<Waiting> passed;
   std::vector<Status> statuses;
+  GpuScope scope(waiting_.front().event->gpu());
   for (size_t i = 0; i < looks && !waiting_.empty(); ++i) {
     if (next_ >= waiting_.size()) next_ = 0;
     Waiting& one = waiting_[next_];
@@ -108,14 +110,12 @@ bool GpuQueue::look() {
   for (size_t i = 0; i < passed.size(); ++i) {
     passed[i].lane.reset();
     passed[i].then({statuses[i]});
-    pending_.fetch_sub(1, std::memory_order_relaxed);
+    progress_->expect_gpu(-1);
   }
   return !passed.empty();
 }
 
-bool GpuQueue::poll() {
-  return look();
-}
+bool GpuQueue::poll() { return look(); }
 
 bool GpuQueue::arm() {
   eventfd_t count;
@@ -176,7 +176,10 @@ void GpuQueue::stop() {
   }
   if (started_) progress_->undrive(*this);
   take();
-  for (Waiting& one : std::exchange(waiting_, {})) leave(std::move(one));
+  for (Waiting& one : std::exchange(waiting_, {})) {
+    progress_->expect_gpu(-1);
+    leave(std::move(one));
+  }
 }
 
 // What it holds must stay, since the GPU may still use it.

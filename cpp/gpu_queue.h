@@ -1,5 +1,5 @@
-// What one Node waits for on GPUs. Whoever drives the loop looks whether events have passed, as long
-// as waiters poll; before the loop sleeps, the GPU is told to wake it.
+// What one Node waits for on GPUs. Whoever drives the loop looks whether events have passed, as
+// long as waiters poll; before the loop sleeps, the GPU is told to wake it.
 #pragma once
 
 #include <atomic>
@@ -55,9 +55,6 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
   void when(std::shared_ptr<GpuLane> lane, GpuEventPtr event, GpuThen then);
   // The same for an event of a stream of the user, on which nothing of ours is put.
   void when(GpuEventPtr event, GpuThen then);
-  // Events that are waited for.
-  size_t pending() const { return pending_.load(std::memory_order_relaxed); }
-
   // Driving thread, at the end of the Node: waits for what GPUs still do with memory of transfers.
   // Not for ever: what a stream of the user holds up for too long is left (GpuOutcome), and its
   // memory must stay until the process ends. What comes later is waited for at once.
@@ -81,10 +78,9 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
 
   const std::shared_ptr<Progress> progress_;
   std::shared_ptr<Descriptor> wake_;  // eventfd; also what host functions on streams have
-  std::atomic<size_t> pending_{0};
-  bool looking_again_ = false;      // driving thread only
-  std::vector<Waiting> waiting_;    // driving thread only
-  size_t next_ = 0;                 // driving thread only
+  bool looking_again_ = false;        // driving thread only
+  std::vector<Waiting> waiting_;      // driving thread only
+  size_t next_ = 0;                   // driving thread only
 
   std::mutex mutex_;
   std::vector<Waiting> arrived_;

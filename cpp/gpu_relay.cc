@@ -15,8 +15,7 @@ struct GpuRelay::Call : KeptCall {
   GpuOutcome outcome;
 };
 
-TransferPtr GpuRelay::write(std::span<const Piece> pieces, const SignalTo& signal,
-                            const How& how) {
+TransferPtr GpuRelay::write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) {
   return start(pieces, signal, false, how);
 }
 

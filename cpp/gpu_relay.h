@@ -1,6 +1,7 @@
-// A channel around one that moves memory of the host alone (tcp): what is on a GPU here goes through
-// pinned chunks, in a pipeline with the network, and transfers can start behind a stream. Where only
-// the peer's memory is on a GPU it passes everything on: the peer does the same at its side.
+// A channel around one that moves memory of the host alone (tcp): what is on a GPU here goes
+// through pinned chunks, in a pipeline with the network, and transfers can start behind a stream.
+// Where only the peer's memory is on a GPU it passes everything on: the peer does the same at its
+// side.
 #pragma once
 
 #include <memory>
@@ -21,8 +22,7 @@ class GpuRelay : public Channel, public std::enable_shared_from_this<GpuRelay> {
         inner_(std::move(inner)),
         staging_(std::make_shared<GpuStaging>(queue_)) {}
 
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    const How& how) override;
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) override;
   TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override { return inner_->signal(signal); }
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override {

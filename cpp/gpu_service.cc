@@ -65,8 +65,8 @@ GpuEventPtr GpuService::end_write(Status& status) {
   if (!region) return nullptr;
   Gpu& gpu = lane_->gpu();
   Slot& slot = *slots_.back();
-  cuda::Result result = gpu_copy(gpu, region->data() + offset_, slot.chunk->data(), length_,
-                                 lane_->stream());
+  cuda::Result result =
+      gpu_copy(gpu, region->data() + offset_, slot.chunk->data(), length_, lane_->stream());
   if (result != cuda::kSuccess) status = gpu.driver().status("a copy on " + gpu.label(), result);
   try {
     slot.copied = GpuEvent::record(gpu, lane_->stream());
@@ -85,11 +85,11 @@ bool GpuService::revoke(const Region& region) {
 }
 
 void GpuService::when(const GpuEventPtr& moment, GpuThen then) {
-  queue_->when(lane_, moment, [self = weak_from_this(), then = std::move(then)](
-                                  const GpuOutcome& outcome) {
-    auto here = self.lock();
-    if (here && here->stream_) then(outcome);
-  });
+  queue_->when(lane_, moment,
+               [self = weak_from_this(), then = std::move(then)](const GpuOutcome& outcome) {
+                 auto here = self.lock();
+                 if (here && here->stream_) then(outcome);
+               });
 }
 
 // ---- reads

@@ -1,6 +1,6 @@
-// What one peer may do by frames to regions of this Node that are on a GPU: payload is received into
-// pinned chunks and copied from there, and what it reads is sent from such chunks. Whether it may is
-// asked before. Driving thread only.
+// What one peer may do by frames to regions of this Node that are on a GPU: payload is received
+// into pinned chunks and copied from there, and what it reads is sent from such chunks. Whether it
+// may is asked before. Driving thread only.
 #pragma once
 
 #include <deque>

@@ -21,9 +21,9 @@ struct GpuStaging::Job {
   OtherSide other_side;
   GpuThen then;
   std::shared_ptr<GpuLane> lane;
-  size_t item = 0;      // next to be moved
-  uint64_t from = 0;    // of that item
-  size_t under_way = 0; // slots
+  size_t item = 0;       // next to be moved
+  uint64_t from = 0;     // of that item
+  size_t under_way = 0;  // slots
   GpuOutcome outcome;
 
   bool all_started() const { return !outcome.ok() || item == items.size(); }
@@ -95,9 +95,7 @@ void GpuStaging::fill(const std::shared_ptr<Job>& job, const std::shared_ptr<Slo
 
 void GpuStaging::step(const std::shared_ptr<Job>& job, const std::shared_ptr<Slot>& slot) {
   auto self = shared_from_this();
-  auto last = [self, job, slot](const GpuOutcome& outcome) {
-    self->over(job, slot, outcome);
-  };
+  auto last = [self, job, slot](const GpuOutcome& outcome) { self->over(job, slot, outcome); };
   if (job->to_gpu) {
     job->other_side(slot->segments, [self, job, slot, last](const GpuOutcome& outcome) {
       outcome.ok() ? self->on_gpu(job, slot, last) : last(outcome);
@@ -115,9 +113,8 @@ void GpuStaging::on_gpu(const std::shared_ptr<Job>& job, const std::shared_ptr<S
   cuda::Result result = cuda::kSuccess;
   for (const Segment& segment : slot->segments) {
     std::byte* there = job->items[segment.item].on_gpu + segment.from;
-    result = job->to_gpu
-                 ? gpu_copy(gpu, there, segment.chunk, segment.length, job->lane->stream())
-                 : gpu_copy(gpu, segment.chunk, there, segment.length, job->lane->stream());
+    result = job->to_gpu ? gpu_copy(gpu, there, segment.chunk, segment.length, job->lane->stream())
+                         : gpu_copy(gpu, segment.chunk, there, segment.length, job->lane->stream());
     if (result != cuda::kSuccess) break;
   }
   Status failure;

@@ -1,6 +1,6 @@
-// Copies between memory of a GPU and memory that no GPU reaches: through chunks of pinned memory, in
-// a pipeline. Knows no transports: how bytes get from a chunk to the other side, or from there into
-// a chunk, is its user's.
+// Copies between memory of a GPU and memory that no GPU reaches: through chunks of pinned memory,
+// in a pipeline. Knows no transports: how bytes get from a chunk to the other side, or from there
+// into a chunk, is its user's.
 #pragma once
 
 #include <deque>
@@ -29,8 +29,8 @@ class GpuStaging : public std::enable_shared_from_this<GpuStaging> {
     uint64_t length;
     std::byte* chunk;
   };
-  // Takes the segments out of the chunk, or fills it, and then calls the function: at once, or later
-  // in the driving thread.
+  // Takes the segments out of the chunk, or fills it, and then calls the function: at once, or
+  // later in the driving thread.
   using OtherSide = std::function<void(std::span<const Segment>, GpuThen)>;
 
   explicit GpuStaging(std::shared_ptr<GpuQueue> queue) : queue_(std::move(queue)) {}

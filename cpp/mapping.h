@@ -1,5 +1,5 @@
-// Memory that can be shared: an owned mapping of a sealed memfd, of anonymous pages, or of memory of
-// a GPU.
+// Memory that can be shared: an owned mapping of a sealed memfd, of anonymous pages, or of memory
+// of a GPU.
 #pragma once
 
 #include <atomic>

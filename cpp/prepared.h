@@ -25,8 +25,7 @@ class Prepared {
   // All pieces, or those that the indices name, in their order; neighbours that touch on both
   // sides are merged. Throws kInvalid for an index out of range.
   TransferPtr start(const SignalTo& signal, const How& how) const;
-  TransferPtr start(std::span<const int64_t> indices, const SignalTo& signal,
-                    const How& how) const;
+  TransferPtr start(std::span<const int64_t> indices, const SignalTo& signal, const How& how) const;
 
   size_t size() const { return items_.size(); }
   uint64_t bytes() const { return bytes_; }

@@ -173,13 +173,13 @@ void Progress::flush_later(std::shared_ptr<Handler> handler) {
   to_flush_.push_back(std::move(handler));
 }
 
-void Progress::drive(std::shared_ptr<Poller> poller) {
+void Progress::drive(std::shared_ptr<Poller> poller, bool patient) {
   class Nothing : public Handler {  // a ready descriptor ends the sleep; polling does the work
     void on_ready(uint32_t) override {}
   };
   watch(poller->descriptor(), EPOLLIN, std::make_shared<Nothing>());
   pollers_.push_back(std::move(poller));
-  polled_ = true;
+  if (patient) polled_ = true;
 }
 
 void Progress::undrive(const Poller& poller) {
@@ -188,7 +188,7 @@ void Progress::undrive(const Poller& poller) {
   if (found == pollers_.end()) return;
   unwatch(poller.descriptor());
   pollers_.erase(found);
-  polled_ = !pollers_.empty();
+  if (pollers_.empty()) polled_ = false;
 }
 
 // What one of them does may take one away, or add one.
@@ -342,6 +342,11 @@ void Progress::attention() {
   }
 }
 
+void Progress::expect_gpu(int change) {
+  expected_.fetch_add(change);
+  if (change > 0 && driver_.load() != kNobody) kick();
+}
+
 void Progress::backlog(int change) {
   if (backlog_.fetch_add(change) == 0 && driver_.load() == kNobody) {
     urgent_ = true;
@@ -454,7 +459,8 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
     return result;
   };
 
-  if (int64_t bound = spin_bound_ns(polled_); bound > 0) {
+  Polls polls = expected_ > 0 ? Polls::kGpu : polled_ ? Polls::kDevice : Polls::kWords;
+  if (int64_t bound = spin_bound_ns(polls); bound > 0) {
     auto end = Clock::now() + std::chrono::nanoseconds(bound);
     do {
       for (int i = 0; i < 16; ++i) {

@@ -98,8 +98,8 @@ class Progress {
   void change(int fd, uint32_t events);
   void unwatch(int fd);
   void flush_later(std::shared_ptr<Handler> handler);  // driving thread only
-  // Driving thread only.
-  void drive(std::shared_ptr<Poller> poller);
+  // Driving thread only. patient: waiters poll longer as long as there is one of those.
+  void drive(std::shared_ptr<Poller> poller, bool patient = true);
   void undrive(const Poller& poller);
 
   // Jobs run in the driving thread. post: later, again while it returns true. run: now, and waits;
@@ -126,6 +126,10 @@ class Progress {
   void rang();
   // Work was queued that only a driver can finish. Any thread.
   void attention();
+  // A GPU has begun something that a poller looks for (+1), or that is over (-1): whoever drives
+  // knows of it before he sleeps. As with all that comes from outside, the thread may leave it for
+  // a millisecond to waiters that come and go. Any thread.
+  void expect_gpu(int change);
   // +1 when a stream starts to wait for room in its socket, -1 when it stops. Any thread.
   void backlog(int change);
 
@@ -189,7 +193,8 @@ class Progress {
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;
   std::vector<std::shared_ptr<Handler>> to_flush_;  // driving thread only
   std::vector<std::shared_ptr<Poller>> pollers_;    // driving thread only
-  std::atomic<bool> polled_{false};                 // there are some
+  std::atomic<bool> polled_{false};                 // there are patient ones
+  std::atomic<int> expected_{0};                    // of GPUs
 
   std::mutex jobs_mutex_;
   std::deque<std::function<bool()>> jobs_;

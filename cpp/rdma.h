@@ -55,8 +55,7 @@ class RdmaChannel : public Channel,
   // The owner freed the region; on_idle follows when nothing is in flight.
   void revoke(uint32_t region, uint64_t generation);
 
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    const How& how) override;
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) override;
   TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;

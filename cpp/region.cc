@@ -79,9 +79,8 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->on_gpu = gpu >= 0;
   // Who may read and not write gets a descriptor that is good for no more; the driver of a GPU has
   // none of that kind.
-  region->mapping = region->on_gpu
-                        ? Mapping::create_on(gpu, size, shareable)
-                        : Mapping::create(size, shareable, access.write || !access.read);
+  region->mapping = region->on_gpu ? Mapping::create_on(gpu, size, shareable)
+                                   : Mapping::create(size, shareable, access.write || !access.read);
   return enter(std::move(region), false);
 }
 

@@ -258,13 +258,14 @@ bool Service::request(const Header& header, std::string_view body) {
 void Service::grant(const Header& header, const std::shared_ptr<Region>& region) {
   if (expose_ && region->access.any()) expose_(header, region);
   grants_[region->id] = region;
-  Header answer{.type = FrameType::kGrant,
-                .flags = static_cast<uint8_t>(flags_of(region->access) | (region->on_gpu ? kOnGpu : 0)),
-                .region = region->id,
-                .generation = region->generation,
-                .length = region->name.size(),
-                .transfer = header.transfer,
-                .total = region->size};
+  Header answer{
+      .type = FrameType::kGrant,
+      .flags = static_cast<uint8_t>(flags_of(region->access) | (region->on_gpu ? kOnGpu : 0)),
+      .region = region->id,
+      .generation = region->generation,
+      .length = region->name.size(),
+      .transfer = header.transfer,
+      .total = region->size};
   // Whoever gets the memory can read it, so it is not handed out with a grant of nothing.
   if (pass_ && region->access.any()) return pass_(answer, region);
   stream_->send(answer, region->name, false);
@@ -360,9 +361,9 @@ bool Service::free(const Header& header) {
 void Service::revoke(const Region& region) {
   auto found = grants_.find(region.id);
   if (found == grants_.end() || found->second.get() != &region) return;
-  bool receiving = region.on_gpu ? gpu_->revoke(region)
-                                 : stream_->discard_payload_in(region.data(),
-                                                               region.data() + region.size);
+  bool receiving = region.on_gpu
+                       ? gpu_->revoke(region)
+                       : stream_->discard_payload_in(region.data(), region.data() + region.size);
   if (receiving) {
     current_ = {Code::kStaleHandle, "the region was freed during the transfer"};
   }

@@ -116,7 +116,7 @@ class Service {
   std::vector<std::pair<Header, std::string>> awaited_;  // look-ups of names that nothing has yet
   Status current_;                                       // of the payload being received
   std::shared_ptr<GpuService> gpu_;
-  std::shared_ptr<std::atomic<size_t>> answering_;       // reads whose answer is not sent yet
+  std::shared_ptr<std::atomic<size_t>> answering_;  // reads whose answer is not sent yet
 };
 
 }  // namespace tensorwire

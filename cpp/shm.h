@@ -27,8 +27,7 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   // can be written. Throws kInvalid if the page is not what it should be.
   void attach(std::shared_ptr<Mapping> page, Descriptor doorbell, uint64_t incarnation);
 
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    const How& how) override;
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) override;
   TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;

@@ -40,6 +40,7 @@ int runnable() {
 // A NIC needs no core of ours to answer, and sleeping until it does costs several wake-ups: its
 // event, the descriptor, the thread.
 constexpr int kPolledSpins = 8;
+constexpr int kGpuSpins = 50;
 
 // Half of the median round trip between two threads that sleep on eventfds.
 int64_t measure_wake_ns() {
@@ -70,19 +71,21 @@ int64_t measure_wake_ns() {
 
 }  // namespace
 
-int64_t spin_bound_ns(bool polled) {
+int64_t spin_bound_ns(Polls polls) {
   static const int64_t cost = measure_wake_ns();
   // Looking at the load costs some microseconds, so it is done now and then.
-  static std::atomic<int64_t> bound{cost}, polled_bound{cost}, looked_at{0};
+  static std::atomic<int64_t> bound{cost}, calm{1}, looked_at{0};
   int64_t now = Clock::now().time_since_epoch().count();
   int64_t last = looked_at.load(std::memory_order_relaxed);
   if (now - last > 50'000'000 && looked_at.compare_exchange_strong(last, now)) {
     int here = cores();
     bool crowded = runnable() > here;
     bound = here < 2 || crowded ? 0 : cost;
-    polled_bound = crowded ? 0 : cost * kPolledSpins;
+    calm = crowded ? 0 : 1;
   }
-  return (polled ? polled_bound : bound).load(std::memory_order_relaxed);
+  if (polls == Polls::kWords) return bound.load(std::memory_order_relaxed);
+  return calm.load(std::memory_order_relaxed) * cost *
+         (polls == Polls::kGpu ? kGpuSpins : kPolledSpins);
 }
 
 }  // namespace tensorwire

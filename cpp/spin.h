@@ -5,9 +5,13 @@
 
 namespace tensorwire {
 
+// What a waiter polls for, by what being woken costs there.
+enum class Polls { kWords, kDevice, kGpu };
+
 // How long a waiter polls before it sleeps: the cost of being woken, measured once per process;
 // 0 on one core or when more threads want to run than there are cores. With a Poller eight times
-// as long, also on one core. Any thread.
-int64_t spin_bound_ns(bool polled = false);
+// as long, also on one core, and while a GPU copies fifty times: its driver takes as long as eight
+// of ours to call us. Any thread.
+int64_t spin_bound_ns(Polls polls = Polls::kWords);
 
 }  // namespace tensorwire

@@ -19,8 +19,7 @@ class TcpChannel : public Channel {
   TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
              std::shared_ptr<Stream> stream, std::atomic<uint64_t>& next_id);
 
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    const How& how) override;
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how) override;
   TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;

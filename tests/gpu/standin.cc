@@ -2,14 +2,17 @@
 // uses, with the same names. TENSORWIRE_CUDA_LIBRARY names it. It shows that tensorwire asks the
 // driver for the right things in the right order; it shows nothing about a GPU.
 //
-//  - Memory of the "GPU" is a memfd. The addresses that it hands out are inaccessible, so that a CPU
+//  - Memory of the "GPU" is a memfd. The addresses that it hands out are inaccessible, so that a
+//  CPU
 //    that goes there is ended; copies go through a second mapping. Writes to what was mapped for
 //    reading alone fail.
 //  - What is on streams is done by a thread, some time after the call has returned: now of one
 //    stream and now of another, with pauses of up to STANDIN_DELAY_US microseconds, so that a wait
 //    that is missing is found.
-//  - STANDIN_GPUS is how many there are, STANDIN_BYTES how much memory each has, STANDIN_FAIL names a
-//    function that fails, STANDIN_NO_PIN makes host memory that cannot be pinned.
+//  - STANDIN_GPUS is how many there are, STANDIN_BYTES how much memory each has, STANDIN_FAIL names
+//  a
+//    function that fails, STANDIN_NO_PIN makes host memory that cannot be pinned, and with
+//    STANDIN_FORGETS_WAITS no stream waits for an event.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -105,8 +108,8 @@ Found find(Address address, size_t size) {
     if (address >= start && address < start + range.size) {
       bool fits = range.memory && range.access != 0 && size <= start + range.size - address;
       if (!fits) return {};
-      return {range.memory->bytes + (address - start), true, false, range.access == Access::kReadWrite,
-              range.memory->device};
+      return {range.memory->bytes + (address - start), true, false,
+              range.access == Access::kReadWrite, range.memory->device};
     }
   }
   auto behind = w.pinned.upper_bound(address);
@@ -271,11 +274,14 @@ EXPORT cuDriverGetVersion(int* version) {
 }
 
 EXPORT cuGetErrorName(Result result, const char** name) {
-  static const std::map<Result, const char*> names{
-      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},   {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
-      {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"}, {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
-      {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"}, {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
-      {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {kUnknown, "CUDA_ERROR_UNKNOWN"}};
+  static const std::map<Result, const char*> names{{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+                                                   {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
+                                                   {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+                                                   {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
+                                                   {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+                                                   {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                   {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                   {kUnknown, "CUDA_ERROR_UNKNOWN"}};
   auto found = names.find(result);
   if (found == names.end()) return kInvalidValue;
   *name = found->second;
@@ -360,7 +366,8 @@ std::shared_ptr<Allocation> adopt(int fd, size_t size, int device, int shareable
 
 }  // namespace
 
-EXPORT cuMemCreate(Memory* handle, size_t size, const MemoryProperties* wanted, unsigned long long) {
+EXPORT cuMemCreate(Memory* handle, size_t size, const MemoryProperties* wanted,
+                   unsigned long long) {
   MAY_FAIL("cuMemCreate", kOutOfMemory);
   if (size % kGranularity != 0) return kInvalidValue;
   if (size > setting("STANDIN_BYTES", uint64_t{8} << 30)) return kOutOfMemory;
@@ -383,7 +390,8 @@ EXPORT cuMemRelease(Memory handle) {
 
 EXPORT cuMemAddressReserve(Address* address, size_t size, size_t, Address, unsigned long long) {
   MAY_FAIL("cuMemAddressReserve", kOutOfMemory);
-  void* place = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* place =
+      ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (place == MAP_FAILED) return kOutOfMemory;
   *address = reinterpret_cast<uintptr_t>(place);
   std::lock_guard lock(world().mutex);
@@ -558,6 +566,7 @@ EXPORT cuStreamWaitEvent(Stream stream, Event event, unsigned) {
     std::lock_guard lock(state->mutex);
     moment = state->moment;
   }
+  if (setting("STANDIN_FORGETS_WAITS", 0) != 0) return kSuccess;
   engine().put(queue_of(stream),
                {[moment] { return moment->passed.load(); }, [moment] { return kSuccess; }});
   return kSuccess;
@@ -634,7 +643,8 @@ EXPORT cuMemAlloc_v2(Address* address, size_t size) {
   size_t whole = (size + kGranularity - 1) / kGranularity * kGranularity;
   Memory memory;
   Access access;
-  if (Result result = cuMemCreate(&memory, whole, &properties, 0); result != kSuccess) return result;
+  if (Result result = cuMemCreate(&memory, whole, &properties, 0); result != kSuccess)
+    return result;
   cuMemAddressReserve(address, whole, 0, 0, 0);
   cuMemMap(*address, whole, 0, memory, 0);
   cuMemSetAccess(*address, whole, &access, 1);

@@ -5,11 +5,15 @@ import pytest
 from tensorwire.testing import check_names, run_check
 from tensorwire.testing.setup import MEMORY_PAIRS
 
+# In one process what differs is that both sides have one driver.
+RUNS = [
+    *(("shm", "two processes", pair) for pair in MEMORY_PAIRS),
+    *(("tcp", "two processes", pair) for pair in MEMORY_PAIRS if pair[0] != "pinned"),
+    *((transport, "one process", ("gpu", "gpu")) for transport in ("shm", "tcp")),
+]
 CASES = [
     (transport, memory, place, name)
-    for transport in ("shm", "tcp")
-    for place in ("one process", "two processes")
-    for memory in MEMORY_PAIRS
+    for transport, place, memory in RUNS
     for name in check_names(place, memory)
 ]
 
@@ -19,7 +23,5 @@ CASES = [
     CASES,
     ids=["-".join((t, *m, p[:3], n)) for t, m, p, n in CASES],
 )
-def test_gpu_conformance(
-    transport: str, memory: tuple[str, str], place: str, name: str
-) -> None:
+def test_gpu_conformance(transport: str, memory: tuple[str, str], place: str, name: str) -> None:
     run_check(name, transport, place, memory)

@@ -57,6 +57,7 @@ CPP_LAYERS = (
     ("gpu_relay",),
     ("connect", "fault", "questions", "rdma", "shm", "tcp"),
     ("peer",),
+    ("peer_checks",),
     ("node", "prepared"),
     ("bench_loops",),
     ("bindings",),

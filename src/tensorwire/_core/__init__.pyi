@@ -12,10 +12,21 @@ from tensorwire._core import bench_loops as bench_loops, fuse as fuse
 
 
 class Buffer:
-    def __init__(self, address: int, size_bytes: int, writable: bool, owner: object) -> None: ...
+    def __init__(self, address: int, size_bytes: int, writable: bool, owner: object, gpu: int = -1, region: Region | None = None, verify: bool = False) -> None: ...
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def gpu(self) -> int: ...
+
+def gpu_of(address: int) -> int:
+    """The number of the GPU whose memory is at an address."""
+
+def gpu_dlpack(array: object) -> tuple[int, int, int, object]:
+    """
+    Address, bytes, GPU and owner of the memory of a contiguous DLPack object.
+    """
 
 def same_bytes(one: object, other: object) -> bool: ...
 
@@ -45,6 +56,23 @@ class Transfer:
             ClosedError: the Peer or Node was closed on this side, or this is a forked child.
             StaleHandleError: the region was freed; nothing was placed in other memory.
             PermissionError, ValueError: the owner of the memory refused.
+        """
+
+    def block_stream(self, stream: Any) -> None:
+        """
+        Lets what is put on a stream of a GPU from now on wait until the transfer is complete.
+
+        The calling thread does not wait. The stream goes on whether the transfer ends well or not;
+        `wait` tells.
+
+        Args:
+            stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a handle as an int.
+
+        Raises:
+            TypeError: none of these.
+            ValueError: it is being captured into a CUDA graph, or a handle alone does not tell the
+                GPU.
+            UnavailableError: the driver refused.
         """
 
     @property
@@ -99,7 +127,11 @@ class LocalMemory:
     def map_private(self) -> PrivateMapping: ...
 
 class View:
-    pass
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
 
 class Region:
     @property
@@ -119,6 +151,12 @@ class Region:
 
     @property
     def readable(self) -> bool: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def gpu(self) -> int: ...
 
     def view(self) -> View: ...
 
@@ -157,6 +195,12 @@ class RemoteRegion:
     @property
     def readable(self) -> bool: ...
 
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def gpu(self) -> int: ...
+
     def view(self) -> View: ...
 
     @property
@@ -178,7 +222,7 @@ class Prepared:
     @property
     def runs(self) -> int: ...
 
-    def start(self, indices: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int) -> Transfer: ...
+    def start(self, indices: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int, on_stream: tuple[int, int] | None = None) -> Transfer: ...
 
 class FaultPlan:
     def __init__(self, nth: int, action: str, delay_s: float = 0.0) -> None: ...
@@ -228,13 +272,13 @@ class Peer:
 
     def free(self, remote: RemoteRegion, timeout_s: float | None) -> None: ...
 
-    def write(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int) -> Transfer: ...
+    def write(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int, on_stream: tuple[int, int] | None = None) -> Transfer: ...
 
-    def read(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], inline_limit: int) -> Transfer: ...
+    def read(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], inline_limit: int, on_stream: tuple[int, int] | None = None) -> Transfer: ...
 
-    def write_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int) -> Transfer: ...
+    def write_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, word: RemoteRegion | None, word_offset: int, value: int, inline_limit: int, on_stream: tuple[int, int] | None = None) -> Transfer: ...
 
-    def read_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, inline_limit: int) -> Transfer: ...
+    def read_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, inline_limit: int, on_stream: tuple[int, int] | None = None) -> Transfer: ...
 
     def signal(self, word: RemoteRegion, word_offset: int, value: int, after: Sequence[Transfer]) -> Transfer: ...
 
@@ -268,7 +312,7 @@ class Node:
     @property
     def progress_id(self) -> int: ...
 
-    def allocate(self, size_bytes: int, name: str, writable: bool, readable: bool, mappable: bool = False) -> Region: ...
+    def allocate(self, size_bytes: int, name: str, writable: bool, readable: bool, mappable: bool = False, gpu: int = -1) -> Region: ...
 
     def restore(self, descriptor: int, name: str, id: int, generation: int, size_bytes: int, writable: bool, readable: bool) -> Region: ...
 

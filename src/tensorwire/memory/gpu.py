@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from operator import index
 from sys import modules
-from typing import Any, Protocol
+from typing import Any
 
 from tensorwire import _core
 from tensorwire.errors import UnavailableError
@@ -20,13 +20,6 @@ OnStream = tuple[int, int]
 _DEVICE = re.compile(r"cuda(?::(\d{1,4}))?")
 _HOST = -1
 _LEGACY_STREAM = 0
-
-
-class _Buffer(Protocol):
-    """What is asked here of a `_core.Buffer`."""
-
-    @property
-    def gpu(self) -> int: ...
 
 
 def gpu_number(device: Any) -> int:
@@ -57,7 +50,7 @@ def gpu_number(device: Any) -> int:
 
 
 def device_name(on_gpu: bool, gpu: int) -> str:
-    """ "cpu", "cuda:N", or "cuda" for a GPU of another process that this one does not see."""
+    """Gives "cpu", "cuda:N", or "cuda" for a GPU of another process that is not seen here."""
     return "cpu" if not on_gpu else "cuda" if gpu < 0 else f"cuda:{gpu}"
 
 
@@ -144,7 +137,13 @@ def dlpack_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
     Raises:
         TypeError: it cannot be shared so.
     """
-    address, size_bytes, gpu, owner = _core.gpu_dlpack(local)
+    try:
+        address, size_bytes, gpu, owner = _core.gpu_dlpack(local)
+    except TypeError as error:
+        raise TypeError(
+            f"the {type(local).__name__} on a GPU cannot be shared by DLPack: it is not "
+            "contiguous, or not there"
+        ) from error
     return _core.Buffer(address, size_bytes, True, owner, gpu), (_LEGACY_STREAM, gpu)
 
 
@@ -158,7 +157,7 @@ class GpuView:
 
     def __init__(self, view: _core.View, offset: int, size_bytes: int) -> None:
         self._view = view
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size_bytes,),
             "typestr": "|u1",
             "data": (view.address + offset, not view.writable),

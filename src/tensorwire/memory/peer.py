@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike
 
 from tensorwire import _core
 from tensorwire._core import Transfer
@@ -28,10 +28,10 @@ from .arguments import (
 )
 from .buffers import as_local, check_batch, describe, index_vector, placed, size_bytes
 from .connection import Connection
-from .handle import Handle, access_name
 from .gpu import OnStream, current_stream, on_stream
+from .handle import Handle, access_name
+from .mapped_view import MappedView
 from .private import PrivateMapping
-from .remote_view import RemoteView
 
 Signal = tuple["RemoteWord", int]
 
@@ -257,7 +257,7 @@ class Peer(Connection):
         return (locals_, remotes, offsets), order
 
 
-class RemoteRegion(RemoteView):
+class RemoteRegion(MappedView):
     """Memory of a peer, or a slice of it: where `write` and `read` go.
 
     Made by `Peer.allocate`, `Peer.region` and `RemoteRegion[a:b]`. Methods may be called by any
@@ -272,7 +272,7 @@ class RemoteRegion(RemoteView):
     __slots__ = ("__weakref__", "_read_one", "_write_one", "peer")
 
     def __init__(self, peer: Peer, core: _core.RemoteRegion, offset: int, size_bytes: int) -> None:
-        RemoteView.__init__(self, core, offset, size_bytes)
+        MappedView.__init__(self, core, offset, size_bytes)
         self.peer = peer
         # Bound once: an 8-byte write should cost little more than the call into the core.
         self._write_one = peer._core.write_one
@@ -372,6 +372,9 @@ class RemoteRegion(RemoteView):
         return self._read_one(
             local, self._core, self._offset, self.size_bytes, inline_limit(), order
         )
+
+    def _transport(self) -> str:
+        return self.peer.path.transport
 
     def private(self, timeout_s: float | None = 10.0) -> PrivateMapping:
         """The peer's memory copy-on-write: what is written there stays in this process.

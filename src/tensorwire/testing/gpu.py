@@ -100,12 +100,12 @@ class GpuArray:
         """The bytes that are there now."""
         return peek(self.address, self.nbytes, self.gpu)
 
-    def __getitem__(self, piece: slice) -> _Part:
+    def __getitem__(self, piece: slice) -> _GpuSlice:
         start, stop, _ = piece.indices(self.nbytes)
-        return _Part(self, start, max(0, stop - start))
+        return _GpuSlice(self, start, max(0, stop - start))
 
 
-class _Part:
+class _GpuSlice:
     def __init__(self, whole: GpuArray, start: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._whole = whole
@@ -117,7 +117,7 @@ class _Part:
         }
 
 
-class _Pinned:
+class _PinnedBytes:
     def __init__(self, size_bytes: int) -> None:
         self._address = ctypes.c_void_p()
         _enter(0)
@@ -132,8 +132,8 @@ class _Pinned:
 
 def pinned_array(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """A copy of these bytes in pinned memory of the host."""
-    pinned = _Pinned(max(1, data.nbytes))
-    pinned.memory._pinned = pinned
+    pinned = _PinnedBytes(max(1, data.nbytes))
+    pinned.memory.keep = pinned  # type: ignore[attr-defined]
     array = np.ctypeslib.as_array(pinned.memory)[: data.nbytes]
     array[:] = data.reshape(-1)
     return array

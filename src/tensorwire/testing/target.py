@@ -114,14 +114,12 @@ class Target:
         assert self._peer is not None
         self._peer.close()
 
-    def answer_rounds(
-        self, key: str, sizes: list[int], reply_to: str, words: str
-    ) -> list[int]:
+    def answer_rounds(self, key: str, sizes: list[int], reply_to: str, words: str) -> list[int]:
         """Checks what each signal announces.
 
-        In round k, once the word at 0 is at least k, sizes[k - 1] bytes from 64 on (from 0, if
-        the region `words` with the word is another one) must all be `round_value(k)`. Then word 0 of the peer's region `reply_to` is raised to k, which
-        allows the next round.
+        In round k, once the word at 0 of `words` is at least k, sizes[k - 1] bytes of `key` must
+        all be `round_value(k)`: from 64 on, or from 0 if the word is in another region. Then word 0
+        of the peer's region `reply_to` is raised to k, which allows the next round.
 
         Returns:
             The rounds in which some byte was not yet there.

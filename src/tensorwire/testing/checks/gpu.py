@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -198,13 +196,25 @@ def gpu_signal_ordering(setup: CheckSetup) -> None:
 
 
 def gpu_stream_order(setup: CheckSetup) -> None:
-    """A transfer starts behind what is on its stream, and `block_stream` keeps later work behind it.
+    """A transfer starts behind its stream, and `block_stream` keeps later work behind it.
 
     Between the two the stream changes the memory, with pauses at random, so that a copy that
     starts too early or ends too late moves other bytes.
     """
+    stream_rounds(setup)
+
+
+def stream_rounds(setup: CheckSetup, wait: bool = True, hold: bool = True) -> None:
+    """The rounds of `gpu_stream_order`; without one of its waits they fail, as a test shows.
+
+    Args:
+        setup: where.
+        wait: the transfer is told its stream; else one on which nothing is.
+        hold: the stream is told to wait for the transfer.
+    """
     size = MIB + 4096
     remote = setup.remote("r", size, on=setup.memory[1])
+    idle = GpuStream()
     streams = [GpuStream() for _ in range(2)]
     arrays = [GpuArray(size), GpuArray(size)]
     checked = GpuArray(size)
@@ -214,22 +224,25 @@ def gpu_stream_order(setup: CheckSetup) -> None:
         value = round_value(round_)
         stream.pause(dice.choice([0, 0, 1e-3, 3e-3]))
         stream.fill(array, value)
-        transfer = remote.write(array, stream=stream)
+        transfer = remote.write(array, stream=stream if wait else idle)
         if round_ % 3:
-            transfer.block_stream(stream)
+            if hold:
+                transfer.block_stream(stream)
             stream.fill(array, 255)
         transfer.wait(WAIT_S)
         found = setup.target.contents("r", 0, size)
         assert found == bytes([value]) * size, f"round {round_}: {set(found)} and not {value}"
         stream.pause(dice.choice([0, 1e-3]))
         stream.fill(checked, 254)
-        back = remote.read(checked, stream=stream)
-        back.block_stream(stream)
+        back = remote.read(checked, stream=stream if wait else idle)
+        if hold:
+            back.block_stream(stream)
         stream.fill(array, 253)
         stream.synchronize()
+        if hold:
+            assert checked.tobytes() == bytes([value]) * size, f"round {round_}, read"
         finish(back)
-        assert checked.tobytes() == bytes([value]) * size, f"round {round_}, read"
-    for stream in streams:
+    for stream in [*streams, idle]:
         stream.close()
 
 
@@ -296,9 +309,8 @@ def gpu_target_killed(setup: CheckSetup) -> None:
     setup.member.kill()
     for transfer in transfers:
         assert isinstance(failure_of(transfer.wait, WAIT_S), PeerLostError | None)
-    deadline: Callable[[], Any] = lambda: remote.write(local)  # noqa: E731
     for _ in range(1000):
-        if isinstance(failure_of(deadline), PeerLostError):
+        if isinstance(failure_of(remote.write, local), PeerLostError):
             return
     raise AssertionError("the loss was not seen")
 
@@ -310,8 +322,12 @@ def gpu_errors(setup: CheckSetup) -> None:
     must_fail(ValueError, remote.word, 0)
     for access in ("r", "w"):
         limited = setup.remote(access, 64, access, on="gpu")
-        wrong, right = (limited.write, limited.read) if access == "r" else (limited.read, limited.write)
-        must_fail(PermissionError, wrong, setup.local(np.zeros(8, np.uint8)))
-        finish(right(setup.local(np.zeros(8, np.uint8))))
+        ways = {"r": limited.read, "w": limited.write}
+        for way, operation in ways.items():
+            local = setup.local(np.zeros(8, np.uint8))
+            if way == access:
+                finish(operation(local))
+            else:
+                must_fail(PermissionError, operation, local)
     must_fail(ValueError, remote.write, setup.local(np.zeros(4097, np.uint8)))
     must_fail(TypeError, remote.write, setup.local(np.zeros(8, np.uint8)), stream="fast")

@@ -16,7 +16,7 @@ from .buffers import array_over, shape_in
 from .gpu import GpuView, device_name, tensor_over
 
 
-class RemoteView:
+class MappedView:
     """The base of `RemoteRegion`, which says what it is."""
 
     __slots__ = ("_core", "_offset", "size_bytes")
@@ -59,7 +59,7 @@ class RemoteView:
     def _view(self) -> _core.View:
         if not self.mapped:
             raise UnavailableError(
-                f"{self!r} is on another host, or was not reached over shared memory: its memory "
+                f"{self!r} is on another host or was reached by {self._transport()}: its memory "
                 "cannot be mapped here; use read() and write()"
             )
         return self._core.view()
@@ -78,6 +78,9 @@ class RemoteView:
             UnavailableError, ClosedError: as for `memoryview`.
         """
         return array_over(self, dtype, shape)
+
+    def _transport(self) -> str:
+        raise NotImplementedError
 
     def tensor(self, dtype: Any = None, shape: int | Sequence[int] | None = None) -> Any:
         """A torch tensor over this slice where it is, at the peer; nothing is copied.
@@ -121,7 +124,7 @@ class RemoteView:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes of a slice that is on a GPU and mapped here. Keep the RemoteRegion meanwhile."""
+        """The bytes of a slice on a GPU that is mapped here. Keep the RemoteRegion meanwhile."""
         if not self._core.on_gpu or not self._core.mapped:
             raise AttributeError("only memory of a GPU that is mapped here has this")
         return self._gpu_view().__cuda_array_interface__
