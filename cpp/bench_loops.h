@@ -33,8 +33,8 @@ using Samples = std::vector<double>;
 Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
                     size_t pieces, size_t repeats, size_t batch);
 
-// Where this process has `remote` mapped, the very memory that a write on shm reaches; 0 where the
-// path maps nothing (tcp). Valid as long as `remote` lives.
+// Where this process has `remote` mapped, the very memory that a write on shm reaches, which may be
+// that of a GPU; 0 where the path maps nothing (tcp). Valid as long as `remote` lives.
 uintptr_t mapped_address(const RemoteRegion& remote);
 
 // One cuMemcpyAsync on a stream of its own between two addresses that the GPU reaches, and

@@ -185,6 +185,22 @@ void bind_buffers(nb::module_& m) {
       .def_ro("size_bytes", &Buffer::size)
       .def_prop_ro("gpu", [](const Buffer& b) { return b.gpu == nullptr ? -1 : b.gpu->ordinal(); });
   m.def(
+      "gpus",
+      [] {
+        int version = cuda::library().version;
+        std::string text =
+            std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+        return std::make_pair(text, Gpu::names());
+      },
+      "The newest CUDA that NVIDIA's driver knows, and the names of the GPUs that are seen here.");
+  m.def(
+      "import_gpu_memory",
+      [](int descriptor, uint64_t size_bytes, bool writable) {
+        GpuMemory::import(descriptor, size_bytes, writable);
+      },
+      "descriptor"_a, "size_bytes"_a, "writable"_a,
+      "Maps what a peer could pass as memory of a GPU, and lets go of it: for tests.");
+  m.def(
       "gpu_of",
       [](uint64_t address) {
         auto* memory = reinterpret_cast<const void*>(static_cast<uintptr_t>(address));

@@ -45,6 +45,19 @@ int Gpu::count() {
   return found;
 }
 
+std::vector<std::string> Gpu::names() {
+  const cuda::Library& driver = cuda::library();
+  std::vector<std::string> found;
+  for (int i = 0, there = count(); i < there; ++i) {
+    cuda::Device device = 0;
+    char text[256] = {};
+    driver.check("a GPU", driver.cuDeviceGet(&device, i));
+    driver.check("a GPU", driver.cuDeviceGetName(text, sizeof text - 1, device));
+    found.emplace_back(text);
+  }
+  return found;
+}
+
 Gpu& Gpu::at(int ordinal) {
   const cuda::Library& driver = cuda::library();
   std::lock_guard lock(gpus().mutex);

@@ -30,6 +30,8 @@ class Gpu {
   // such GPU, kUnavailable, kNoMemory.
   static Gpu& at(int ordinal);
   static int count();  // throws kUnavailable
+  // Their names, without using any of them. Throws kUnavailable.
+  static std::vector<std::string> names();
   // Whose memory is at this address. Throws kInvalid if it is no GPU's, and as at().
   static Gpu& holding(const void* address);
 

@@ -44,8 +44,9 @@ void GpuQueue::start() {
   if (started_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mutex_);
   if (started_) return;
-  auto wake = std::make_shared<Descriptor>(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!*wake) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
+  auto wake = std::make_shared<Wake>();
+  wake->event = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake->event) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
   wake_ = std::move(wake);
   bool taken = progress_->post([self = shared_from_this()] {
     if (!self->stopped_) self->progress_->drive(self, false);
@@ -119,7 +120,7 @@ bool GpuQueue::poll() { return look(); }
 
 bool GpuQueue::arm() {
   eventfd_t count;
-  ::eventfd_read(wake_->get(), &count);
+  ::eventfd_read(wake_->event.get(), &count);
   if (any_arrived_) return false;
   if (waiting_.empty()) return true;
   for (Waiting& one : waiting_) {
@@ -132,13 +133,13 @@ bool GpuQueue::arm() {
         one.event->hold(lane->gpu(), lane->stream());
         one.lane = std::move(lane);
       }
-      auto* wake = new std::shared_ptr<Descriptor>(wake_);
+      auto* wake = new std::shared_ptr<Wake>(wake_);
       GpuScope scope(one.lane->gpu());
       cuda::Result result = one.lane->gpu().driver().cuLaunchHostFunc(
           one.lane->stream(),
           [](void* given) {
-            auto* wake = static_cast<std::shared_ptr<Descriptor>*>(given);
-            ::eventfd_write((*wake)->get(), 1);
+            auto* wake = static_cast<std::shared_ptr<Wake>*>(given);
+            (*wake)->ring();
             delete wake;
           },
           wake);
@@ -160,6 +161,11 @@ void GpuQueue::look_again() {
   });
 }
 
+void GpuQueue::Wake::ring() {
+  std::lock_guard lock(mutex);
+  if (event) ::eventfd_write(event.get(), 1);
+}
+
 void GpuQueue::stop() {
   Deadline deadline = Deadline::after(kStopS);
   for (;;) {
@@ -174,7 +180,11 @@ void GpuQueue::stop() {
     stopped_ = true;
     break;
   }
-  if (started_) progress_->undrive(*this);
+  if (started_) {
+    progress_->undrive(*this);
+    std::lock_guard lock(wake_->mutex);
+    wake_->event.reset();
+  }
   take();
   for (Waiting& one : std::exchange(waiting_, {})) {
     progress_->expect_gpu(-1);

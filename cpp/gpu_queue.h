@@ -62,7 +62,7 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
 
   bool poll() override;
   bool arm() override;
-  int descriptor() const override { return wake_->get(); }
+  int descriptor() const override { return wake_->event.get(); }
 
  private:
   struct Waiting {
@@ -77,7 +77,13 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
   static void leave(Waiting one);
 
   const std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Descriptor> wake_;  // eventfd; also what host functions on streams have
+  // What functions on streams ring, which may be called after the Node is closed.
+  struct Wake {
+    std::mutex mutex;
+    Descriptor event;
+    void ring();
+  };
+  std::shared_ptr<Wake> wake_;
   bool looking_again_ = false;        // driving thread only
   std::vector<Waiting> waiting_;      // driving thread only
   size_t next_ = 0;                   // driving thread only

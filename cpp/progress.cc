@@ -460,6 +460,8 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
   };
 
   Polls polls = expected_ > 0 ? Polls::kGpu : polled_ ? Polls::kDevice : Polls::kWords;
+  // The thread would sleep until the GPU's driver wakes it, which takes longer than most copies.
+  if (polls == Polls::kGpu && driver_.load() == kThread && !yield_.exchange(true)) kick();
   if (int64_t bound = spin_bound_ns(polls); bound > 0) {
     auto end = Clock::now() + std::chrono::nanoseconds(bound);
     do {

@@ -148,7 +148,7 @@ def test_the_command_writes_rows_and_shows_verdicts(tmp_path: Path) -> None:
     [
         (["--systems", "carrier-pigeon"], "unknown; choose from tensorwire"),
         (["--sizes", "tiny"], "no size"),
-        (["--wires", "rdma"], "unknown; choose from shm, tcp"),
+        (["--wires", "rdma"], "unknown; choose from shm, tcp, gpu"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
     ],
 )

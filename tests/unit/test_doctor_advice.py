@@ -9,7 +9,7 @@ from tensorwire.bench.operations import RAW
 from tensorwire.bench.rows import Row
 from tensorwire.doctor import advice
 from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, LinkFacts, TriedPath
-from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
+from tensorwire.doctor.facts import Cpu, Facts, Gpus, Rdma, SharedMemory, Tcp
 from tensorwire.memory.devices import Interface, RdmaPort
 
 MIB = 1 << 20
@@ -21,7 +21,8 @@ TCP = Tcp(64 * MIB, 64 * MIB, 4 * MIB, True, "cubic")
 READY = Rdma((IB,), "1.13.1", "", True, None)
 HERE = Facts(
     "a", "6.1", "3.11", "1.0", ("shm", "rdma", "tcp"), "",
-    Cpu("x", 8, 8, None, 0.5), SharedMemory("", "advise", 8 << 30, 16 << 30, None), TCP, Rdma(), (),
+    Cpu("x", 8, 8, None, 0.5), SharedMemory("", "advise", 8 << 30, 16 << 30, None), TCP, Rdma(),
+    Gpus(fault="no driver"), (),
 )  # fmt: skip
 
 
@@ -345,3 +346,19 @@ def test_every_note_and_warning_of_the_machine_has_a_remedy() -> None:
     assert advice.worst(findings) == WARNING
     for each in findings:
         assert bool(each.remedy) == (each.level != OK), each
+
+
+def test_memory_of_gpus() -> None:
+    assert of(advice.about_machine(HERE), "GPU").text == "none can be used: no driver"
+    assert not [each for each in advice.about_link(link()) if "gpu" in each.subject]
+    two = replace(HERE, gpus=Gpus(("H100", "H100"), "13.0"))
+    assert of(advice.about_machine(two), "GPU").text == "2 x H100; a driver for CUDA 13.0"
+    for chosen, level in (("tcp", OK), ("shm", OK), ("rdma", NOTE)):
+        found = advice.about_link(link(here=two, chosen=chosen))
+        told = [each for each in found if "gpu" in each.subject]
+        assert [each.subject for each in told] == [
+            "host to gpu", "pinned to gpu", "gpu to host", "gpu to gpu",
+        ]  # fmt: skip
+        assert {each.level for each in told} == {level}
+    seen_none = replace(HERE, gpus=Gpus((), "13.0"))
+    assert "no GPU that is seen here" in of(advice.about_machine(seen_none), "GPU").text

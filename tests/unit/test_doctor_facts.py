@@ -156,7 +156,7 @@ def test_text_from_a_peer_cannot_steer_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["format"], 2),
+        (["format"], 1),
         (["cpu"], None),
         (["cpu", "usable"], "2"),
         (["cpu", "extra"], 1),

@@ -28,7 +28,7 @@ def _agent(name: str, wire: str) -> Any:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    api = _module()
+    api = module()
     progress = wire == "tcp" and name == "target"
     config = api.nixl_agent_config(enable_prog_thread=progress, backends=[])
     agent = api.nixl_agent(name, config)
@@ -36,7 +36,8 @@ def _agent(name: str, wire: str) -> Any:
     return agent
 
 
-def _module() -> Any:
+def module() -> Any:
+    """NIXL, by whichever name its package has."""
     for name in ("nixl._api", "nixl_cu12", "nixl_cu13"):
         try:
             return importlib.import_module(name)

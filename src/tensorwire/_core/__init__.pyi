@@ -20,6 +20,16 @@ class Buffer:
     @property
     def gpu(self) -> int: ...
 
+def gpus() -> tuple[str, list[str]]:
+    """
+    The newest CUDA that NVIDIA's driver knows, and the names of the GPUs that are seen here.
+    """
+
+def import_gpu_memory(descriptor: int, size_bytes: int, writable: bool) -> None:
+    """
+    Maps what a peer could pass as memory of a GPU, and lets go of it: for tests.
+    """
+
 def gpu_of(address: int) -> int:
     """The number of the GPU whose memory is at an address."""
 

@@ -7,8 +7,11 @@ the limit (memcpy of the same pages, a raw TCP socket in C) in alternation, and 
 run in turn with both. For each: median, p99, CPU of both processes. On tcp each process gets one
 half of the cores, limits and rivals too.
 
-Not measured: several peers at once, a real network, device memory, sources that were not touched
-before, and how the rivals do with many threads. Medians of one machine do not carry over to
+On the wire "gpu", which is asked for by its name, both processes use one GPU over shared memory,
+and the limit is cuMemcpyAsync; `gpu_device.py` has the kinds of memory.
+
+Not measured: several peers at once, a real network, memory of a GPU over it, sources that were not
+touched before, and how the rivals do with many threads. Medians of one machine do not carry over to
 another; ratios do, mostly.
 """
 
@@ -43,7 +46,9 @@ from tensorwire.bench.verdicts import judge
 BENCH = "memory"
 SIZES = (8, 64, *(n << 10 for n in (1, 4, 64)), *(n << 20 for n in (1, 4, 16, 64, 256)))
 QUICK_SIZES = (8, 4 << 10, 1 << 20, 16 << 20)
-WIRES = ("shm", "tcp")
+WIRES = ("shm", "tcp", "gpu")
+_USUAL_WIRES = WIRES[:2]
+GPU_PAIRS = ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned", "host_to_gpu")
 BATCHES = ("batch_256x1KiB", "batch_64x64KiB")
 CASES = ("write", "read", "batch", "signal", "fetch_add", "round_trip", "waiting")
 SYSTEMS = (PYTHON, CPP, *LIMITS.values(), *(rival.name for rival in RIVALS))
@@ -108,7 +113,7 @@ class MemorySettings:
     """What to run. Defaults are the full bench of about ten minutes."""
 
     sizes: Sequence[int] = SIZES
-    wires: Sequence[str] = WIRES
+    wires: Sequence[str] = _USUAL_WIRES
     systems: Sequence[str] = SYSTEMS
     cases: Sequence[str] = CASES
     budget: Budget = field(default_factory=Budget)
@@ -137,6 +142,15 @@ def plan(settings: MemorySettings) -> list[Case]:
     }
     found = []
     for wire in settings.wires:
+        if wire == "gpu":
+            sizes = settings.sizes if settings.sizes is not SIZES else (*SIZES, 1 << 30)
+            actions_of_gpu = [f"write_{pair}" for pair in GPU_PAIRS if "write" in settings.cases]
+            found += [
+                Case(wire, f"gpu.{action}", action, size)
+                for action in actions_of_gpu
+                for size in sizes
+            ]
+            continue
         pins = _halves() if wire == "tcp" else None
         for case in (case for case in CASES if case in settings.cases):
             for action, size_bytes in actions.get(case, []):
@@ -230,7 +244,8 @@ class _Wire:
         self._pins: dict[str, Pins | None] = {}
 
     def __enter__(self) -> _Wire:
-        self._start(_DEVICE, "tensorwire.bench.device", {"size_bytes": self._largest})
+        module = "gpu_device" if self._wire == "gpu" else "device"
+        self._start(_DEVICE, f"tensorwire.bench.{module}", {"size_bytes": self._largest})
         if {"write", "read", "batch"} & set(self._settings.cases):
             for rival in self._rivals:
                 if reason := rival.missing():

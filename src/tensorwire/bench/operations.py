@@ -16,8 +16,8 @@ from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Word
 from tensorwire.memory.core import core_of
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"
-MEMCPY, RAW = "memcpy", "raw-socket"
-LIMITS = {"shm": MEMCPY, "tcp": RAW}
+MEMCPY, RAW, COPY_ENGINE = "memcpy", "raw-socket", "cuMemcpyAsync"
+LIMITS = {"shm": MEMCPY, "tcp": RAW, "gpu": COPY_ENGINE}
 """What bounds a path, measured beside it. A path that is not here is compared with its promise."""
 
 PATIENCE_S = 30.0

@@ -57,6 +57,11 @@ RIVALS: tuple[Rival, ...] = (
         {wire: {**options, "huge": False} for wire, options in _BOTH.items()},
     ),
     Rival("nixl-huge", *_NIXL, _MOVES, {"shm": {"wire": "shm", "huge": True}}),
+    Rival(
+        "nixl-gpu", f"{checkout.PACKAGE}.rivals.nixl_gpu",
+        (("nixl", "nixl_cu12", "nixl_cu13"), ("torch",)), "pip install nixl-cu13 torch",
+        ("write",), {"gpu": {}},
+    ),
     Rival("torch-rpc", f"{checkout.PACKAGE}.rivals.torch_rpc", *_TORCH, _MOVES, _BOTH),
     Rival("gloo", f"{checkout.PACKAGE}.rivals.gloo", *_TORCH, _MOVES, _BOTH),
     Rival(

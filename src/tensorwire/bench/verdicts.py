@@ -134,6 +134,17 @@ BARS: tuple[Bar, ...] = (
             _remote_cpu)
         for wire in ("shm", "tcp")
     ),
+    *(
+        Bar(f"{pair.replace('_', ' ')} of cuMemcpyAsync, {sizes}", ">=", 0.9, "",
+            f"gpu.write_{pair}", system, least=least)
+        for pair in ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned")
+        for system, sizes, least in ((CPP, "every size from C++", 0), (PYTHON, "1 MiB up", MIB))
+    ),
+    *(
+        Bar(f"{pair.replace('_', ' ')} against NIXL, every size", ">=", EQUAL, "",
+            f"gpu.write_{pair}", PYTHON, rival="nixl-gpu")
+        for pair in ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned")
+    ),
     Bar("shm signal ping-pong, both awake", "<=", 10.0, "µs", "shm.signal_awake", PYTHON,
         _microseconds, 8, 8),
 )  # fmt: skip
@@ -141,4 +152,5 @@ BARS: tuple[Bar, ...] = (
 
 def judge(report: Report) -> list[Verdict]:
     """All verdicts on a report, in the order in which the bars are written down."""
-    return [bar.judge(report) for bar in BARS]
+    on_gpu = "gpu" in report.settings.get("wires", ())
+    return [bar.judge(report) for bar in BARS if on_gpu or not bar.case.startswith("gpu.")]

@@ -46,7 +46,11 @@ def bench() -> None:
 )
 @names("--cases", known=CASES, help=f"Only these: {', '.join(CASES)}.")
 @sizes("--sizes", help="Sizes of write and read, for example 8,64KiB,16MiB.")
-@names("--wires", known=WIRES, help="shm, tcp or both.")
+@names(
+    "--wires",
+    known=WIRES,
+    help="shm and tcp if none is named; gpu: two processes that use one GPU, beside cuMemcpyAsync.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0.01, 600),
@@ -86,6 +90,10 @@ def memory(
     \b
     One question only:
         tensorwire bench memory --systems tensorwire,nixl --wires shm --sizes 8,1MiB,64MiB
+
+    \b
+    Memory of a GPU, where there is one:
+        tensorwire bench memory --wires gpu
 
     \b
     The figure of an earlier run, drawn again:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from tensorwire.bench.operations import PYTHON, RAW
 from tensorwire.bench.rows import Row, format_seconds, format_size
-from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
+from tensorwire.doctor.facts import Cpu, Facts, Gpus, Rdma, SharedMemory, Tcp
 from tensorwire.doctor.measure import LARGE_BYTES
 from tensorwire.memory.devices import UCX_REMEDY, Interface, RdmaPort
+from tensorwire.memory.path import memory_paths
 from tensorwire.memory.path_warning import why_slower
 
 OK, NOTE, WARNING, MISSING = "ok", "note", "warning", "missing"
@@ -150,6 +151,7 @@ def about_machine(facts: Facts) -> list[Finding]:
         *about_interfaces(facts.interfaces),
         *about_tcp(facts.tcp, facts.interfaces),
         *about_rdma(facts.rdma, facts.transports),
+        about_gpus(facts.gpus),
     ]
 
 
@@ -320,6 +322,16 @@ def about_locked_memory(rdma: Rdma) -> Finding:
 # --- one peer -----------------------------------------------------------------------------------
 
 
+def about_gpus(gpus: Gpus) -> Finding:
+    """Whether regions can be in memory of a GPU. A machine without one is not wrong."""
+    if not gpus.cuda:
+        return Finding(OK, "GPU", f"none can be used: {gpus.fault}")
+    if not gpus.names:
+        return Finding(OK, "GPU", f"a driver for CUDA {gpus.cuda}, and no GPU that is seen here")
+    counts = (f"{gpus.names.count(name)} x {name}" for name in dict.fromkeys(gpus.names))
+    return Finding(OK, "GPU", f"{', '.join(counts)}; a driver for CUDA {gpus.cuda}")
+
+
 def about_link(link: LinkFacts) -> list[Finding]:
     """What can be said of the way to a peer, with what was measured on it."""
     return [
@@ -331,6 +343,7 @@ def about_link(link: LinkFacts) -> list[Finding]:
         *about_network(link),
         *about_rdma_speed(link),
         *about_limits(link),
+        *about_gpu_paths(link),
     ]
 
 
@@ -516,6 +529,18 @@ def about_limits(link: LinkFacts) -> Iterator[Finding]:
 
 
 # --- words --------------------------------------------------------------------------------------
+
+
+def about_gpu_paths(link: LinkFacts) -> Iterator[Finding]:
+    """How memory of GPUs gets to the peer; nothing where neither end has any."""
+    if not any(facts is not None and facts.gpus.names for facts in (link.here, link.there)):
+        return
+    for path in memory_paths(link.chosen):
+        yield _judge(
+            f"{path.local} to {path.remote}", path.how,
+            (not path.how, NOTE, f"{link.chosen} moves no memory of a GPU",
+             "copy to memory of the host, or connect with require='tcp'"),
+        )  # fmt: skip
 
 
 def _speed(each: Interface) -> str:

@@ -31,7 +31,7 @@ from tensorwire.memory.devices import (
 )
 from tensorwire.memory.node import TRANSPORTS
 
-FORMAT = 1
+FORMAT = 2
 _CAP_IPC_LOCK = 14
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 16)
@@ -41,6 +41,13 @@ import ctypes
 library = ctypes.CDLL("{UCX_LIBRARY}")
 library.ucp_get_version_string.restype = ctypes.c_char_p
 print(library.ucp_get_version_string().decode())
+"""
+
+
+_LOOK_FOR_GPUS = """
+from tensorwire import _core
+cuda, names = _core.gpus()
+print(cuda, *names, sep="\\n")
 """
 
 
@@ -142,6 +149,21 @@ class Rdma:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpus:
+    """What memory of GPUs would need.
+
+    Attributes:
+        names: of the GPUs that a process here sees.
+        cuda: the newest CUDA that the driver knows, "" if no driver can be used.
+        fault: why not.
+    """
+
+    names: tuple[str, ...] = ()
+    cuda: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """One machine, as one process sees it."""
 
@@ -155,6 +177,7 @@ class Facts:
     memory: SharedMemory
     tcp: Tcp
     rdma: Rdma
+    gpus: Gpus
     interfaces: tuple[Interface, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -217,6 +240,7 @@ def read(root: Path = _ROOT) -> Facts:
         memory=read_memory(root),
         tcp=read_tcp(root),
         rdma=read_rdma(root),
+        gpus=read_gpus(),
         interfaces=tuple(interfaces(root)),
     )
 
@@ -322,6 +346,21 @@ def load_ucx() -> tuple[str, str]:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return "", last[0].removeprefix("OSError: ")
     return done.stdout.strip() or "unknown", ""
+
+
+def read_gpus() -> Gpus:
+    """The GPUs that a process here sees. Another one looks: a driver stays where it was loaded."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOOK_FOR_GPUS], capture_output=True, text=True, timeout=30
+        )
+        if done.returncode != 0:
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            return Gpus(fault=last[0].partition("Error: ")[2] or last[0])
+        cuda, *names = done.stdout.splitlines()
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return Gpus(fault=str(error))
+    return Gpus(tuple(names), cuda)
 
 
 def locked_limit(root: Path = _ROOT) -> int | None:

@@ -154,6 +154,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "shm": check_shm,
     "tcp": check_tcp,
     "rdma": check_rdma,
+    "GPU": lambda: advice.about_gpus(facts.read_gpus()),
     "numpy": partial(
         _check_package, "numpy", MISSING, "nothing works without it", "pip install numpy"
     ),

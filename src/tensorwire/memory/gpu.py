@@ -125,8 +125,8 @@ def interface_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
     if found.get("mask") is not None:
         raise ValueError(f"the {type(local).__name__} has a mask, which would not travel")
     address, read_only = found["data"]
-    gpu = _core.gpu_of(address) if size_bytes else 0
-    buffer = _core.Buffer(address, size_bytes, not read_only, local, gpu if size_bytes else _HOST)
+    gpu = _core.gpu_of(address) if size_bytes else _HOST
+    buffer = _core.Buffer(address, size_bytes, not read_only, local, gpu, None, True)
     stream = found.get("stream")
     return buffer, (stream, gpu) if stream is not None and size_bytes else None
 

@@ -10,6 +10,43 @@ from .bandwidth import memory_gb_per_s, network_gb_per_s, rdma_gb_per_s
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPath:
+    """How bytes get from one kind of memory to another, in either direction.
+
+    Attributes:
+        local, remote: "host", "pinned" (memory of the host that a GPU reaches: torch's, or that of
+            any region) or "gpu".
+        how: in words, with the copies; "" if it cannot be had by this transport.
+    """
+
+    local: str
+    remote: str
+    how: str
+
+
+_ONE_COPY = "one copy by the GPU"
+_CHUNKS = "through pinned chunks: a copy by the GPU and one by a CPU"
+_PAIRS = (("host", "gpu"), ("pinned", "gpu"), ("gpu", "host"), ("gpu", "gpu"))
+
+
+def memory_paths(transport: str) -> tuple[MemoryPath, ...]:
+    """What a transport does for each pair of kinds of memory that a GPU has a part in."""
+    if transport == "shm":
+        hows = (
+            _CHUNKS,
+            _ONE_COPY,
+            f"{_ONE_COPY}, or {_CHUNKS} where no memory can be pinned",
+            f"{_ONE_COPY}; none where the peer's memory is used as a tensor",
+        )
+    elif transport == "tcp":
+        there, here = "the peer copies by its GPU from pinned chunks", "pinned chunks here"
+        hows = (there, there, f"by the GPU into {here}", f"by the GPU into {here}; {there}")
+    else:
+        hows = ("", "", "", "")
+    return tuple(MemoryPath(*pair, how) for pair, how in zip(_PAIRS, hows, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Path:
     """How bytes get to a peer; nothing is chosen silently.
 
@@ -21,6 +58,7 @@ class Path:
             in this process, on tcp and rdma what the NIC promises (None for loopback and virtual
             ones).
         reason: why this transport was chosen, and what excluded the faster ones.
+        gpu: how memory of GPUs gets there, for each pair of kinds of memory.
     """
 
     transport: str
@@ -28,14 +66,16 @@ class Path:
     copies: int
     expected_gb_per_s: float | None
     reason: str
+    gpu: tuple[MemoryPath, ...] = ()
 
 
 def path_to(peer: _core.Peer) -> Path:
     """The path of a connection of the core. The first look takes some milliseconds."""
     transport, reason = peer.transport, peer.reason
+    gpu = memory_paths(transport)
     if transport == "tcp":
-        return Path("tcp", f"TCP to {peer.address}", 2, network_gb_per_s(peer.address), reason)
+        return Path("tcp", f"TCP to {peer.address}", 2, network_gb_per_s(peer.address), reason, gpu)
     if transport == "rdma":
-        return Path("rdma", f"RDMA by {peer.wire}", 0, rdma_gb_per_s(peer.wire), reason)
+        return Path("rdma", f"RDMA by {peer.wire}", 0, rdma_gb_per_s(peer.wire), reason, gpu)
     wire = "memory of this host that both processes have mapped"
-    return Path(transport, wire, 1, memory_gb_per_s(), reason)
+    return Path(transport, wire, 1, memory_gb_per_s(), reason, gpu)

@@ -1,0 +1,113 @@
+"""The pair of processes in which transfers are measured that a GPU has a part in.
+
+Both processes use one GPU. The driver writes to memory of the target, from Python and from C++;
+the limit is NVIDIA's cuMemcpyAsync, waited for, between the very addresses that a write reaches.
+Kinds of memory: "gpu", "host" (pages of the host that nobody has pinned) and "pinned".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tensorwire.bench import device
+from tensorwire.bench.harness import time_each
+from tensorwire.bench.operations import COPY_ENGINE, CPP, PATIENCE_S, PYTHON, Runner, loops
+from tensorwire.bench.processes import serve_messages
+from tensorwire.memory import Node, RemoteRegion
+from tensorwire.memory.core import core_of
+
+_DEVICE, _GPU = "cuda:0", 0
+_TARGETS = {"gpu": "bench-target-gpu", "pinned": "bench-target-host"}
+
+
+class Driver(device.Driver):
+    """The measured side; see `device.Driver`, of which it has the timing.
+
+    `options`: size_bytes (of the largest case).
+    """
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        self._link = link
+        self._target_pid = int(link.recv())
+        self._node = Node("bench-driver", transports=["shm"])
+        self._size = int(options["size_bytes"])
+        self._peer = self._node.connect(self._tell("address"))
+        self._client = None
+        self._runners: dict[str, Runner] = {}
+        self._batches: dict[str, int] = {}
+        self._near: dict[str, tuple[Any, int]] = {}
+
+    def _memory_of(self, kind: str) -> tuple[Any, int]:
+        """Memory of a kind, and where it is. With torch it is a tensor, as users have it."""
+        if kind not in self._near:
+            self._near[kind] = self._new_memory(kind)
+        return self._near[kind]
+
+    def _new_memory(self, kind: str) -> tuple[Any, int]:
+        if kind == "host":
+            array = np.ones(self._size, np.uint8)
+            return array, array.ctypes.data
+        torch = _torch_with_cuda()
+        if torch is None:
+            region = self._node.allocate(
+                self._size, access="none", device=_DEVICE if kind == "gpu" else None
+            )
+            return region, int(core_of(region).address)
+        where = {"device": _DEVICE} if kind == "gpu" else {"pin_memory": True}
+        tensor = torch.ones(self._size, dtype=torch.uint8, **where)
+        torch.cuda.synchronize()
+        return tensor, int(tensor.data_ptr())
+
+    def prepare(self, case: str, size_bytes: int) -> list[str]:
+        """`case` is "write_gpu_to_pinned" and the like."""
+        _, near_kind, _, far_kind = case.split("_")
+        whole, address = self._memory_of(near_kind)
+        near, far = whole[:size_bytes], self._peer.region(_TARGETS[far_kind])[:size_bytes]
+        prepared = self._peer.prepare_write([near], [far])
+        far.write(near).wait(PATIENCE_S)  # pins memory of the host
+        self._runners = {
+            PYTHON: lambda count, batch: time_each(lambda: far.write(near).wait(PATIENCE_S), count),
+            CPP: partial(loops.start_complete, core_of(prepared), []),
+            COPY_ENGINE: partial(loops.gpu_copies, _GPU, _address(far), address, size_bytes),
+        }
+        self._batches = {}
+        return list(self._runners)
+
+    def close(self) -> None:
+        """Ends the connection and the node."""
+        self._link.send(("stop",))
+        self._node.close()
+        os._exit(0)
+
+
+def _address(remote: RemoteRegion) -> int:
+    return int(loops.mapped_address(core_of(remote)))
+
+
+def _torch_with_cuda() -> Any:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """The target: owns the memory, and does nothing."""
+    node = Node("bench-target", transports=["shm"])
+    for kind, name in _TARGETS.items():
+        node.allocate(
+            int(options["size_bytes"]), name=name, device=_DEVICE if kind == "gpu" else None
+        )
+    handlers: dict[str, Callable[..., object]] = {"address": lambda: node.address}
+    try:
+        serve_messages(link, handlers)
+    finally:
+        node.close()
+    os._exit(0)
