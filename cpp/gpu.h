@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda.h"
+#include "cuda_driver.h"
 #include "fork.h"
 
 namespace tensorwire {

@@ -84,9 +84,9 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
     void ring();
   };
   std::shared_ptr<Wake> wake_;
-  bool looking_again_ = false;        // driving thread only
-  std::vector<Waiting> waiting_;      // driving thread only
-  size_t next_ = 0;                   // driving thread only
+  bool looking_again_ = false;    // driving thread only
+  std::vector<Waiting> waiting_;  // driving thread only
+  size_t next_ = 0;               // driving thread only
 
   std::mutex mutex_;
   std::vector<Waiting> arrived_;

@@ -35,7 +35,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda.h"
+#include "cuda_driver.h"
 
 using namespace tensorwire::cuda;
 

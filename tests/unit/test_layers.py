@@ -45,7 +45,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
-    ("blocking", "cuda", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
+    ("blocking", "cuda_driver", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
     ("gpu",),
     ("mapping",),
     ("private_mapping", "progress", "region", "resolve"),
@@ -76,6 +76,7 @@ CPP_LIBRARIES: dict[str, set[str]] = {
     r"nanobind/|Python\.h": {"bindings.h", "bindings*.cc"},
     r"ucp/|uct/|ucs/": {"ucx_test.cc"},  # ucx.h declares what is used of it
     r"infiniband/|rdma/": set(),
+    r"cuda\.h>|cuda_runtime": {"cuda_driver_test.cc"},  # cuda_driver.h declares what is used of it
 }
 # A product file that would be longer has two responsibilities.
 MOST_LINES = 600

@@ -1,6 +1,7 @@
 // What is used of CUDA's driver interface (cuda.h of 12.0), declared here so that a machine without
 // CUDA builds the same library; the driver is loaded at run time. NVIDIA keeps these layouts and
-// numbers stable. cpp/tests/cuda_test.cc compares them with CUDA's own header where there is one.
+// numbers stable. cpp/tests/cuda_driver_test.cc compares them with CUDA's own header where there is
+// one.
 #pragma once
 
 #include <cstddef>
