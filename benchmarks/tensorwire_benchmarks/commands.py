@@ -566,9 +566,7 @@ def files(
 @json_option("Write all rows and the machine to FILE.")
 @names("--models", known=tuple(GPU_BATCHES), help=f"Only these: {', '.join(GPU_BATCHES)}.")
 @click.option("--steps", type=click.IntRange(2), help="Of each model; the default is 20.")
-def gpu_training(
-    json_path: Path | None, models: tuple[str, ...] | None, steps: int | None
-) -> None:
+def gpu_training(json_path: Path | None, models: tuple[str, ...] | None, steps: int | None) -> None:
     """What does a step cost with the model on a GPU and servers on the host?
 
     Two workers share one GPU: on a job with one server and with two, and under

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorwire_benchmarks.gpu_training import ALONE, DDP, _add
 
 from tensorwire.bench.rows import Report
+from tensorwire_benchmarks.gpu_training import ALONE, DDP, _add
 
 
 def test_rows_are_beside_one_process_and_beside_ddp() -> None:

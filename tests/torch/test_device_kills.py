@@ -1,7 +1,7 @@
-"""Workers and servers are killed while a model on a device trains: the job ends with the same bits.
+"""Workers and servers are killed while a model on a device trains: the bits stay the same.
 
-The script is that of test_killed_workers.py, with its models on the device. Where no CUDA device is,
-tensors of the CPU are treated as if they were on one.
+The script is that of test_killed_workers.py, with its models on the device. Where no CUDA device
+is, tensors of the CPU are treated as if they were on one.
 """
 
 from pathlib import Path
