@@ -1,4 +1,4 @@
-"""`bench gpu-training`: its rows, what it says where there is no GPU, and a whole run where one is."""
+"""`bench gpu-training`: its rows, what it says without a GPU, and a whole run where one is."""
 
 import json
 import subprocess
