@@ -28,7 +28,7 @@ class _Target(NamedTuple):
     shared: bool
 
 
-class Copied(NamedTuple):
+class GradientOnHost(NamedTuple):
     """A gradient that is on the host.
 
     Attributes:
@@ -114,7 +114,7 @@ class DeviceGradients:
         self._under_way.append((event, list(waiting)))
         self._newest.update(dict.fromkeys(waiting, event))
 
-    def arrive(self) -> Iterator[Copied]:
+    def arrive(self) -> Iterator[GradientOnHost]:
         """Waits for each gradient that has left, in the order of their copies."""
         if self._waiting:
             self._copy()
@@ -124,7 +124,7 @@ class DeviceGradients:
             for index in indices:
                 target = self._targets[index]
                 if self._newest[index] is event:  # and not one that comes over it
-                    yield Copied(index, target.memory, target.shared)
+                    yield GradientOnHost(index, target.memory, target.shared)
 
     def withdraw(self) -> None:
         """What has left does not count; the memory may be used again."""
