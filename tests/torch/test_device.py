@@ -402,3 +402,29 @@ def test_gradients_leave_behind_what_computes_them(side: bool) -> None:
         assert team.run(late_gradients, True, side, workers=1) == [0]
         (found,) = team.run(late_gradients, False, side, workers=1)
         assert found > 0, "without the wait this test finds stale gradients"
+
+
+def train_compiled(job: Any, kind: str, compiled: bool) -> str:
+    with device(kind) as where:
+        torch._dynamo.reset()
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        for images, labels in job.loader(samples(32), 8):
+            opt.zero_grad()
+            with torch.autocast(where.type, torch.bfloat16):
+                loss = cross_entropy(forward(images.to(where)), labels.to(where))
+            loss.backward()
+            opt.step()
+        return digest(model)
+
+
+@both
+@pytest.mark.slow
+def test_a_compiled_model_under_autocast(kind: str, team: Team) -> None:
+    """Both workers have one model, however it is computed."""
+    for compiled in (False, True):
+        found = team.run(train_compiled, kind, compiled)
+        assert len(set(found)) == 1
+        if kind == "staged":
+            assert found == team.run(train_compiled, "host", compiled)
