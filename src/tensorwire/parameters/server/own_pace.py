@@ -19,14 +19,14 @@ from dataclasses import replace
 import numpy as np
 
 from tensorwire.errors import PeerLostError, TimeoutError
-from tensorwire.memory import RemoteRegion, Transfer, wait_all
+from tensorwire.memory import wait_all
 from tensorwire.phases_of_modes import EVENT, PAUSE
 from tensorwire.walk import Walk
 
 from ..kernel import Kernel
-from ..messages import APPLY, PUBLISH, RELEASE, Bytes, Commit, DisagreementError, Result
-from ..regions import RegionKind
+from ..messages import APPLY, PUBLISH, RELEASE, Commit, DisagreementError, Result
 from .arrivals import ArrivingUnits
+from .deliveries import Deliveries
 from .events import Event, EventKind
 from .gather import Calls, Gatherer
 from .inbox import SliceInbox
@@ -39,58 +39,19 @@ from .versions import Versions
 _LOOK_S = 0.25  # whether all are still there
 
 
-class Deliveries:
-    """Brings what is in place to workers, each into its own memory.
-
-    Args:
-        opening: of the store.
-        master: the parameters of the share; they change again when a call has returned.
-    """
-
-    def __init__(self, opening: Opening, master: Bytes) -> None:
-        self._opening, share = opening, opening.regions.share
-        self._master, self._start = master[: share.size_bytes], share.start
-        self._views: dict[int, RemoteRegion] = {}
-        self._copies: dict[int, Bytes] = {}  # what is under way to workers over a network
-
-    def bring(self, rank: int) -> list[Transfer]:
-        """Starts to write the share; the worker has been told of the last one.
-
-        Where it was killed, the write is made again into the memory that its successor has.
-        """
-        member, master = self._opening.member, self._master
-        if not master.size or rank not in member.workers:
-            return []
-        if rank in self._opening.mapped:
-            member.persist(member.workers[rank], self._copy, rank)
-            return []
-        copy = self._copies.setdefault(rank, np.empty_like(master))
-        copy[:] = master
-        return [self._view(rank).write(copy)]
-
-    def _copy(self, rank: int) -> None:
-        self._view(rank).write(self._master).wait()
-
-    def _view(self, rank: int) -> RemoteRegion:
-        if rank not in self._views:
-            name = self._opening.regions.name(RegionKind.VIEW)
-            view = self._opening.member.workers[rank].region(name)
-            self._views[rank] = view[self._start : self._start + self._master.size]
-        return self._views[rank]
-
-
 class _Doing:
     """An event while it is done.
 
     Attributes:
         event: set by the row that decides on it, or has heard of it.
-        tells: by rank, what is under way to the workers that are told then.
+        tells: by rank, the workers that are told then, and whether the version is still to be sent
+            to them.
     """
 
     event: Event
 
     def __init__(self) -> None:
-        self.tells: dict[int, list[Transfer]] = {}
+        self.tells: dict[int, bool] = {}
 
 
 class OwnPace(Versions):
@@ -117,8 +78,7 @@ class OwnPace(Versions):
         if self._follower is None:
             self._leader = Leader(opening, self._ledger, self._inbox, calls)
             self._snapshots.ask_pause = self._leader.ask_pause
-        self._deliveries = Deliveries(opening, self._publication.master)
-        self._sent: dict[int, list[Transfer]] = {}
+        self._deliveries = Deliveries(opening, self._publication.master, results.answer, fail)
         self._notes_bytes = 0  # of the journal
         self._idle = replace(Commit.empty(0, APPLY, opening.spec), weight=0.0)
         self._event_walk = self._bind_event()
@@ -157,6 +117,7 @@ class OwnPace(Versions):
         """See `Versions`."""
         if self._leader is not None:
             self._leader.close()
+        self._deliveries.close()
         super().close()
 
     def lend(self) -> None:
@@ -225,13 +186,14 @@ class OwnPace(Versions):
             self._journal.publish(self._account.version, Result(self._account.version).to_bytes())
 
     def _tell_workers(self, doing: _Doing) -> None:
-        for rank, after in doing.tells.items():
+        for rank, is_sent in doing.tells.items():
             number, data = self._account.answers[rank]
             if self._journal is not None:
                 self._results.answer_surely(rank, number, data)
+            elif is_sent:
+                self._deliveries.send(rank, number, data)
             else:
-                self._results.answer(rank, number, data, after)
-                self._sent[rank] = after  # until it asks again, when all has come
+                self._results.answer(rank, number, data, [])
         self.over = self._account.over
         if self.over:
             self._note_last()
@@ -344,8 +306,6 @@ class OwnPace(Versions):
         if chunks:
             wait_all(chunks.finish())
         for rank in dict.fromkeys(ranks):
-            doing.tells[rank] = (
-                [] if chunks or operation == RELEASE else self._deliveries.bring(rank)
-            )
+            doing.tells[rank] = not chunks and operation != RELEASE and self._deliveries.bring(rank)
             self._say(rank, Result(max(self._taken_of(rank))))
         self._account.version, self._account.over = version, operation == RELEASE
