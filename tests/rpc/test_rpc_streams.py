@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, fa
 
 KIND = {"u": "unary", "s": "stream"}
 SMALL = b"x" * 1000
+PLAIN = {"threshold_bytes": 1 << 20}
 MANY = 20_000
 
 
@@ -267,10 +269,13 @@ def test_serializers_of_streams_that_fail(ends: Ends) -> None:
         ends.methods["/t/m"] = handler
         if channel is None:
             channel = ends.serve().channel()
-        request = SMALL if arity == "us" else iter([SMALL, SMALL])
+        request = SMALL if arity == "us" else iter([SMALL])
         call = method(channel, arity, *serializers)
         error = error_of(lambda c=call, r=request: c(r))
         assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, details)
+    if "runtime" not in (ends.system.our_server or {}):
+        # grpcio's server does not always see that all of these calls are over.
+        ends.closing[1] = lambda: ends.server.stop(0)
 
 
 def test_requests_that_are_no_iterator(ends: Ends) -> None:
@@ -313,7 +318,12 @@ def test_ends_that_disagree_on_the_arity(ends: Ends, client: str, server: str) -
 
 
 def test_a_behavior_that_does_not_block(ends: Ends) -> None:
-    """grpcio lets a behavior give its responses to a callback, if it says so."""
+    """grpcio lets a behavior give its responses to a callback, if it says so.
+
+    Its calls have to be small in ours: the payload of a request must not go ahead there.
+    """
+    if ends.system.our_channel is not None and "runtime" not in ends.system.our_channel:
+        ends.system = replace(ends.system, our_channel={**ends.system.our_channel, **PLAIN})
 
     def answer(request: bytes, context: Any, respond: Any) -> None:
         def work() -> None:
