@@ -48,6 +48,7 @@ async def stands_still(made: list[int]) -> None:
     assert before < MANY
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_up_the_servicer(run_plain: Any) -> None:
     made: list[int] = []
 
@@ -69,6 +70,7 @@ def test_a_slow_reader_holds_up_the_servicer(run_plain: Any) -> None:
     run_plain({"/t/m": US(endless)}, test)
 
 
+@pytest.mark.slow
 def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
     made: list[int] = []
     go = asyncio.Event()
@@ -91,6 +93,7 @@ def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
     run_plain({"/t/m": SU(count)}, test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("arity", ["us", "ss"])
 def test_an_end_while_the_servicer_waits(run: Any, arity: str, end: str) -> None:
@@ -326,6 +329,7 @@ def test_maximum_concurrent_rpcs(run: Any) -> None:
     run({"/t/m": UU(method)}, test, maximum_concurrent_rpcs=1)
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_at_a_time(run: Any) -> None:
     """All are open before the first one goes on."""
     count = 1000

@@ -36,6 +36,7 @@ def test_many_messages_arrive_in_order(ends: Ends, message: bytes) -> None:
     assert list(ends.serve().channel().stream_stream("/t/m")(iter(sent))) == sent
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_up_the_servicer(ends: Ends) -> None:
     made = []
 
@@ -62,6 +63,7 @@ def stands_still(made: list[int]) -> None:
     assert before < MANY
 
 
+@pytest.mark.slow
 def test_a_slow_servicer_holds_up_the_requests(ends: Ends) -> None:
     made: list[int] = []
     go = threading.Event()
@@ -82,6 +84,7 @@ def test_a_slow_servicer_holds_up_the_requests(ends: Ends) -> None:
     assert future.result(LONG_S) == b"%d" % MANY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("arity", ["us", "su", "ss"])
 def test_an_end_while_the_sender_waits(ends: Ends, arity: str, end: str) -> None:
