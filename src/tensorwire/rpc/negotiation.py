@@ -86,7 +86,7 @@ class DeclinedError(Exception):
     """The server has tensorwire and gives no attachment; it says why."""
 
 
-class Carrier(Protocol):
+class LineAttacher(Protocol):
     """What carries out calls that do not come by grpcio."""
 
     def attach(
@@ -110,7 +110,7 @@ class Registry:
         service: carries out calls that do not come by grpcio, None if there are to be none.
     """
 
-    def __init__(self, terms: Terms, most: int, service: Carrier | None = None) -> None:
+    def __init__(self, terms: Terms, most: int, service: LineAttacher | None = None) -> None:
         self._service = service
         self._terms = terms
         self._most = most
@@ -203,7 +203,7 @@ class Registry:
         node: Node,
         board: Region,
         lent_bytes: int,
-        service: Carrier | None,
+        service: LineAttacher | None,
         ring: Region | None,
         caller: Caller | None,
     ) -> None:

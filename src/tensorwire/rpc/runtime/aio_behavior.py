@@ -111,7 +111,7 @@ class AioPerformance:
         elif call.requests is None:
             request = self._single()
         else:
-            request = _Requests(self.context)
+            request = _ContextRequests(self.context)
         asynchronous = (
             inspect.isawaitable(behavior)
             or inspect.iscoroutinefunction(behavior)
@@ -242,13 +242,13 @@ class AioPerformance:
         self._call.finish(end_frames(self._call.number, number, text, (), trailing, message))
 
 
-class _Requests:
+class _ContextRequests:
     """The requests of a stream, for an asynchronous servicer."""
 
     def __init__(self, context: AioContext) -> None:
         self._context = context
 
-    def __aiter__(self) -> _Requests:
+    def __aiter__(self) -> _ContextRequests:
         return self
 
     async def __anext__(self) -> Any:

@@ -44,7 +44,7 @@ _LOOK_S = 0.005
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class Client(Protocol):
+class ClientEnd(Protocol):
     """What calls need of their client.
 
     Attributes:
@@ -92,7 +92,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
 
     def __init__(
         self,
-        client: Client,
+        client: ClientEnd,
         number: Number,
         deadline: float | None,
         deserialize: Callable[[bytes], Any],
@@ -449,7 +449,7 @@ class StreamCall(RuntimeCall):
     Args: as of `RuntimeCall`.
     """
 
-    def __init__(self, client: Client, *given: Any, **named: Any) -> None:
+    def __init__(self, client: ClientEnd, *given: Any, **named: Any) -> None:
         super().__init__(client, *given, **named)
         self._inflow = Inflow(client.limits.receive_bytes)
         self._end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None

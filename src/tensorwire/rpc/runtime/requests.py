@@ -18,7 +18,7 @@ import grpc
 
 from ..outgoing import CallLink, SentMessage
 from . import observed
-from .call import Client, RuntimeCall
+from .call import ClientEnd, RuntimeCall
 from .flow import Outflow
 from .frames import HEADER, Number, last_frame, message_frames
 
@@ -90,7 +90,7 @@ class RequestSender:
     """
 
     def __init__(
-        self, client: Client, call: RuntimeCall, link: CallLink, serializer: Any, traced: Any
+        self, client: ClientEnd, call: RuntimeCall, link: CallLink, serializer: Any, traced: Any
     ) -> None:
         assert call.outflow is not None
         self._client = client

@@ -55,7 +55,7 @@ ARITIES = {  # by whether requests and responses are streams
 }
 
 
-class Carrier(Protocol):
+class CallStarter(Protocol):
     """What carries out the calls of a server.
 
     Attributes:
@@ -86,7 +86,7 @@ class ServerEnd:
 
     def __init__(
         self,
-        service: Carrier,
+        service: CallStarter,
         attachment: RpcAttachment,
         caller: Caller,
         node: Node,
