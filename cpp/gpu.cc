@@ -375,12 +375,14 @@ std::unique_ptr<GpuPin> GpuPin::pin(Gpu& gpu, void* address, size_t size, bool w
   GpuScope scope(gpu);
   unsigned flags = cuda::kRegisterPortable | (writable ? 0 : cuda::kRegisterReadOnly);
   cuda::Result result = gpu.driver().cuMemHostRegister_v2(address, size, flags);
-  if (result != cuda::kSuccess) return nullptr;
-  return std::unique_ptr<GpuPin>(new GpuPin(gpu, address));
+  if (result == cuda::kSuccess) return std::unique_ptr<GpuPin>(new GpuPin(gpu, address));
+  bool by_others =
+      result == cuda::kAlreadyRegistered && gpu.kind_of(address, size) == Gpu::Kind::kPinned;
+  return by_others ? std::unique_ptr<GpuPin>(new GpuPin(gpu, nullptr)) : nullptr;
 }
 
 GpuPin::~GpuPin() {
-  if (epoch_ != fork::epoch()) return;
+  if (address_ == nullptr || epoch_ != fork::epoch()) return;
   GpuScope scope(gpu_);
   gpu_.driver().cuMemHostUnregister(address_);
 }

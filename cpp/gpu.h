@@ -172,7 +172,7 @@ class GpuMemory {
 // Host memory that was made fit for copies by a GPU: its pages stay where they are.
 class GpuPin {
  public:
-  // Null if the system does not allow it.
+  // Null if the system does not allow it. What somebody else has pinned stays his.
   static std::unique_ptr<GpuPin> pin(Gpu& gpu, void* address, size_t size, bool writable);
   ~GpuPin();
   GpuPin(const GpuPin&) = delete;
@@ -181,7 +181,7 @@ class GpuPin {
  private:
   GpuPin(Gpu& gpu, void* address) : gpu_(gpu), address_(address), epoch_(fork::epoch()) {}
   Gpu& gpu_;
-  void* address_;
+  void* address_;  // null: somebody else pinned it
   const uint32_t epoch_;
 };
 

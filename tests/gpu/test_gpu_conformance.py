@@ -8,8 +8,8 @@ from tensorwire.testing.setup import MEMORY_PAIRS
 # In one process what differs is that both sides have one driver.
 RUNS = [
     *(("shm", "two processes", pair) for pair in MEMORY_PAIRS),
-    *(("tcp", "two processes", pair) for pair in MEMORY_PAIRS if pair[0] != "pinned"),
-    *((transport, "one process", ("gpu", "gpu")) for transport in ("shm", "tcp")),
+    *(("tcp", "two processes", pair) for pair in (("gpu", "gpu"), ("host", "gpu"))),
+    ("shm", "one process", ("gpu", "gpu")),
 ]
 CASES = [
     (transport, memory, place, name)
