@@ -3,6 +3,7 @@
 Measured as `nixl.py` measures memory of the host: `transfer` of a handle made once, polled until it
 is done. Memory of the GPU is a torch tensor, registered as VRAM; pinned memory is one that torch
 has pinned. UCX chooses its transports (CUDA IPC between processes of one host).
+So far this was run with memory of the host only, in place of that of a GPU.
 """
 
 from __future__ import annotations
