@@ -29,6 +29,8 @@ class Rig {
     fabric.progress = std::make_shared<Progress>();
     fabric.mappings = std::make_shared<Mappings>();
     fabric.traffic = std::make_shared<Traffic>();
+    fabric.gpu_queue = std::make_shared<GpuQueue>(fabric.progress);
+    fabric.gpu_traffic = std::make_shared<GpuTraffic>();
     fabric.progress->page()->incarnation = kMyIncarnation;
     regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings, [this] {
       if (peer) peer->answer_awaited();
