@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -13,7 +13,6 @@ from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, fa
 
 KIND = {"u": "unary", "s": "stream"}
 SMALL = b"x" * 1000
-PLAIN = {"threshold_bytes": 1 << 20}
 MANY = 20_000
 
 
@@ -320,27 +319,47 @@ def test_ends_that_disagree_on_the_arity(ends: Ends, client: str, server: str) -
         assert "requires exactly one request message" in error.details()
 
 
-def test_a_behavior_that_does_not_block(ends: Ends) -> None:
-    """grpcio lets a behavior give its responses to a callback, if it says so.
+@pytest.mark.parametrize("marked", ["behavior", "handler too"])
+@pytest.mark.parametrize("arity", ["us", "ss"])
+def test_a_behavior_that_does_not_block(ends: Ends, arity: str, marked: str) -> None:
+    """grpcio lets a behavior give its responses to a callback, if it says so."""
 
-    Its calls have to be small in ours: the payload of a request must not go ahead there.
-    """
-    if ends.system.our_channel is not None and "runtime" not in ends.system.our_channel:
-        ends.system = replace(ends.system, our_channel={**ends.system.our_channel, **PLAIN})
-
-    def answer(request: bytes, context: Any, respond: Any) -> None:
+    def answer(request: Any, context: Any, respond: Any) -> None:
         def work() -> None:
-            for each in (request, b"2"):
+            for each in (request,) if isinstance(request, bytes) else request:
                 respond(each)
+            respond(b"2")
             respond(None)
 
         threading.Thread(target=work).start()
 
     answer.experimental_non_blocking = True  # type: ignore[attr-defined]
-    handler = US(answer)
-    handler.experimental_non_blocking = True  # as whoever wraps handlers has to be told
+    handler = {"us": US, "ss": SS}[arity](answer)
+    if marked == "handler too":  # as whoever wraps handlers may have to be told
+        handler.experimental_non_blocking = True
     ends.methods = {"/t/m": handler}
-    assert list(ends.serve().channel().unary_stream("/t/m")(b"1")) == [b"1", b"2"]
+    call = method(ends.serve().channel(), arity)
+    for request in (b"1", b"long" * 100_000):
+        assert list(call(request if arity == "us" else iter([request]))) == [request, b"2"]
+
+
+@pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])
+def test_a_behavior_with_threads_of_its_own(ends: Ends, arity: str) -> None:
+    """grpcio runs a behavior in the threads that it names itself."""
+    own = ThreadPoolExecutor(1, thread_name_prefix="own")
+    ends.closing.append(own.shutdown)
+
+    def name(request: Any, context: Any) -> Any:
+        return threading.current_thread().name.encode()
+
+    def names(request: Any, context: Any) -> Any:
+        yield name(request, context)
+
+    behavior = name if arity[1] == "u" else names
+    behavior.experimental_thread_pool = own  # type: ignore[attr-defined]
+    ends.methods = {"/t/m": {"uu": UU, "us": US, "su": SU, "ss": SS}[arity](behavior)}
+    got = method(ends.serve().channel(), arity)(b"1" if arity[0] == "u" else iter([b"1"]))
+    assert (got if arity[1] == "u" else list(got)[0]).startswith(b"own")
 
 
 def test_limits_of_messages_in_streams(ends: Ends) -> None:

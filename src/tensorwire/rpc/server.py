@@ -31,6 +31,8 @@ DRAIN_S = 1.0
 """How long a server that has stopped waits for clients to come to payload that they were sent."""
 
 _LOOK_S = 0.005
+_OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
+"""What grpcio looks for at the behavior of a handler."""
 _LOG = logging.getLogger("tensorwire.rpc")
 
 
@@ -64,8 +66,8 @@ class Interceptor(grpc.ServerInterceptor):
         if handler_call_details.method == OPEN:
             return self._reserved
         handler = continuation(handler_call_details)
-        if handler is None or getattr(handler, "experimental_non_blocking", False):
-            return handler
+        if handler is None:
+            return None
         found = None
         for key, value in handler_call_details.invocation_metadata or ():
             if key == MARK:
@@ -121,14 +123,15 @@ class ServedCall(grpc.RpcMethodHandler):
         self._attachment = attachment
         self._call = (0, 0) if found is None else found[1:]
         if self.request_streaming:
-            if self.response_streaming:
-                self.stream_stream = self._run
-            else:
-                self.stream_unary = self._run
-        elif self.response_streaming:
-            self.unary_stream = self._run
+            kind = "stream_stream" if self.response_streaming else "stream_unary"
         else:
-            self.unary_unary = self._run
+            kind = "unary_stream" if self.response_streaming else "unary_unary"
+        self._behavior = getattr(handler, kind)
+        run = partial(self._run)
+        for name in _OF_BEHAVIORS:
+            if hasattr(self._behavior, name):
+                setattr(run, name, getattr(self._behavior, name))
+        setattr(self, kind, run)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -139,7 +142,8 @@ class ServedCall(grpc.RpcMethodHandler):
     def _send(self, outgoing: SentMessage) -> bytes:
         return outgoing.serialize(self._handler.response_serializer)
 
-    def _run(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _run(self, request: Any, context: grpc.ServicerContext, *respond: Any) -> Any:
+        """The user's behavior; one that does not block gives its responses to `respond`."""
         holdings: list[Holding] = []
         if self.request_streaming:
             self._confirm()
@@ -147,18 +151,15 @@ class ServedCall(grpc.RpcMethodHandler):
         elif type(request) is Arrived:
             request = self.open_one(request, context, holdings)
             self._confirm()
-        handler = self._handler
-        if self.request_streaming:
-            behavior = handler.stream_stream if self.response_streaming else handler.stream_unary
-        else:
-            behavior = handler.unary_stream if self.response_streaming else handler.unary_unary
-        responses = behavior(request, context)
-        del request
-        for holding in holdings:
-            holding.look()  # the servicer has the message no longer, unless it keeps it
         link = PLAIN
         if self._attachment is not None:
             link = CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
+        responses = self._behavior(request, context, *(partial(_leave, link, f) for f in respond))
+        del request
+        for holding in holdings:
+            holding.look()  # the servicer has the message no longer, unless it keeps it
+        if respond:
+            return None
         if self.response_streaming:
             return Leaving(responses, link)
         return SentMessage(responses, link, last=True)
@@ -185,6 +186,11 @@ class ServedCall(grpc.RpcMethodHandler):
     def _confirm(self) -> None:
         if self._attachment is not None:
             self._attachment.confirm(self._call)
+
+
+def _leave(link: CallLink, respond: Any, response: Any) -> None:
+    """Gives grpcio one of several responses; None: there are no more."""
+    respond(None if response is None else SentMessage(response, link, last=True))
 
 
 def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:

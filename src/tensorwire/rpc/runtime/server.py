@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -394,5 +395,6 @@ def _pool_of(handler: Any) -> Any:
     for name in ARITIES.values():
         behavior = getattr(handler, name)
         if behavior is not None:
-            return getattr(behavior, "experimental_thread_pool", None)
+            pool = getattr(behavior, "experimental_thread_pool", None)
+            return pool if isinstance(pool, ThreadPoolExecutor) else None
     return None
