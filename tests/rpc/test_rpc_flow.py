@@ -108,3 +108,16 @@ def test_an_end_waits_for_what_is_taken_and_not_yet_settled() -> None:
     assert not into.close(drop=False)
     assert into.settle() == (0, True)
     assert into.close(drop=False)
+
+
+def test_a_message_that_is_cut_by_a_discard() -> None:
+    """Of a stream whose first message is the only one: what follows may have arrived in part."""
+    inflow = Inflow(-1)
+    inflow.add(b"first", frames.WHOLE)
+    inflow.add(bytes(frames.PIECE_BYTES), frames.MORE)
+    assert inflow.take() == b"first"
+    inflow.discard()
+    inflow.settle()
+    inflow.add(b"the rest", frames.WHOLE)
+    assert inflow.add(b"", frames.LAST) == 0
+    assert inflow._pieces == []

@@ -144,3 +144,10 @@ def test_a_frame_that_is_cut_off() -> None:
     for size in range(1, len(whole)):
         with pytest.raises(FrameError):
             list(frames.parse(whole[:size]))
+
+
+def test_pieces_without_a_byte() -> None:
+    """Any number of them could be sent without ever exceeding the limit of a message."""
+    data = frames.HEADER.pack(frames.HEADER.size, frames.MESSAGE, frames.MORE, 0, 1, 1)
+    with pytest.raises(FrameError, match="without a byte"):
+        list(frames.parse(data))

@@ -225,6 +225,8 @@ class Inflow:
         """Drops what arrives from now on."""
         with self._lock:
             self._discards = True
+            self._pieces = []
+            self._owed, self._cost = self._owed + self._cost, 0
 
     def close(self, *, drop: bool = True) -> bool:
         """Nothing more arrives; True if nothing is left to be taken, or to be settled.

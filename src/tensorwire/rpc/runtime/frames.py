@@ -238,6 +238,8 @@ def parse(data: bytes) -> Iterator[Frame]:
             raise FrameError(f"a frame of {size} bytes in {end - at}")
         if not CALL <= kind <= CREDIT or zero or flags & ~_FLAGS:
             raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
+        if kind == MESSAGE and flags & MORE and size == HEADER.size:
+            raise FrameError("a piece without a byte, of which there could be any number")
         yield Frame(kind, flags, (slot, generation), data[at + HEADER.size : at + size])
         at += size
 
