@@ -26,7 +26,7 @@ from test_rpc_runtime_streams import TO_SERVER
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors
-from tensorwire.rpc.runtime import frames
+from tensorwire.rpc.runtime import frames, ring
 from tensorwire.rpc.runtime.aio_context import AioContext
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
@@ -258,3 +258,35 @@ def test_servicers_in_threads_of_a_pool(wire: str) -> None:
     pool = ThreadPoolExecutor(3)
     runner(WIRES[wire], WIRES[wire])({"/t/m": UU(block)}, test, migration_thread_pool=pool)
     pool.shutdown()
+
+
+def test_a_client_that_takes_no_answers(wire: str) -> None:
+    """The server reads no more of it, so that answers do not pile up there."""
+    size = 10_000
+
+    async def main() -> None:
+        server = rpc.aio.server(**{**WIRES[wire], "threshold_bytes": 1 << 30})
+        server.add_generic_rpc_handlers((Methods(FOUR),))
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        channel = rpc.insecure_channel(target, **WIRES[wire])
+        call = channel.unary_unary("/t/way")
+        assert await asyncio.to_thread(call, b"") == b"runtime"
+        line = channel.attachment.runtime.line
+        end = next(iter(server._service._ends))
+        for number in range(2000):  # nobody reads what comes back
+            slot = number % 1000, 1 + number // 1000
+            line.send(
+                frames.call_frames(slot, b"/t/uu", frames.NO_DEADLINE, (), bytes(size))
+            )
+        await until(lambda: end.line.backlog > 256 and end.active == 0)
+        before = -1
+        while before != line.backlog:
+            before = line.backlog
+            await asyncio.sleep(0.2)
+        assert end.line.backlog <= 256 + 2 * ring.CAPACITY_BYTES // size
+        assert before > 1000
+        channel.close()
+        await server.stop(0)
+
+    asyncio.run(main())

@@ -19,6 +19,7 @@ from ..attachment import RpcAttachment
 from . import observed
 from .aio_behavior import AioPerformance
 from .context import CallDetails, Caller
+from .line import MOST_BACKLOG
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
 from .served import IncomingCall
@@ -46,7 +47,7 @@ class AioServerEnd(ServerEnd):
         in_loop(self._loop, self._start)
 
     def _start(self) -> None:
-        self._serving = self._loop.create_task(self.line.serve())
+        self._serving = self._loop.create_task(self.line.serve(MOST_BACKLOG))
 
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""

@@ -25,6 +25,9 @@ _LOG = logging.getLogger("tensorwire.rpc")
 _BATCH_BYTES = 1 << 17
 _SLICE_S = 0.05
 _LAZY_S = 0.004
+MOST_BACKLOG = 256
+"""Of frames for a client: one that takes no answers gets no more calls."""
+LOOK_S = 0.001
 
 
 class LineEnd(Protocol):
@@ -155,9 +158,16 @@ class Line:
             return
         self.read_now()
 
-    async def serve(self) -> None:
-        """Reads until it is over, as a task of the running event loop."""
+    async def serve(self, most_backlog: int | None = None) -> None:
+        """Reads until it is over, as a task of the running event loop.
+
+        Args:
+            most_backlog: whose other end takes nothing is read no further than to so many frames
+                for it; None: it is.
+        """
         while not self._over:
+            while most_backlog is not None and self.backlog > most_backlog and not self._over:
+                await asyncio.sleep(LOOK_S)
             try:
                 await self._reader.arrive()
             except TensorwireError as error:

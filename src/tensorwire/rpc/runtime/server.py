@@ -40,14 +40,12 @@ from .frames import (
     parse_credit,
     short_frame,
 )
-from .line import Line
+from .line import LOOK_S, MOST_BACKLOG, Line
 from .options import MessageLimits
 from .served import IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
-_MOST_BACKLOG = 256
-_LOOK_S = 0.001
 ARITIES = {  # by whether requests and responses are streams
     (False, False): "unary_unary",
     (False, True): "unary_stream",
@@ -114,8 +112,8 @@ class ServerEnd:
         line = self.line
         while not line.is_over:
             line.read(None)
-            while line.backlog > _MOST_BACKLOG and not line.is_over:
-                time.sleep(_LOOK_S)  # a client that takes no answers gets no more calls
+            while line.backlog > MOST_BACKLOG and not line.is_over:
+                time.sleep(LOOK_S)
 
     @property
     def active(self) -> int:
