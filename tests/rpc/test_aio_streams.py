@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from ends import RUNTIME_SHM, RUNTIME_TCP
+from grpc._cython.cygrpc import ExecuteBatchError
 from test_aio import BIG, FOUR, echo, echo_all, items, run, runner
 from test_rpc_conformance import SS, SU, US, UU, fault
 
@@ -265,6 +266,50 @@ def test_serializers_that_fail(run: Any) -> None:
         },
         test,
     )
+
+
+def test_messages_of_nothing_and_of_text(run: Any) -> None:
+    """Without a serializer None is a message of no bytes, and text is encoded."""
+
+    async def nothing(request: bytes, context: Any) -> Any:
+        return None if request else "text"
+
+    async def several(request: bytes, context: Any) -> AsyncIterator[Any]:
+        yield None
+        yield "ö"
+        yield request
+
+    async def test(channel: Any) -> None:
+        call = channel.unary_unary("/t/nothing", lambda message: message)
+        assert await call(b"x") == b""
+        assert await call(None) == b"text"
+        stream = channel.unary_stream("/t/several")(b"x")
+        assert [each async for each in stream] == [b"", "ö".encode(), b"x"]
+        assert await channel.stream_unary("/t/su")(items(b"a", None)) == b"2"
+
+    async def count(requests: Any, context: Any) -> bytes:
+        return str(len([each async for each in requests])).encode()
+
+    run({"/t/nothing": UU(nothing), "/t/several": US(several), "/t/su": SU(count)}, test)
+
+
+@pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])
+def test_metadata_that_cannot_be_sent(run: Any, arity: str) -> None:
+    """The call fails, and is not waited for for ever."""
+
+    async def test(channel: Any) -> None:
+        kinds = {"u": "unary", "s": "stream"}
+        method = getattr(channel, f"{kinds[arity[0]]}_{kinds[arity[1]]}")(f"/t/{arity}")
+        with pytest.raises((grpc.aio.AioRpcError, ExecuteBatchError)):
+            call = method(SMALL if arity[0] == "u" else items(SMALL), metadata=(("A B", "1"),))
+            if arity[1] == "u":
+                await asyncio.wait_for(call, 5)
+            else:
+                await asyncio.wait_for(call.read(), 5)
+        call = channel.unary_unary("/t/uu")
+        assert await call(SMALL) == SMALL
+
+    run(FOUR, test)
 
 
 def test_requests_that_fail(run: Any) -> None:

@@ -246,6 +246,20 @@ def test_metadata_of_a_stream(ends: Ends) -> None:
     assert [*plain.initial_metadata()] == []
 
 
+def test_initial_metadata_that_come_too_late(ends: Ends) -> None:
+    def late(request: bytes, context: Any) -> Iterator[bytes]:
+        yield b"1"
+        context.send_initial_metadata((("k", "v"),))
+        yield b"2"
+
+    ends.methods = {"/t/m": US(late)}
+    call = ends.serve().channel().unary_stream("/t/m")(b"")
+    assert next(call) == b"1"
+    error = error_of(lambda: call)
+    assert error.code() is grpc.StatusCode.UNKNOWN
+    assert "Initial metadata no longer allowed" in error.details()
+
+
 def test_callbacks_of_a_stream(ends: Ends) -> None:
     ends.methods = {"/t/m": US(lambda request, context: iter([b"1", b"2"]))}
     channel = ends.serve().channel()

@@ -184,10 +184,14 @@ class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
         call = await continuation(marked, outgoing)
         client.watch(call, link)
         try:
-            ok = await call.code() is grpc.StatusCode.OK
+            await call  # a call that could not even begin fails here, and never has a code
         except asyncio.CancelledError:
-            call.cancel()
-            raise
+            if not call.done():
+                call.cancel()
+                raise
+        except grpc.aio.AioRpcError:
+            pass  # which the user gets from the call
+        ok = await call.code() is grpc.StatusCode.OK
         if not ok and await client.is_to_be_sent_again(outgoing, call):
             outgoing = SentMessage(request, AGAIN, last=False)
             call = await continuation(details, outgoing)

@@ -21,6 +21,7 @@ from ..incoming import Reader
 from ..outgoing import CallLink, SentMessage
 from ..tensors import Holding
 from . import observed
+from .aio_call import as_bytes
 from .aio_context import AioContext, SyncContext
 from .behavior import REFUSED_PAYLOAD
 from .context import Caller
@@ -191,9 +192,8 @@ class AioPerformance:
 
     def _serialize(self, response: Any) -> bytes:
         message = SentMessage(response, self._link, last=True)
-        data = observed.serialize(self._traced, message, self._handler.response_serializer)
-        if not isinstance(data, bytes):
-            raise TypeError(f"a message is bytes, not {type(data).__name__}")
+        serializer = self._handler.response_serializer
+        data = as_bytes(observed.serialize(self._traced, message, serializer), serializer)
         if 0 <= self._most_bytes < len(data):
             text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
             self.finish(_Code.RESOURCE_EXHAUSTED, text)

@@ -302,9 +302,7 @@ class AioCall:
         if self.done():
             return False
         message = SentMessage(request, link, last=True)
-        data = observed.serialize(traced, message, serializer)
-        if not isinstance(data, bytes):
-            raise TypeError(f"a message is bytes, not {type(data).__name__}")
+        data = as_bytes(observed.serialize(traced, message, serializer), serializer)
         most = self._client.limits.send_bytes
         if 0 <= most < len(data):
             text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
@@ -455,6 +453,21 @@ class _ManyResponses(AioCall):
         if was_last and self._end is not None:
             self.conclude(*self._end)
         return response
+
+
+def as_bytes(data: Any, serializer: Any) -> bytes:
+    """What travels of what a serializer has made: None is no bytes, and text needs no serializer.
+
+    Raises:
+        TypeError: that is no message for `grpc.aio` either.
+    """
+    if data is None:
+        return b""
+    if isinstance(data, str) and serializer is None:
+        return data.encode()
+    if not isinstance(data, bytes):
+        raise TypeError(f"a message is bytes, not {type(data).__name__}")
+    return data
 
 
 def _message_of(deserialize: Callable[[bytes], Any], data: bytes) -> Any:

@@ -18,7 +18,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage
 from . import observed
-from .aio_call import KINDS, AioCall
+from .aio_call import KINDS, AioCall, as_bytes
 from .carry import LONGEST_S, Ended, Told
 from .flow import Outflow
 from .frames import (
@@ -214,8 +214,7 @@ class AioMethod:
             outgoing = told.outgoing = SentMessage(request, link, last=False)
             try:
                 data = observed.serialize(told.traced, outgoing, self._serializer)
-                if not isinstance(data, bytes):
-                    raise TypeError(f"a message is bytes, not {type(data).__name__}")
+                data = as_bytes(data, self._serializer)
             except BaseException:
                 call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
                 raise

@@ -185,6 +185,7 @@ class Performance:
             return
         data = self.serialize(response)
         if data is not None:
+            self.context.head_sent = True
             self.call.send_message(data)
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:

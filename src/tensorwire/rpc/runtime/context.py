@@ -88,13 +88,14 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
 
     Attributes:
         aborted: the servicer has called `abort`.
+        head_sent: initial metadata have left, or would come too late.
         given_up: what the context itself has raised because the call does not go on.
     """
 
     def __init__(self, caller: Caller, call: Served) -> None:
         self._caller = caller
         self._call = call
-        self._head_sent = False
+        self.head_sent = False
         self._trailing: Any = None
         self._code: Any = None
         self._details: bytes | None = None
@@ -137,7 +138,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
         """Nothing is compressed here."""
 
     def send_initial_metadata(self, initial_metadata: Any) -> None:
-        if self._head_sent:
+        if self.head_sent:
             raise ValueError("Initial metadata no longer allowed!")
         metadata = as_metadata(initial_metadata, reserved=True)
         if metadata is None:
@@ -146,7 +147,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
             error = grpc.RpcError()
             self.given_up.append(error)
             raise error
-        self._head_sent = True
+        self.head_sent = True
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
         self._trailing = trailing_metadata
