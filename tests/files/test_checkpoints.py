@@ -1,10 +1,12 @@
 """Memory that a job lends for checkpoints: who writes them, dies, and loads them."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from files.jobs import training
 
 from tensorwire import Node
 from tensorwire.files.checkpoints import CheckpointDesk, checkpoints_folder
-from tensorwire.files.filesystem import TensorwireFileSystem
+from tensorwire.files.filesystem import TensorwireFileSystem, WritableFile
 from tensorwire.files.tree_items import Folder
 from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
 from tensorwire.parameters.checkpoint_files import (
@@ -197,7 +199,6 @@ def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = shelf.writer()
     writer.write("a", bytes(MOST - 10))
     assert code_of(lambda: writer.write("b", bytes(11))) == errno.ENOSPC
-    writer.desk.remove("checkpoints/b")
     writer.write("b", bytes(10))
     writer.desk.remove("checkpoints/a")
 
@@ -252,19 +253,109 @@ def test_what_is_refused(shelf: Shelf) -> None:
     assert code_of(lambda: writer.write("c", b"")) == errno.EISDIR
 
 
+def test_what_could_not_be_written_is_never_complete(shelf: Shelf) -> None:
+    """Not when there is room again, either: some bytes behind those that failed are elsewhere."""
+    one, two = shelf.writer("one"), shelf.writer("two")
+    one.write("before", bytes(MOST - PART_BYTES))
+    data = np.arange(2 * PART_BYTES + 10, dtype=np.uint8).tobytes()
+    file = io.BufferedWriter(WritableFile(two.desk.write("checkpoints/after")), 1 << 16)
+    assert code_of(lambda: file.write(data)) == errno.ENOSPC
+    one.write("small", bytes(PART_BYTES))  # what had been written took no room any more
+    for name in ("before", "small"):
+        one.desk.remove(f"checkpoints/{name}")
+    assert code_of(file.close) == errno.ENOSPC
+    assert shelf.tree.names() == []
+    two.write("after", data)
+    assert shelf.read("after") == data
+
+
+def test_who_cannot_write_a_part_takes_the_checkpoint_along(shelf: Shelf) -> None:
+    one, two = shelf.writer("one"), shelf.writer("two")
+    for each in (one, two):
+        each.desk.make_folder("checkpoints/c")
+    one.write("c/a", bytes(PART_BYTES))
+    assert code_of(lambda: two.write("c/b", bytes(MOST))) == errno.ENOSPC
+    assert code_of(lambda: one.write("c/.metadata", b"")) == errno.ESTALE
+    one.write("whole", bytes(MOST))
+    one.desk.remove("checkpoints/whole")
+    one.desk.make_folder("checkpoints/c")
+    one.write("c/a", b"1")
+    one.write("c/.metadata", b"")
+    assert shelf.read("c/a") == b"1"
+
+
+def test_two_programs_do_not_mix_one_checkpoint(shelf: Shelf) -> None:
+    one, two = shelf.writer("one"), shelf.writer("two")
+    for each in (one, two):
+        each.desk.make_folder("checkpoints/c")
+    one.write("c/__0_0.distcp", b"1")
+    assert code_of(lambda: two.write("c/__0_0.distcp", b"2")) == errno.EBUSY
+    assert code_of(lambda: two.write("c", b"2")) == errno.EBUSY
+    two.node.close()  # who has written nothing of it
+    three = shelf.writer("three")
+    three.write("d", b"3", finish=False)  # it is noticed by then
+    assert code_of(lambda: three.write("d/a", b"3")) == errno.EBUSY
+    one.write("c/.metadata", b"1")
+    assert shelf.read("c/__0_0.distcp") == b"1"
+
+
+def test_no_file_has_the_number_of_one_of_a_predecessor(shelf: Shelf) -> None:
+    """By it a mount and caches know whether they have the file."""
+    shelf.writer().write("a", b"1")
+    other = Shelf()
+    try:
+        other.writer().write("a", b"2")
+        assert other.checkpoints()["a"].number != shelf.checkpoints()["a"].number
+    finally:
+        other.close()
+
+
+def test_an_answer_that_is_late(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who got none in time, because the server was stopped, can write when it goes on."""
+    writer = shelf.writer()
+    writer.write("a", b"1")
+    monkeypatch.setattr("tensorwire.files.checkpoints._ANSWER_S", 0.2)
+    blocked, goes_on = threading.Event(), threading.Event()
+    look = shelf.shelf._look
+
+    def stop() -> None:
+        blocked.set()
+        goes_on.wait(60)
+        look()
+
+    monkeypatch.setattr(shelf.shelf, "_look", stop)
+    codes = [code_of(lambda: writer.write("b", b"1")) for _ in range(2)]
+    assert codes == [errno.ETIMEDOUT] * 2
+    assert blocked.is_set()
+    goes_on.set()
+    monkeypatch.setattr("tensorwire.files.checkpoints._ANSWER_S", 30)
+    writer.write("b", b"2")
+    assert shelf.read("b") == b"2"
+
+
+GARBAGE = (
+    b"\xff" * 4096,
+    b"[" * 4096,
+    b"null",
+    b'{"do":',
+    b"{}",
+    b'{"do": "part", "number": Infinity}',
+)
+
+
 def test_garbage_hurts_nobody(shelf: Shelf) -> None:
     hostile, writer = shelf.writer("hostile"), shelf.writer("one")
     hostile.peer.allocate(8, lease_name("hostile"))  # too small to be one
     stranger = shelf.writer("stranger")
     lease = stranger.peer.allocate(LEASE_BYTES, lease_name("stranger"))
     box, bell = RemoteMailbox(lease[ASKS]), stranger.peer.region(BELL).word(0)
-    for number, text in enumerate((b"\xff" * 4096, b"[" * 4096, b"null", b'{"do":', b"{}"), 1):
+    for number, text in enumerate(GARBAGE, 1):
         box.send(np.frombuffer(text, np.uint8), number).wait(5)
         bell.fetch_add(1)
         writer.write(f"n{number}", b"x")
     bell.set((1 << 64) - 2).wait(5)
     writer.write("last", b"x")
-    assert len(shelf.tree.names()) == 6
+    assert len(shelf.tree.names()) == len(GARBAGE) + 1
     assert shelf.read("last") == b"x"
 
 

@@ -6,9 +6,11 @@ the parts in an index. A checkpoint is seen when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,7 @@ class CheckpointDesk:
         self._owner, self._lock = owner, threading.Lock()
         self._peer: Peer | None = None
         self._lease: RemoteRegion | None = None
-        self._number = 0
+        self._number = self._answered = 0
         self._open: dict[str, CheckpointWriting] = {}
 
     def make_folder(self, path: str) -> None:
@@ -78,6 +80,11 @@ class CheckpointDesk:
         """A file is not written any more."""
         self._open.pop(path, None)
 
+    def give_up(self, path: str, number: int) -> None:
+        """A file cannot be written: its checkpoint is not to be, and the memory comes back."""
+        self.finished(path)
+        self.ask(path, do="give up", number=number)
+
     def region(self, name: str) -> RemoteRegion:
         """Memory that was got."""
         assert self._peer is not None
@@ -92,6 +99,10 @@ class CheckpointDesk:
         with self._lock, as_os_errors(path):
             lease = self._leased()
             assert self._peer is not None
+            if (
+                self._answered < self._number
+            ):  # it came too late, and must not be taken for this one
+                self._answer(lease[ANSWERS])
             self._number += 1
             request = np.frombuffer(data, np.uint8)
             RemoteMailbox(lease[ASKS]).send(request, self._number).wait(_WRITE_S)
@@ -108,9 +119,9 @@ class CheckpointDesk:
             if int(count[0]) >= self._number:
                 data = np.empty(answers.size_bytes - 64, np.uint8)
                 answers[64:].read(data).wait(_WRITE_S)
+                self._answered = self._number
                 return told_in(data.tobytes())
             if time.monotonic() > deadline:
-                self._lease = None  # an answer that comes later is none to the next request
                 raise TimeoutError("server 0 does not answer: it is stopped")
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
@@ -118,7 +129,7 @@ class CheckpointDesk:
     def _leased(self) -> RemoteRegion:
         peer, name = self._owner.first()
         if peer is not self._peer or self._lease is None:
-            self._peer, self._number = peer, 0
+            self._peer, self._number, self._answered = peer, 0, 0
             try:
                 peer.region(BELL)
             except LookupError:
@@ -143,9 +154,11 @@ class CheckpointWriting(FileWriting):
         self._part = np.empty(0, np.uint8)
         self._used = self._size = 0
         self._over = False
+        self._failure: OSError | None = None
 
     def write(self, offset: int, data: Any) -> int:
         """Writes bytes behind those that are written; returns how many."""
+        self._check()
         if offset != self._size:
             raise refuse(errno.ESPIPE, self._path, "a checkpoint is written from start to end")
         source = np.frombuffer(data, np.uint8)
@@ -168,12 +181,14 @@ class CheckpointWriting(FileWriting):
 
     def sync(self) -> None:
         """The file is whole."""
+        self._check()
         if self._over:
             return
         self._over = True
         self._send()
         self._part = np.empty(0, np.uint8)
-        self._desk.ask(self._path, do="finish", number=self._number)
+        with self._or_never():
+            self._desk.ask(self._path, do="finish", number=self._number)
         self._desk.finished(self._path)
 
     def discard(self) -> None:
@@ -183,11 +198,33 @@ class CheckpointWriting(FileWriting):
     def _send(self) -> None:
         if not self._used:
             return
-        told = self._desk.ask(self._path, do="part", number=self._number, size=self._used)
-        with as_os_errors(self._path):
+        with self._or_never(), as_os_errors(self._path):
+            told = self._desk.ask(self._path, do="part", number=self._number, size=self._used)
             region = self._desk.region(told["region"])
             region.write(self._part[: self._used]).wait(_WRITE_S)
         self._used = 0
+
+    def _check(self) -> None:
+        """Raises what has failed before: some bytes were taken, and others were not."""
+        if (failure := self._failure) is not None:
+            raise refuse(
+                failure.errno or errno.EIO,
+                self._path,
+                "it could not be written, and what was written of its checkpoint is gone; begin "
+                f"anew ({failure.strerror})",
+            )
+
+    @contextlib.contextmanager
+    def _or_never(self) -> Iterator[None]:
+        """Who fails here does not go on when there is room, behind bytes that are missing."""
+        try:
+            yield
+        except OSError as error:
+            self._failure, self._part = error, np.empty(0, np.uint8)
+            if error.errno not in (errno.ETIMEDOUT, errno.ENOTCONN):
+                with contextlib.suppress(OSError):
+                    self._desk.give_up(self._path, self._number)
+            raise
 
 
 class _FileItem(Item):

@@ -116,7 +116,7 @@ class _Lease:
             answer = {"errno": 0, **do(told_in(self._asks.message(number).tobytes()))}
         except Refusal as refusal:
             answer = {"errno": refusal.code, "text": refusal.text}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             answer = {"errno": errno.EINVAL, "text": f"that is no request: {error!r}"}
         data = np.frombuffer(message(answer), np.uint8)
         self._answers[64:].array()[:] = data
@@ -141,7 +141,8 @@ class CheckpointShelf:
         self._leases: dict[str, _Lease] = {}
         self._pending: dict[str, _Pending] = {}
         self._complete: dict[str, dict[str, _Stored]] = {}
-        self._numbers = 0
+        # A successor, which has none of these files, does not give another one their numbers.
+        self._numbers = time.time_ns() // 1000
         self._publish()
         self._thread = threading.Thread(target=self._run, name="tensorwire-shelf", daemon=True)
         self._thread.start()
@@ -196,11 +197,21 @@ class CheckpointShelf:
         """A writer is gone: what it had not completed is nothing."""
         for name, pending in list(self._pending.items()):
             if writer in pending.writers:
-                pending.free()
-                pending.broken = True
+                self._break(name, pending)
                 pending.writers.discard(writer)
                 if not pending.writers:
-                    del self._pending[name]
+                    self._pending.pop(name, None)
+
+    def _break(self, name: str, pending: _Pending) -> None:
+        """Nothing of a checkpoint is to be seen; who writes it beside others is told so."""
+        pending.broken = pending.files.keys() != {""}
+        pending.free()
+        if not pending.broken:
+            del self._pending[name]
+
+    def _give_up(self, file: _Stored) -> None:
+        name, _, _ = file.path.partition("/")
+        self._break(name, self._pending[name])
 
     # ---- requests
 
@@ -215,6 +226,8 @@ class CheckpointShelf:
                 return {"region": self._add_part(file, int(told["size"]))}
             case "finish":
                 self._finish(self._own(who, int(told["number"])))
+            case "give up":
+                self._give_up(self._own(who, int(told["number"])))
             case "rename":
                 self._rename(who, _split(told["path"]), _split(told["to"]))
             case "remove":
@@ -241,14 +254,32 @@ class CheckpointShelf:
         if pending.broken:
             raise Refusal(
                 errno.ESTALE,
-                f"a process that wrote a part of {name} is gone, and so is all of it; begin anew",
+                f"a process that wrote a part of {name} is gone or has failed, and so is all of "
+                "it; begin anew",
             )
+        self._check_alone(who, name, file, pending)
         pending.writers.add(who)
         if (before := pending.files.pop(file, None)) is not None:
             before.free()
         self._numbers += 1
         made = pending.files[file] = _Stored(self._numbers, _join(name, file), who)
         return made
+
+    def _check_alone(self, who: str, name: str, file: str, pending: _Pending) -> None:
+        """Raises EBUSY if another program writes a checkpoint of this name."""
+        before = pending.files.get(file)
+        if before is not None:
+            taken = before.writer != who
+        else:
+            taken = bool(pending.files) and (not file or "" in pending.files)
+        if taken:
+            if all(each.writer != who for each in pending.files.values()):
+                pending.writers.discard(who)  # its end is not that of the others
+            raise Refusal(
+                errno.EBUSY,
+                f"another process writes {_join(name, file)}: two programs at a time cannot write "
+                "one checkpoint",
+            )
 
     def _own(self, who: str, number: int) -> _Stored:
         """A file that a process writes."""
