@@ -1,5 +1,6 @@
 """`control/…`: a job that is paused, whose parameters are written, and who may do that."""
 
+import concurrent.futures
 import errno
 import io
 import os
@@ -20,6 +21,7 @@ from tensorwire.errors import TensorwireError
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.membership import RunningServer, running_servers
+from tensorwire.parameters.hold import PAUSE
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -289,6 +291,48 @@ def test_a_job_that_makes_no_step_is_not_paused(folder: Path) -> None:
         files.close()
     finally:
         job.end()
+
+
+@pytest.mark.slow
+def test_several_wait_for_a_pause(folder: Path) -> None:
+    """Who waits no longer takes nothing from others; who lets the job go on waits for nobody."""
+    job = JobAtWork(folder, "--workers", "1", paused=True)
+    files = [TensorwireFileSystem(job.address, skip_instance_cache=True) for _ in range(2)]
+    threads = concurrent.futures.ThreadPoolExecutor(2)
+
+    def asked(text: bytes) -> concurrent.futures.Future[int | None]:
+        found = threads.submit(code_of, lambda: files[0].pipe("control/pause", text))
+        wait_until(lambda: int(_pause_word(files[1])) % 2 == 1)
+        return found
+
+    try:
+        waiting = asked(b"1 100")
+        assert code_of(lambda: files[1].pipe("control/pause", b"1 0.2")) == errno.ETIMEDOUT
+        assert not waiting.done()
+        job.go_on()
+        assert waiting.result(60) is None
+        assert files[0].cat("control/state").startswith(b"paused ")
+        job.pause()
+        files[1].pipe("control/pause", b"0")
+        for each in files:  # of the same process, and of another one
+            waiting = asked(b"1 100")
+            files[0].pipe("checkpoints/meanwhile", b"1")
+            each.pipe("control/pause", b"0")
+            assert waiting.result(20) == errno.EBUSY
+        job.go_on()
+    finally:
+        threads.shutdown()
+        for each in files:
+            each.close()
+        job.end()
+        TensorwireFileSystem.clear_instance_cache()
+
+
+def _pause_word(files: TensorwireFileSystem) -> int:
+    found = np.zeros(1, np.uint64)
+    peer, _ = files.tree.owner.first()
+    peer.region(PAUSE)[:8].read(found).wait(10)
+    return int(found[0])
 
 
 DYING = """

@@ -227,6 +227,7 @@ def test_drafts() -> None:
     assert values.keys() == {0}
     assert values[0].tobytes() == np.array([0, 1, 9], np.float32).tobytes()
     assert drafts.names == []
+    assert code_of(lambda: drafts.commit(owner, 7, False, "commit")) == errno.EBUSY
     file = writing()
     file.truncate(0)
     file.write(len(whole), b"")

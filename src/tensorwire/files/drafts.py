@@ -29,7 +29,7 @@ class Drafts:
 
     def __init__(self, store: ReadStore) -> None:
         self.store, self._lock = store, threading.Lock()
-        self._version = 0
+        self._version = self._committed = 0
         self._files: dict[int, bytearray] = {}
 
     def begin(self, path: str) -> int:
@@ -88,6 +88,8 @@ class Drafts:
             raise refuse(errno.ESTALE, path, f"the job stands still at version {here}")
         with self._lock:
             files = {index: bytes(data) for index, data in self._files.items()}
+        if not files and self._committed == version:
+            raise refuse(errno.EBUSY, path, "parameters are committed once in a pause, and were")
         if not files:
             raise refuse(errno.ENODATA, path, "no parameter was written in this pause")
         values = {}
@@ -97,6 +99,7 @@ class Drafts:
             at = f"params/{file_name(spec.name)}.npy"
             values[index] = elements_of(np.frombuffer(data, np.uint8), told, at, allow_nan)
         owner.write(self.store, version, values)
+        self._committed = version
         self.discard()
 
 

@@ -56,7 +56,7 @@ _TOLD_S = 0.25
 
 
 class JobOwner:
-    """Controls a job of this user on this host. Any thread, one call at a time; close it.
+    """Controls a job of this user on this host. Any thread; close it.
 
     Args:
         reader: of the job, which stays the caller's.
@@ -104,6 +104,7 @@ class JobOwner:
             UnavailableError: it cannot be paused.
             TimeoutError: it has made no step in time, and goes on.
             InterruptedError: nobody wants it any more; it goes on.
+            BusyError: somebody else has let it go on meanwhile.
             PeerLostError: it is over.
         """
         with self._lock:
@@ -111,16 +112,25 @@ class JobOwner:
             self._check_mode()
             before = _value(word, 0)
             word.word(0).set(before if is_wanted(before) else before + 1).wait(_WAIT_S)
-            deadline = time.monotonic() + timeout_s
-            while (found := self.held()) is None:
-                wanted = is_still_wanted()
-                if time.monotonic() > deadline or not wanted:
+        # Others may let it go on meanwhile, by this process, too.
+        deadline, alone = time.monotonic() + timeout_s, not is_wanted(before)
+        while (found := self.held()) is None:
+            with self._lock:
+                if not is_wanted(_value(self._pause_word(), 0)):
+                    raise BusyError(
+                        "the job goes on: somebody has written 0 into control/pause meanwhile, or "
+                        "had asked for the pause before, and waits no longer"
+                    )
+            wanted = is_still_wanted()
+            if time.monotonic() > deadline or not wanted:
+                if alone:
                     self.go_on()
-                    if not wanted:
-                        raise InterruptedError(errno.EINTR, "it was interrupted; the job goes on")
-                    raise TimeoutError(f"the job has made no step in {timeout_s:g} s, and goes on")
-                time.sleep(_LOOK_S)
-            return found[1]
+                after = "the job goes on" if alone else "others wait for the pause, too"
+                if not wanted:
+                    raise InterruptedError(errno.EINTR, f"it was interrupted; {after}")
+                raise TimeoutError(f"the job has made no step in {timeout_s:g} s; {after}")
+            time.sleep(_LOOK_S)
+        return found[1]
 
     def go_on(self) -> None:
         """The pause is over; so it is if there was none."""
