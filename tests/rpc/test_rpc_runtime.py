@@ -23,7 +23,7 @@ from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wa
 from tensorwire import Node, rpc
 from tensorwire.rpc import tensors
 from tensorwire.rpc.attachment import LAST_GENERATION
-from tensorwire.rpc.runtime import frames, ring
+from tensorwire.rpc.runtime import frames, line, ring
 from tensorwire.rpc.runtime.context import CallContext
 from tensorwire.rpc.runtime.deadlines import Deadlines
 from tensorwire.rpc.runtime.server import ServerEnd
@@ -685,6 +685,30 @@ def test_a_stopped_server_meets_the_deadline(start: Any, wire: str) -> None:
         assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
         process.send_signal(signal.SIGCONT)
         assert rpc.array(call(rpc.tensor(np.ones(10)), timeout=20))[-1] == 2
+    tensors._lent.clear()
+
+
+def test_calls_of_a_stopped_server_do_not_pile_up(
+    start: Any, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their frames wait here though their time is over; further calls go by grpcio."""
+    monkeypatch.setattr(line, "_MOST_WAITING", 20)
+    process = start("serve", "ours", wire)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    options = {"transports": (wire,), "runtime": True, "threshold_bytes": 1 << 30}
+    with rpc.insecure_channel(target, **options) as channel:
+        call = channel.unary_unary("/t/echo", *TYPES)
+        message = rpc.embed(rpc.tensor(np.ones(25_000)))
+        assert rpc.array(call(message))[-1] == 2
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(40):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(message, timeout=0.01)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 20 < channel.attachment.runtime.line.backlog < 40
+        process.send_signal(signal.SIGCONT)
+        assert rpc.array(call(message, timeout=20))[-1] == 2
+        wait_for(lambda: channel.attachment.runtime.usable)
     tensors._lent.clear()
 
 

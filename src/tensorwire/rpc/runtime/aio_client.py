@@ -76,7 +76,7 @@ class AioClient:
     @property
     def usable(self) -> bool:
         """Calls can begin here."""
-        return not (self._going_away or self.line.is_over)
+        return not self._going_away and self.line.takes_calls
 
     def send(self, frames: Sequence[bytes]) -> None:
         """See `Line.send`."""

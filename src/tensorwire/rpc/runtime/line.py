@@ -28,6 +28,8 @@ _LAZY_S = 0.004
 MOST_BACKLOG = 256
 """Of frames for a client: one that takes no answers gets no more calls."""
 LOOK_S = 0.001
+_MOST_WAITING = 1024
+"""Of frames for a server: no more calls begin, or those whose time is over would pile up."""
 
 
 class LineEnd(Protocol):
@@ -86,6 +88,11 @@ class Line:
     def backlog(self) -> int:
         """Frames that wait for room at the other end."""
         return len(self._outbox)
+
+    @property
+    def takes_calls(self) -> bool:
+        """The other end is there, and does not leave what is sent waiting here."""
+        return not self._over and len(self._outbox) <= _MOST_WAITING
 
     def _flush(self) -> None:
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
