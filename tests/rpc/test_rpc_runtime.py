@@ -24,6 +24,7 @@ from tensorwire import Node, rpc
 from tensorwire.rpc import tensors
 from tensorwire.rpc.attachment import LAST_GENERATION
 from tensorwire.rpc.runtime import frames, line, ring
+from tensorwire.rpc.runtime.callbacks import Callbacks
 from tensorwire.rpc.runtime.context import CallContext
 from tensorwire.rpc.runtime.deadlines import Deadlines
 from tensorwire.rpc.runtime.server import ServerEnd
@@ -782,3 +783,47 @@ def test_calls_after_a_server_that_is_started_again(start: Any, wire: str) -> No
         wait_for(again)
         server.stop(0).wait()
     tensors._lent.clear()
+
+
+def test_a_cancelled_call_that_waits_for_a_thread_keeps_no_request(both: Ends) -> None:
+    """The threads of the server have it in their queue until they come to it."""
+    busy, release, seen = threading.Event(), threading.Event(), []
+
+    def hold(request: bytes, context: Any) -> bytes:
+        busy.set()
+        release.wait(LONG_S)
+        return b""
+
+    def see(request: bytes, context: Any) -> bytes:
+        seen.append(request)
+        return b"seen"
+
+    both.methods = {"/t/way": UU(way), "/t/hold": UU(hold), "/t/see": UU(see)}
+    channel = both.serve(workers=1).channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    end = next(iter(both.server._service._ends))
+    holding = channel.unary_unary("/t/hold").future(b"")
+    assert busy.wait(LONG_S)
+    waiting = channel.unary_unary("/t/see").future(b"x" * 1000)
+    wait_for(lambda: end.active == 2)
+    call = next(each for each in end._calls.values() if each.method == "/t/see")
+    assert call.pieces != []
+    waiting.cancel()
+    wait_for(lambda: end.active == 1)
+    assert call.pieces == []
+    assert call.only_request() is None
+    release.set()
+    assert holding.result() == b""
+    assert channel.unary_unary("/t/see")(b"y") == b"seen"
+    assert seen == [b"y"]
+
+
+def test_callbacks_after_the_last_one() -> None:
+    """Of a call that went on by grpcio when its line was over; no thread stays for it."""
+    callbacks, called = Callbacks(), threading.Event()
+    threads: list[threading.Thread] = []
+    callbacks.stop()
+    callbacks.call([lambda: threads.append(threading.current_thread()), called.set])
+    assert called.wait(LONG_S)
+    threads[0].join(LONG_S)
+    assert not threads[0].is_alive()

@@ -176,7 +176,9 @@ class AioPerformance:
     def _find(self, id: bytes) -> RpcAttachment | None:
         return self._attachment if id == self._attachment.id else None
 
-    def _deserialize(self, data: bytes, holdings: list[Holding] | None = None) -> Any:
+    def _deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
+        if data is None:
+            raise _EndedError
         try:
             if self._traced is None:
                 return self._reader.read(data, self._find, holdings)

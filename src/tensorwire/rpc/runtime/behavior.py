@@ -114,9 +114,11 @@ class Performance:
             _LOG.exception(details)
             self.finish(_Code.UNKNOWN, details)
 
-    def deserialize(self, data: bytes, holdings: list[Holding] | None = None) -> Any:
+    def deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
         """The user's request; None if there is none, and the call has ended."""
         request = None
+        if data is None:
+            return None
         try:
             if self._traced is not None:
                 read = partial(self._reader.read, find=self.find, holdings=holdings)

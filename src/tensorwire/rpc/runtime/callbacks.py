@@ -28,21 +28,27 @@ class Callbacks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: _Queue | None = None
+        self._stopped = False
 
     def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Has them called one after the other, soon."""
         with self._lock:
             queue = self._queue
             if queue is None:
-                queue = self._queue = SimpleQueue()
+                queue = SimpleQueue()
                 threading.Thread(
                     target=_run, args=(queue,), name="tensorwire-rpc-callbacks", daemon=True
                 ).start()
-        queue.put(callbacks)
+                if not self._stopped:
+                    self._queue = queue
+            queue.put(callbacks)
+            if self._queue is None:  # of a call that went on elsewhere: nobody ends the thread
+                queue.put(None)
 
     def stop(self) -> None:
         """Ends the thread when it has called what it has been given."""
         with self._lock:
+            self._stopped = True
             queue, self._queue = self._queue, None
         if queue is not None:
             queue.put(None)

@@ -155,15 +155,16 @@ class IncomingCall:
         if credit and self._token:
             self._end.send((credit_frame(self.number, credit),))
 
-    def only_request(self) -> bytes:
-        """The request of a method that takes one; it has arrived."""
+    def only_request(self) -> bytes | None:
+        """The request of a method that takes one; it has arrived. None: the call is over."""
         if self.requests is not None:
             taken = self.requests.take() if self.first is None else self.first
             self.requests.discard()
             self.settle()
-            assert isinstance(taken, bytes)
-            return taken
+            return taken if isinstance(taken, bytes) else None
         pieces, self.pieces = self.pieces, []
+        if not pieces:
+            return None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def granted(self, size_bytes: int) -> None:
@@ -229,6 +230,7 @@ class IncomingCall:
             self._end.forget(self)
             callbacks, self._callbacks = self._callbacks, []
             responses = self._responses
+        self.pieces = []  # the call itself may be in the queue of the user's threads for long
         if self.alarm is not None:
             self.alarm.action = None
         if frames:
