@@ -260,6 +260,11 @@ def test_initial_metadata_that_come_too_late(ends: Ends) -> None:
     assert "Initial metadata no longer allowed" in error.details()
 
 
+def test_a_response_that_is_none_ends_a_stream(ends: Ends) -> None:
+    ends.methods = {"/t/m": US(lambda request, context: iter([b"1", None, b"2"]))}
+    assert list(ends.serve().channel().unary_stream("/t/m")(b"")) == [b"1"]
+
+
 def test_callbacks_of_a_stream(ends: Ends) -> None:
     ends.methods = {"/t/m": US(lambda request, context: iter([b"1", b"2"]))}
     channel = ends.serve().channel()

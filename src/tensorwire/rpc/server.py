@@ -233,11 +233,14 @@ class Leaving:
         self._responses = responses
         self._link = link
 
-    def __iter__(self) -> Iterator[SentMessage]:
+    def __iter__(self) -> Iterator[SentMessage | None]:
         return self
 
-    def __next__(self) -> SentMessage:
-        return SentMessage(next(self._responses), self._link, last=True)
+    def __next__(self) -> SentMessage | None:
+        response = next(self._responses)
+        if response is None:  # for grpcio there are no more
+            return None
+        return SentMessage(response, self._link, last=True)
 
 
 class RpcServer(grpc.Server):
