@@ -827,3 +827,27 @@ def test_callbacks_after_the_last_one() -> None:
     assert called.wait(LONG_S)
     threads[0].join(LONG_S)
     assert not threads[0].is_alive()
+
+
+def test_a_wait_within_what_must_not_be_interrupted(both: Ends) -> None:
+    """Between frames nothing can be read; whoever waits there gets an error, and not for ever."""
+    both.methods = {"/t/way": UU(way)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/way")
+    assert call(b"") == b"runtime"
+    client, errors = channel.attachment.runtime, []
+    arrived = client.arrived
+
+    def interrupted(frame: Any) -> None:
+        if not errors:
+            errors.append(None)
+            with pytest.raises(RuntimeError, match="leave that to another thread") as caught:
+                call(b"")
+            errors.append(caught.value)
+        arrived(frame)
+
+    client.arrived = interrupted
+    assert call(b"") == b"runtime"
+    assert len(errors) == 2
+    assert call(b"") == b"runtime"
+    wait_for(lambda: len(channel.attachment._idle_calls) == 1024)

@@ -1,5 +1,6 @@
 """What gRPC documents of calls that stream holds for grpcio and for us: the same test for both."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -263,6 +264,61 @@ def test_initial_metadata_that_come_too_late(ends: Ends) -> None:
 def test_a_response_that_is_none_ends_a_stream(ends: Ends) -> None:
     ends.methods = {"/t/m": US(lambda request, context: iter([b"1", None, b"2"]))}
     assert list(ends.serve().channel().unary_stream("/t/m")(b"")) == [b"1"]
+
+
+@pytest.mark.parametrize("waiting", ["call", "future", "stream"])
+def test_a_handler_of_a_signal_that_calls(ends: Ends, waiting: str) -> None:
+    """It runs in the thread that waits, in the middle of that."""
+    release, got = threading.Event(), []
+
+    def held(request: bytes, context: Any) -> bytes:
+        release.wait(LONG_S)
+        return b"held"
+
+    def some(request: bytes, context: Any) -> Iterator[bytes]:
+        yield b"1"
+        yield held(request, context)
+
+    ends.methods = {"/t/echo": UU(echo), "/t/held": UU(held), "/t/some": US(some)}
+    channel = ends.serve().channel()
+    call = channel.unary_unary("/t/echo")
+    assert call(SMALL) == SMALL
+
+    def handle(*_: object) -> None:
+        try:
+            got.append(call(b"within", timeout=5))
+        finally:
+            release.set()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    interrupt.start()
+    try:
+        if waiting == "call":
+            assert channel.unary_unary("/t/held")(b"") == b"held"
+        elif waiting == "future":
+            assert channel.unary_unary("/t/held").future(b"").result() == b"held"
+        else:
+            assert list(channel.unary_stream("/t/some")(b"")) == [b"1", b"held"]
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert got == [b"within"]
+
+
+def test_a_deserializer_that_calls(ends: Ends) -> None:
+    ends.methods = {"/t/echo": UU(echo), "/t/m": SS(echo_all)}
+    channel = ends.serve().channel()
+    call = channel.unary_unary("/t/echo")
+
+    def deserialize(data: bytes) -> bytes:
+        return bytes(call(data + b"!", timeout=5))
+
+    assert channel.unary_unary("/t/echo", None, deserialize)(b"1") == b"1!"
+    futures = [channel.unary_unary("/t/echo", None, deserialize).future(b"2") for _ in range(20)]
+    assert [each.result() for each in futures] == [b"2!"] * 20
+    stream = channel.stream_stream("/t/m", None, deserialize)
+    assert list(stream(iter([b"3", b"4"]))) == [b"3!", b"4!"]
 
 
 def test_callbacks_of_a_stream(ends: Ends) -> None:

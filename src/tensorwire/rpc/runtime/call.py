@@ -180,7 +180,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             else:
                 pieces = self._pieces
                 data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                response = self._message_of(data)
+                response = self._client.reader.aside(partial(self._message_of, data))
                 if response is None:
                     code = grpc.StatusCode.INTERNAL
                     details = "Exception deserializing response!"

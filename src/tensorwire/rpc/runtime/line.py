@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
@@ -52,6 +52,9 @@ class Line:
         peer: the other end.
         end: gets what arrives.
         patient: whoever sends may wait a millisecond for what was sent before.
+
+    Attributes:
+        may_nest: the thread that reads sleeps, or runs a user's code: that code may read too.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Line:
         self._blocked = False
         self._over = False
         self._ending = threading.Lock()
+        self._frames: Iterator[Frame] = iter(())
+        self.may_nest = False
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +160,7 @@ class Line:
 
     def read(self, timeout_s: float | None) -> None:
         """Waits for something to arrive and has it handled. One thread at a time."""
+        self.may_nest = True  # a handler of a signal runs in here
         try:
             self._reader.wait(timeout_s)
         except TimeoutError:
@@ -185,9 +191,13 @@ class Line:
             await asyncio.sleep(0)  # others have their turn, whatever arrives
 
     def read_now(self) -> None:
-        """Has handled what there is."""
+        """Has handled what there is, first what this thread was about to handle already."""
+        self.may_nest = False
         try:
-            for frame in parse(self._reader.take()):
+            for frame in self._frames:
+                self._end.arrived(frame)
+            self._frames = parse(self._reader.take())
+            for frame in self._frames:
                 self._end.arrived(frame)
         except TensorwireError as error:
             self.end(str(error))
@@ -241,6 +251,7 @@ class SharedReader:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._turn = threading.Lock()
+        self._leader = 0
         self._mutex = threading.Lock()
         self._followers: dict[int, threading.Lock] = {}
         self._watched = 0
@@ -257,23 +268,30 @@ class SharedReader:
             waiter: what is waited for.
             until: None waits for ever.
             whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
+
+        Raises:
+            RuntimeError: this thread is reading, and something has interrupted it that waits too.
         """
-        chosen = False
+        chosen, me = False, threading.get_ident()
         try:
             while not waiter.finished:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     return False
                 if self._turn.acquire(blocking=False):
+                    self._leader = me
                     chosen = False
                     self._led += 1
                     try:
                         self._lead(waiter, until, whole=whole)
                     finally:
+                        self._leader = 0
                         self._turn.release()
                         self._pass_on()
                     if self._line.is_over and not waiter.finished:
                         time.sleep(0.001)  # another thread is telling everybody
+                elif self._leader == me:
+                    self._lead_within(waiter, until, whole=whole)
                 else:
                     chosen = self._follow(waiter, left)
             return True
@@ -292,6 +310,28 @@ class SharedReader:
             if not whole:
                 left = _SLICE_S if left is None else min(left, _SLICE_S)
             self._line.read(left)
+
+    def _lead_within(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
+        """As `_lead`, in a handler of a signal or a deserializer that runs while this one reads."""
+        line = self._line
+        if not line.may_nest:
+            raise RuntimeError(
+                "a handler of a signal has interrupted this thread while it read for this channel, "
+                "so it cannot wait for a call of the same one; let it leave that to another thread"
+            )
+        try:
+            line.read_now()
+            self._lead(waiter, until, whole=whole)
+        finally:
+            line.may_nest = True
+
+    def aside(self, work: Callable[[], Any]) -> Any:
+        """Runs a user's code in the thread that reads; it may wait for something that arrives."""
+        self._line.may_nest = True
+        try:
+            return work()
+        finally:
+            self._line.may_nest = False
 
     def _follow(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """Sleeps while another thread reads; True if this one is chosen to read after it."""
@@ -369,8 +409,10 @@ class SharedReader:
                     continue
                 if not self._turn.acquire(blocking=False):
                     break  # whoever has it passes it on
+                self._leader = threading.get_ident()
                 try:
                     line.read(_SLICE_S)
                 finally:
+                    self._leader = 0
                     self._turn.release()
                 self._pass_on()
