@@ -300,12 +300,9 @@ def test_metadata_that_cannot_be_sent(run: Any, arity: str) -> None:
     async def test(channel: Any) -> None:
         kinds = {"u": "unary", "s": "stream"}
         method = getattr(channel, f"{kinds[arity[0]]}_{kinds[arity[1]]}")(f"/t/{arity}")
+        call = method(SMALL if arity[0] == "u" else items(SMALL), metadata=(("A B", "1"),))
         with pytest.raises((grpc.aio.AioRpcError, ExecuteBatchError)):
-            call = method(SMALL if arity[0] == "u" else items(SMALL), metadata=(("A B", "1"),))
-            if arity[1] == "u":
-                await asyncio.wait_for(call, 5)
-            else:
-                await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call if arity[1] == "u" else call.read(), 5)
         call = channel.unary_unary("/t/uu")
         assert await call(SMALL) == SMALL
 

@@ -434,7 +434,7 @@ def test_a_behavior_with_threads_of_its_own(ends: Ends, arity: str) -> None:
     behavior.experimental_thread_pool = own  # type: ignore[attr-defined]
     ends.methods = {"/t/m": {"uu": UU, "us": US, "su": SU, "ss": SS}[arity](behavior)}
     got = method(ends.serve().channel(), arity)(b"1" if arity[0] == "u" else iter([b"1"]))
-    assert (got if arity[1] == "u" else list(got)[0]).startswith(b"own")
+    assert (got if arity[1] == "u" else next(iter(got))).startswith(b"own")
 
 
 def test_limits_of_messages_in_streams(ends: Ends) -> None:
