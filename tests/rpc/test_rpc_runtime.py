@@ -829,24 +829,26 @@ def test_callbacks_after_the_last_one() -> None:
     assert not threads[0].is_alive()
 
 
-def test_a_wait_within_what_must_not_be_interrupted(both: Ends) -> None:
-    """Between frames nothing can be read; whoever waits there gets an error, and not for ever."""
+@pytest.mark.parametrize("what", ["handling", "writing"])
+def test_a_wait_within_what_must_not_be_interrupted(both: Ends, what: str) -> None:
+    """Nothing can be read or written there; whoever waits gets an error, and not for ever."""
     both.methods = {"/t/way": UU(way)}
     channel = both.serve().channel()
     call = channel.unary_unary("/t/way")
     assert call(b"") == b"runtime"
     client, errors = channel.attachment.runtime, []
-    arrived = client.arrived
+    owner, name = (client, "arrived") if what == "handling" else (client.line, "_write_out")
+    inner = getattr(owner, name)
 
-    def interrupted(frame: Any) -> None:
+    def interrupted(*given: Any) -> Any:
         if not errors:
             errors.append(None)
             with pytest.raises(RuntimeError, match="leave that to another thread") as caught:
                 call(b"")
             errors.append(caught.value)
-        arrived(frame)
+        return inner(*given)
 
-    client.arrived = interrupted
+    setattr(owner, name, interrupted)
     assert call(b"") == b"runtime"
     assert len(errors) == 2
     assert call(b"") == b"runtime"

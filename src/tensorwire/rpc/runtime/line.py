@@ -28,6 +28,10 @@ _LAZY_S = 0.004
 MOST_BACKLOG = 256
 """Of frames for a client: one that takes no answers gets no more calls."""
 LOOK_S = 0.001
+_INTERRUPTED = (
+    "a handler of a signal has interrupted this thread while it read or wrote for this channel, "
+    "so it cannot wait for a call of the same one; let it leave that to another thread"
+)
 _MOST_WAITING = 1024
 """Of frames for a server: no more calls begin, or those whose time is over would pile up."""
 
@@ -55,6 +59,7 @@ class Line:
 
     Attributes:
         may_nest: the thread that reads sleeps, or runs a user's code: that code may read too.
+        writer: the thread that writes what it sends, 0 if none does.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Line:
         self._ending = threading.Lock()
         self._frames: Iterator[Frame] = iter(())
         self.may_nest = False
+        self.writer = 0
 
     @property
     def is_over(self) -> bool:
@@ -101,6 +107,7 @@ class Line:
 
     def _flush(self) -> None:
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
+            self.writer = threading.get_ident()
             try:
                 self._blocked = not self._write_out()
                 if self._blocked:
@@ -108,6 +115,7 @@ class Line:
                         target=self._write_later, name="tensorwire-rpc-send", daemon=True
                     ).start()
             finally:
+                self.writer = 0
                 self._writing.release()
 
     def _write_out(self) -> bool:
@@ -270,7 +278,8 @@ class SharedReader:
             whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
 
         Raises:
-            RuntimeError: this thread is reading, and something has interrupted it that waits too.
+            RuntimeError: this thread was handling frames or writing, and something has interrupted
+                it that waits too.
         """
         chosen, me = False, threading.get_ident()
         try:
@@ -278,6 +287,8 @@ class SharedReader:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     return False
+                if self._line.writer == me:
+                    raise RuntimeError(_INTERRUPTED)
                 if self._turn.acquire(blocking=False):
                     self._leader = me
                     chosen = False
@@ -315,10 +326,7 @@ class SharedReader:
         """As `_lead`, in a handler of a signal or a deserializer that runs while this one reads."""
         line = self._line
         if not line.may_nest:
-            raise RuntimeError(
-                "a handler of a signal has interrupted this thread while it read for this channel, "
-                "so it cannot wait for a call of the same one; let it leave that to another thread"
-            )
+            raise RuntimeError(_INTERRUPTED)
         try:
             line.read_now()
             self._lead(waiter, until, whole=whole)
