@@ -34,6 +34,7 @@ torch.set_num_threads(1)
 job = tw.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+model.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
 opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model, max_norm=1.0)
 job.keep(model=model, optimizer=opt)
 data = torch.utils.data.TensorDataset(torch.randn(160, 5), torch.randn(160, 3))
@@ -189,6 +190,7 @@ def test_what_is_refused(folder: Path) -> None:
         assert not files.info("params/2.bias.npy")["mode"] & 0o222
         version = job.pause()
         assert files.info("params/2.bias.npy")["mode"] & 0o222 == 0o200
+        assert not files.info("params/frozen.npy")["mode"] & 0o222
         good, wrong = f"version {version}".encode(), f"version {version + 1}".encode()
         for code, path, data in (
             (errno.EINVAL, "control/pause", b"2"),
@@ -210,6 +212,7 @@ def test_what_is_refused(folder: Path) -> None:
             (errno.EROFS, "control/state", b"running"),
             (errno.EROFS, "control/other", b"1"),
             (errno.EROFS, "params/other.npy", bias),
+            (errno.EROFS, "params/frozen.npy", bias),
             (errno.EROFS, "optimizer/2.bias/exp_avg.npy", bias),
             (errno.EROFS, "model.safetensors", bias),
             (errno.EFBIG, "params/2.bias.npy", bytes(1 << 16)),

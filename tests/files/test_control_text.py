@@ -193,7 +193,7 @@ def test_parameters_that_nobody_can_write() -> None:
     with pytest.raises(UnavailableError, match="worker 0 applies this optimizer"):
         JobOwner(None).write(store, 3, {})  # type: ignore[arg-type]
     tensor: Any = SimpleNamespace(spec=TensorSpec("b", "float32", (3,), "constant"))
-    with pytest.raises(OSError, match="keeps this buffer for itself") as caught:
+    with pytest.raises(OSError, match="frozen parameter, or a buffer") as caught:
         DraftWriting(Drafts(store), tensor, bytes, "params/b.npy")
     assert caught.value.errno == errno.EROFS
 

@@ -103,6 +103,11 @@ class Drafts:
         self.discard()
 
 
+def is_written(tensor: StoredTensor) -> bool:
+    """Values that servers get for it while the job is paused reach the workers."""
+    return tensor.spec.kind != "constant"
+
+
 class DraftWriting(FileWriting):
     """Writes one parameter's file.
 
@@ -116,8 +121,9 @@ class DraftWriting(FileWriting):
     def __init__(self, drafts: Drafts, tensor: StoredTensor, present: Any, path: str) -> None:
         self._drafts, self._tensor, self._present, self._path = drafts, tensor, present, path
         spec = tensor.spec
-        if spec.kind == "constant":
-            raise refuse(errno.EROFS, path, "each worker keeps this buffer for itself")
+        if not is_written(tensor):
+            text = "it is a frozen parameter, or a buffer that each worker keeps for itself"
+            raise refuse(errno.EROFS, path, text)
         drafts.begin(path)
         self._most = spec.size_bytes + room_of(spec.dtype, spec.stored_shape)
 

@@ -16,7 +16,7 @@ from tensorwire.parameters.model_file import model_file
 
 from .checkpoints import CHECKPOINTS, CheckpointDesk, checkpoints_folder
 from .control_tree import CONTROL, control_folder
-from .drafts import Drafts, DraftWriting
+from .drafts import Drafts, DraftWriting, is_written
 from .errors import as_os_errors, refuse
 from .gradient_tree import GRADIENTS, GradientFolders, gradients_folder
 from .names import file_name, tensor_name
@@ -244,7 +244,7 @@ class _Array(Item):
         """It is a parameter of a job that is paused."""
         if self._version is not None or self._tensor.state is not None:
             return False
-        return self._tensor.store.held_version() is not None
+        return is_written(self._tensor) and self._tensor.store.held_version() is not None
 
     def open_for_writing(self) -> FileWriting:
         if self._version is not None or self._tensor.state is not None:
