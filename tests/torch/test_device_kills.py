@@ -7,7 +7,7 @@ is, tensors of the CPU are treated as if they were on one.
 from pathlib import Path
 
 import pytest
-from test_killed_workers import SCRIPT, run
+from test_killed_workers import SCRIPT, SEVERAL, run
 
 ON_DEVICE = SCRIPT.replace("numpy()", "cpu().numpy()")
 for before, after in {
@@ -63,6 +63,20 @@ def test_a_staged_job_goes_on(
     digests, said = run(tmp_path / "job", ON_DEVICE, fail, "--servers", "2")
     assert said.count("(restart 1)") == 2, said
     assert digests == staged
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_gradients_that_a_killed_worker_left_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: its successor copied what it computed anew over what counts."""
+    whole, _ = run(tmp_path / "undisturbed", SEVERAL, "")
+    monkeypatch.setenv("TENSORWIRE_STAGE_CPU", "1")
+    for fail in ("worker-1:commit.sent:156:kill", "worker-0:commit.noted:157:kill"):
+        digests, said = run(tmp_path / fail[-8:-5], SEVERAL, fail)
+        assert said.count("is started again as pid ") == 1, said
+        assert digests == whole, fail
 
 
 @pytest.fixture(scope="module")

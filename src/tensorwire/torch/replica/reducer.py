@@ -109,6 +109,7 @@ class Reducer:
         self._copies = placement == "copy"
         self._places: dict[int, Sequence[Place | str]] = {}
         self._on_device: dict[int, DeviceGradients] = {}  # by slice
+        self._besides: set[int] = set()  # slices of these of which a predecessor's count
         self._device = device_of(state.parameter for state in states)
         self._slots: GradientSlots | str = "what another process has left there counts"
         self._later: Callable[[], GradientSlots | str] | None = None
@@ -236,9 +237,11 @@ class Reducer:
                 for state in self.states
                 if not is_on_host(state.parameter) and not state.is_table
             }
-            # Another worker's slice, or a choice: what is copied is pushed besides.
-            here = not self._copies and self._session.taking is None
-            places = self._places_of(index) if here else [NO_PLACE] * len(self._all_pushed)
+            places: Sequence[Place | str] = [NO_PLACE] * len(self._all_pushed)  # it is pushed
+            if self._later is not None or self._store.is_committed(index):
+                self._besides.add(index)  # in the places is what another process has left
+            elif not self._copies and self._session.taking is None:
+                places = self._places_of(index)
             found = self._on_device[index] = DeviceGradients(self._device, dense, places)
         return found
 
@@ -558,6 +561,8 @@ class Reducer:
         """A version is in place."""
         self._steps += 1
         self._looked_at = self._checks.at(self._steps)
+        while self._besides:
+            self._on_device.pop(self._besides.pop()).close()
         if self._later is not None:
             self._slots, self._later = self._later(), None
         elif isinstance(self._slots, GradientSlots):
