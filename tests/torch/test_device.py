@@ -6,6 +6,7 @@ where there is one. The former have the bits of ordinary training, as the same k
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -334,6 +335,50 @@ def test_one_worker_computes_all_slices(kind: str, team: Team) -> None:
     alone = team.alone(train, kind, slices=2)
     two = team.run(train, kind, slices=2)
     assert alone[0] == two[0][0] == two[1][0]
+
+
+def close_and_look(job: Any, kind: str, adds: bool) -> list[str]:
+    """Who had locked pages of an optimizer that is gone, and did not wait for copies to end."""
+    made: dict[Any, str] = {}
+    before = devices.PageLocks.__init__, devices.PageLocks.release
+
+    def make(self: Any, where: torch.device) -> None:
+        before[0](self, where)
+        owner: Any = sys._getframe(1).f_locals["self"]
+        made[self] = type(owner).__name__
+
+    def release(self: Any) -> None:
+        before[1](self)
+        made.pop(self, None)
+
+    devices.PageLocks.__init__ = make  # type: ignore[method-assign]
+    devices.PageLocks.release = release  # type: ignore[method-assign]
+    try:
+        with device(kind) as where:
+            model = small_model().to(where)
+            parameters = list(model.parameters())
+            first = parameters[:-2] if adds else parameters
+            opt: Any = tw.DistributedOptimizer(torch.optim.SGD(first, lr=0.1), model)
+            for images, labels in job.loader(samples(32), 8):
+                opt.zero_grad()
+                cross_entropy(model(images.to(where)), labels.to(where)).backward()
+                opt.step()
+            assert sorted(made.values()) == ["DeviceGradients", "DeviceParameters", "PackedBuffers"]
+            former = made.copy()
+            if adds:
+                opt.add_param_group({"params": parameters[-2:]})
+            else:
+                opt.close()
+            return [name for each, name in former.items() if each in made]
+    finally:
+        devices.PageLocks.__init__, devices.PageLocks.release = before  # type: ignore[method-assign]
+
+
+@both
+@pytest.mark.parametrize("adds", [False, True], ids=["closed", "moved"])
+def test_locked_pages_are_let_go_behind_the_copies(adds: bool, kind: str, team: Team) -> None:
+    """Named for a bug: those of buffers went while a device might still copy from them."""
+    assert team.run(close_and_look, kind, adds) == [[], []]
 
 
 class _on:

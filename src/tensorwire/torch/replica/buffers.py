@@ -177,6 +177,11 @@ class Buffers:
                 like = buffers[name]
                 like.copy_(tensor_at(np.frombuffer(data, np.uint8).copy(), like))
 
+    def close(self) -> None:
+        """Lets memory go that a device copies from and to; buffers stay where they are."""
+        if self._packed is not None:
+            self._packed.close()
+
     def after_slice(self, turn: int) -> None:
         """Slice number `turn` of this worker begins; at its end the version's are taken."""
         slices = self._session.my_slices

@@ -237,8 +237,8 @@ class Replica:
     def _move(self, saved: dict[str, Any], plan: tuple[list[torch.Tensor], Arithmetic]) -> None:
         """Moves private parameters into a new store."""
         reducer, old = self.reducer, self.store
-        reducer.close()
-        self._residency.close()
+        for each in (reducer, self._residency, self.buffers):
+            each.close()
         self._open(plan)
         self.reducer.accumulating, self.reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
@@ -593,8 +593,8 @@ class Replica:
         self.session.release_store(self.store)
 
     def _let_go(self, private: bool) -> None:
-        self.reducer.close()
         self.state.leave()
         if private:
             self._residency.make_private()
-        self._residency.close()
+        for each in (self.reducer, self._residency, self.buffers):
+            each.close()
