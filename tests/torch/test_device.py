@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
-from tensorwire.torch import devices
+from tensorwire.torch import checkpoint, devices
 
 DEVICES = ["staged", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -296,6 +296,70 @@ def test_a_checkpoint_brings_back_what_was_on_the_device(
     saved, later, again = found[0]
     assert saved != later
     assert again != saved
+
+
+def save_here(job: Any, kind: str, path: str) -> str:
+    with device(kind) as where:
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+        job.keep(model=model, opt=opt, seen={"labels": torch.zeros(10, device=where)})
+        images, labels = samples(8).tensors
+        cross_entropy(model(images.to(where)), labels.to(where)).backward()
+        opt.step()
+        if job.rank == 0:
+            job.save(path)
+        return digest(model)
+
+
+def load_here(job: Any, kind: str, path: str) -> tuple[str, list[float]]:
+    with device(kind) as where:
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+        seen = {"labels": torch.ones(10, device=where)}
+        job.keep(model=model, opt=opt, seen=seen)
+        job.load(path)
+        assert {each.device.type for each in [*model.state_dict().values(), seen["labels"]]} == {
+            where.type
+        }
+        return digest(model), seen["labels"].tolist()
+
+
+@both
+@pytest.mark.parametrize("back", [False, True], ids=["loaded on the host", "saved on the host"])
+def test_a_checkpoint_goes_from_a_device_to_the_host_and_back(
+    back: bool, kind: str, team: Team, tmp_path: Any
+) -> None:
+    saves, loads = ("host", kind) if back else (kind, "host")
+    path = str(tmp_path / "model.pt")
+    saved = team.run(save_here, saves, path)
+    assert team.run(load_here, loads, path) == [(saved[0], [0.0] * 10)] * 2
+
+
+def save_as_from_a_device(job: Any, path: str) -> str:
+    """The file says that its tensors were on a device that is not here."""
+    write, tag = checkpoint._write, torch.serialization.location_tag
+
+    def write_tagged(*given: Any) -> None:
+        torch.serialization.location_tag = lambda storage: "cuda:7"
+        try:
+            write(*given)
+        finally:
+            torch.serialization.location_tag = tag
+
+    checkpoint._write = write_tagged
+    try:
+        return save_here(job, "staged", path)
+    finally:
+        checkpoint._write = write
+
+
+def test_a_file_with_tensors_of_a_device_that_is_not_here_is_loaded(
+    team: Team, tmp_path: Any
+) -> None:
+    """Named for a bug: it was called damaged, since buffers were saved as tensors of the device."""
+    path = str(tmp_path / "model.pt")
+    saved = team.run(save_as_from_a_device, path)
+    assert team.run(load_here, "staged", path) == [(saved[0], [0.0] * 10)] * 2
 
 
 def accumulate(job: Any, kind: str) -> str:

@@ -200,6 +200,7 @@ def _filled(old: Any, value: Any) -> Any:
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
         if not _can_be_filled(old, value):
             return value
+        value = value.to(old.device)
         if not torch.equal(old, value):  # it may be a parameter, which has it already
             with torch.no_grad():
                 old.copy_(value)
@@ -352,7 +353,8 @@ def _kind(thing: Any, plain: bool) -> str:
 def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
     """What `save` has written to the file `there`, which messages call `name`."""
     try:
-        content = torch.load(there, weights_only=True, mmap=mapped or None)
+        # Whoever has saved it: its devices may be others, or not here.
+        content = torch.load(there, map_location="cpu", weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         # Not torch's text: it advises to run whatever the file holds.
         raise ValueError(
@@ -418,7 +420,8 @@ def _is_model(thing: Any) -> bool:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+    """A copy on the host, so that a file has no devices."""
+    return tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone()
 
 
 def _copied(value: Any, of: Callable[[torch.Tensor], torch.Tensor] = _own) -> Any:
