@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
 from tensorwire.torch import checkpoint, devices
+from tensorwire.torch.replica import device_gradients
 
 DEVICES = ["staged", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -443,6 +444,33 @@ def close_and_look(job: Any, kind: str, adds: bool) -> list[str]:
 def test_locked_pages_are_let_go_behind_the_copies(adds: bool, kind: str, team: Team) -> None:
     """Named for a bug: those of buffers went while a device might still copy from them."""
     assert team.run(close_and_look, kind, adds) == [[], []]
+
+
+def slices_in_turn(job: Any, kind: str) -> tuple[str, int, int]:
+    """A digest, the bytes that were locked to send gradients from, and those of the gradients."""
+    locked = 0
+    before = device_gradients.locked_memory
+
+    def lock(size_bytes: int, locks: Any) -> Any:
+        nonlocal locked
+        locked += size_bytes
+        return before(size_bytes, locks)
+
+    device_gradients.locked_memory = lock
+    try:
+        found, _ = train(job, kind, "sgd", placement="copy")
+    finally:
+        device_gradients.locked_memory = before
+    return found, locked, sum(-(-each.nbytes // 64) * 64 for each in small_model().parameters())
+
+
+@both
+def test_slices_in_turn_share_the_memory_that_they_are_sent_from(kind: str, team: Team) -> None:
+    """Named for a bug: whoever computed many slices had locked memory for each of them."""
+    ((found, locked, size),) = team.run(slices_in_turn, kind, workers=1, slices=4)
+    assert locked == size
+    if kind == "staged":
+        assert team.run(slices_in_turn, "host", workers=1, slices=4) == [(found, 0, size)]
 
 
 class _on:

@@ -108,7 +108,7 @@ class Reducer:
         self._views = self._find_views()
         self._copies = placement == "copy"
         self._places: dict[int, Sequence[Place | str]] = {}
-        self._on_device: dict[int, DeviceGradients] = {}  # by slice
+        self._on_device: dict[int, DeviceGradients] = {}  # by slice, or -1: of all
         self._besides: set[int] = set()  # slices of these of which a predecessor's count
         self._device = device_of(state.parameter for state in states)
         self._slots: GradientSlots | str = "what another process has left there counts"
@@ -228,21 +228,19 @@ class Reducer:
         self.count_copied(state, gradient.nbytes)
 
     def _device_gradients(self) -> DeviceGradients:
-        """Of the slice that is being computed."""
-        index = self.slice_index
-        if (found := self._on_device.get(index)) is None:
+        """Of the slice that is being computed; what is only pushed has one memory for all."""
+        index, pushes = self.slice_index, self._copies or self._session.taking is not None
+        key = -1 if pushes else index
+        if (found := self._on_device.get(key)) is None:
             assert self._device is not None
-            dense = {
-                state.index: state.parameter
-                for state in self.states
-                if not is_on_host(state.parameter) and not state.is_table
-            }
-            places: Sequence[Place | str] = [NO_PLACE] * len(self._all_pushed)  # it is pushed
-            if self._later is not None or self._store.is_committed(index):
-                self._besides.add(index)  # in the places is what another process has left
-            elif not self._copies and self._session.taking is None:
+            states = (s for s in self.states if not s.is_table and not is_on_host(s.parameter))
+            dense = {state.index: state.parameter for state in states}
+            places: Sequence[Place | str] = [NO_PLACE] * len(self._all_pushed)
+            if not pushes and (self._later is not None or self._store.is_committed(index)):
+                self._besides.add(key)  # in the places is what another process has left
+            elif not pushes:
                 places = self._places_of(index)
-            found = self._on_device[index] = DeviceGradients(self._device, dense, places)
+            found = self._on_device[key] = DeviceGradients(self._device, dense, places)
         return found
 
     def _arrive(self) -> None:
@@ -251,10 +249,10 @@ class Reducer:
         Raises:
             RuntimeError: a gradient was changed after it had left.
         """
-        for slice_index, there in self._on_device.items():
+        for there in self._on_device.values():
             for index, memory, shared in there.arrive():
                 if not shared:
-                    self._store.push(slice_index, index, memory)
+                    self._store.push(self.slice_index, index, memory)
             if (changed := there.changed()) is not None:
                 raise self._changed(next(s for s in self.states if s.index == changed))
 
