@@ -26,7 +26,7 @@ from test_rpc_runtime_streams import TO_SERVER
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors
-from tensorwire.rpc.runtime import frames, ring
+from tensorwire.rpc.runtime import frames, line, ring
 from tensorwire.rpc.runtime.aio_context import AioContext
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
@@ -288,3 +288,19 @@ def test_a_client_that_takes_no_answers(wire: str) -> None:
         await server.stop(0)
 
     asyncio.run(main())
+
+
+def test_a_call_behind_frames_that_wait_goes_by_grpcio(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See `test_calls_of_a_stopped_server_do_not_pile_up`."""
+
+    async def test(channel: Any) -> None:
+        call = channel.unary_unary("/t/way")
+        assert await call(b"") == b"runtime"
+        with monkeypatch.context() as patch:
+            patch.setattr(line, "_MOST_WAITING", -1)  # as if some waited
+            assert await call(b"") == b"grpcio"
+        assert await call(b"") == b"runtime"
+
+    runner(WIRES[wire], WIRES[wire])(FOUR, test)
