@@ -21,7 +21,7 @@ from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import Node, rpc
-from tensorwire.rpc import tensors
+from tensorwire.rpc import negotiation, tensors
 from tensorwire.rpc.attachment import LAST_GENERATION
 from tensorwire.rpc.runtime import frames, line, ring
 from tensorwire.rpc.runtime.callbacks import Callbacks
@@ -853,3 +853,23 @@ def test_a_wait_within_what_must_not_be_interrupted(both: Ends, what: str) -> No
     assert len(errors) == 2
     assert call(b"") == b"runtime"
     wait_for(lambda: len(channel.attachment._idle_calls) == 1024)
+
+
+@pytest.mark.parametrize(("side", "size"), [("client", 16), ("client", 1000), ("server", 1000)])
+def test_a_ring_of_another_size(
+    both: Ends, side: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no attachment then, and nothing of one stays."""
+    inner, made = negotiation.make_ring, []
+
+    def make_ring(node: Node) -> Any:
+        made.append("client" if made else "server")  # which is asked first
+        return node.allocate(size, name=ring.RING) if made[-1] == side else inner(node)
+
+    monkeypatch.setattr(negotiation, "make_ring", make_ring)
+    monkeypatch.setattr(negotiation, "_CONNECT_S", 1.0)
+    both.methods = {"/t/way": UU(way)}
+    channel = both.serve().channel()
+    registry = both.server._registry
+    assert channel.unary_unary("/t/way")(b"") == b"grpcio"
+    wait_for(lambda: not registry._waiting and not registry.attachments)

@@ -32,7 +32,7 @@ from .janitor import JANITOR
 from .runtime.client import RuntimeClient
 from .runtime.context import Caller
 from .runtime.options import MessageLimits, Offer
-from .runtime.ring import RING, make_ring
+from .runtime.ring import RING, checked, make_ring
 from .runtime.server import ServerEnd
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
@@ -220,7 +220,7 @@ class Registry:
             )
             if service and ring and caller and attachment.transport in _CARRY:
                 peer = attachment.peer
-                other = peer.wait_region(RING, timeout_s=_CONNECT_S)
+                other = checked(peer.wait_region(RING, timeout_s=_CONNECT_S))
                 end = service.attach(attachment, caller, node, ring, other, peer)
                 attachment.runtime = end
                 end.start()
@@ -317,7 +317,7 @@ def connect(
         )
         peer.wait_region(_READY, timeout_s=least_s)
         if ring is not None and terms.runtime.limits and attachment.transport in _CARRY:
-            other = peer.region(RING, timeout_s=least_s)
+            other = checked(peer.region(RING, timeout_s=least_s))
             attachment.runtime = new_client(node, ring, other, peer, terms.runtime.limits)
         return attachment
     except BaseException:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorwire._core import Transfer
-from tensorwire.errors import TimeoutError
+from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 CAPACITY_BYTES = 1 << 19
@@ -31,6 +31,17 @@ class RingError(Exception):
 def make_ring(node: Node) -> Region:
     """The memory that the other end writes into."""
     return node.allocate(_START + CAPACITY_BYTES, name=RING)
+
+
+def checked(other: RemoteRegion) -> RemoteRegion:
+    """The ring of the other end, which has made it as it liked.
+
+    Raises:
+        UnavailableError: it does not have the size of a ring.
+    """
+    if other.size_bytes != _START + CAPACITY_BYTES:
+        raise UnavailableError(f"the other end has a ring of {other.size_bytes} bytes")
+    return other
 
 
 class RingReader:
