@@ -297,6 +297,32 @@ def test_a_job_that_makes_no_step_is_not_paused(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
+    """It is all there afterwards, or nothing of it; who has the share knows the next version."""
+    job = Job(folder, "--workers", "1", "--servers", "2", "--shares", "2")
+    try:
+        files, version = job.files, job.pause()
+        files.pipe("params/2.bias.npy", npy(np.full(3, 7, np.float32)))
+        files.pipe("control/scale", b"servers 1")
+        assert files.cat("control/commit") == b"2.bias.npy\n"
+        files.pipe("params/0.bias.npy", npy(np.full(4, 9, np.float32)))
+        assert files.cat("control/commit") == b"0.bias.npy\n2.bias.npy\n"
+        commit = f"version {version}".encode()
+        assert code_of(lambda: files.pipe("control/commit", commit)) == errno.ETIMEDOUT
+        job.go_on()
+        version = job.pause()
+        assert files.cat("control/commit") == b""
+        write_edit(files)
+        files.pipe("control/commit", f"version {version}".encode())
+        job.go_on()
+        job.pause()
+        assert abs(array(files, "params/2.bias.npy") - 7).max() < 2  # a few steps later
+        job.go_on()
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
 def test_several_wait_for_a_pause(folder: Path) -> None:
     """Who waits no longer takes nothing from others; who lets the job go on waits for nobody."""
     job = JobAtWork(folder, "--workers", "1", paused=True)

@@ -25,12 +25,22 @@ class Drafts:
 
     Args:
         store: that it is of.
+
+    Attributes:
+        store: as its servers are now.
     """
 
     def __init__(self, store: ReadStore) -> None:
         self.store, self._lock = store, threading.Lock()
         self._version = self._committed = 0
         self._files: dict[int, bytearray] = {}
+
+    def goes_on_with(self, store: ReadStore) -> bool:
+        """Whether it is the same store, perhaps with other servers than before."""
+        if store.layout.spec != self.store.layout.spec:
+            return False
+        self.store = store
+        return True
 
     def begin(self, path: str) -> int:
         """The version behind which it is written; what was written in another pause is gone.

@@ -163,13 +163,14 @@ class Tree:
     def drafts(self, store: ReadStore) -> Drafts:
         """What this process has been given of a store."""
         found = self._drafts.get(store.number)
-        if found is None or found.store is not store:
+        if found is None or not found.goes_on_with(store):
             found = self._drafts[store.number] = Drafts(store)
         return found
 
     def written(self) -> list[str]:
         """The names of the files that are written and not committed."""
-        return [name for drafts in list(self._drafts.values()) for name in drafts.names]
+        found = [self.reader.store(n) for n in list(self._drafts) if self.reader.has_store(n)]
+        return [name for store in found for name in self.drafts(store).names]
 
     def discard_written(self) -> None:
         """They are not to be committed."""
