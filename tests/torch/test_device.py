@@ -483,6 +483,31 @@ def test_a_model_on_two_devices_is_an_error_that_says_what_to_do() -> None:
         devices.device_of([_on("cuda:0"), _on("cuda:1"), _on("cpu")])  # type: ignore[list-item]
 
 
+def move_too_late(job: Any, kind: str) -> str:
+    model = nn.Linear(3, 2)
+    opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with device(kind) as where:
+        model.to(where)
+        for parameter in model.parameters() if kind == "staged" else ():
+            parameter.data = parameter.data.clone()
+        try:
+            model(torch.ones(1, 3, device=where)).sum().backward()
+            opt.step()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@both
+def test_a_model_that_is_moved_too_late_is_an_error(kind: str, team: Team) -> None:
+    """Named for a bug: backward ended with an assertion."""
+    (said,) = team.run(move_too_late, kind, workers=1)
+    if kind == "cuda":
+        assert "float32 on cpu, and is torch.float32 on cuda:0 since the model was moved" in said
+    else:
+        assert "was changed outside step()" in said
+
+
 def other_device(job: Any) -> str:
     with torch.device("meta"):
         model = nn.Linear(2, 2)

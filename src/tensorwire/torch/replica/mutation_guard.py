@@ -45,6 +45,7 @@ class MutationGuard:
         self._names = names
         self._planned = [(parameter, parameter.requires_grad) for parameter in planned]
         self._held = held
+        self._forms = {i: _form_of(p) for i, p in held.items()}
         self._store = store
         self._on_device = on_device
         self._owners = self._find_owners()
@@ -109,6 +110,12 @@ class MutationGuard:
         raise self._changed((changed or written)[0])
 
     def _changed(self, index: int) -> RuntimeError:
+        now, before = _form_of(self._held[index]), self._forms[index]
+        if now != before:
+            return RuntimeError(
+                f"parameter {self._name(self._held[index])} was {before}, and is {now} since the "
+                "model was moved or converted; call model.to() before DistributedOptimizer"
+            )
         return RuntimeError(
             f"parameter {self._name(self._held[index])} was changed outside "
             "step(), in place or by way of .data; other workers would not see it. Change "
@@ -143,6 +150,10 @@ class MutationGuard:
                     "tensor, which the optimizer does not know (load_state_dict(assign=True), for "
                     "example). Load without assign, or make a new optimizer"
                 )
+
+
+def _form_of(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype} on {parameter.device}"
 
 
 def _look_at(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -232,6 +232,8 @@ class Reducer:
         index, pushes = self.slice_index, self._copies or self._session.taking is not None
         key = -1 if pushes else index
         if (found := self._on_device.get(key)) is None:
+            if self._device is None:
+                self._guard.check()  # it was moved there
             assert self._device is not None
             states = (s for s in self.states if not s.is_table and not is_on_host(s.parameter))
             dense = {state.index: state.parameter for state in states}
