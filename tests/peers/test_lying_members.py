@@ -63,7 +63,7 @@ BREACHES: dict[str, Lie] = {
     "type 0": lambda s, r: s.frame(0, **r),
     "type 15": lambda s, r: s.frame(15, **r),
     "type 255": lambda s, r: s.frame(255, **r),
-    "reserved flag": lambda s, r: s.frame(wire.SIGNAL, flags=9, **r),
+    "reserved flag": lambda s, r: s.frame(wire.SIGNAL, flags=17, **r),
     "reserved byte": lambda s, r: s.frame(wire.SIGNAL, flags=1, reserved=1, **r),
     "reserved2": lambda s, r: s.frame(wire.SIGNAL, flags=1, reserved2=1, **r),
     "reserved3": lambda s, r: s.frame(wire.SIGNAL, flags=1, reserved3=1, **r),
