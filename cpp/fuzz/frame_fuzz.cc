@@ -19,7 +19,7 @@ bool well_formed(const Header& header) {
   uint64_t limit = payload ? kMaxChunkBytes : asks ? UINT64_MAX : kMaxBodyBytes;
   auto s = header.status;
   bool answers = s == 0 || s == 3 || s == 4 || (s >= 6 && s <= 10);
-  return header.magic == 0x54 && type >= 1 && type <= 14 && header.flags < 8 &&
+  return header.magic == 0x54 && type >= 1 && type <= 14 && header.flags < 16 &&
          header.reserved == 0 && header.reserved2 == 0 && header.reserved3 == 0 && answers &&
          header.length <= limit;
 }
