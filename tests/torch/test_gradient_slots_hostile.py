@@ -254,7 +254,10 @@ def changing(job: tw.Job, placement: str, change: str, last: int) -> str:
     return str(caught.value)
 
 
-REPLACED = {"assign": "replaced in the model", "dtype": "changed outside step()"}
+REPLACED = {
+    "assign": "replaced in the model",
+    "dtype": "torch.float32 on cpu, and is torch.float64",
+}
 
 
 @pytest.mark.parametrize("change", REPLACED)
