@@ -44,8 +44,8 @@ struct Piece {
   const RemoteRegion* remote = nullptr;
   uint64_t offset = 0;
   uint64_t length = 0;
-  Gpu* gpu = nullptr;                // whose memory `local` is; null: the host's
-  std::shared_ptr<Mapping> mapping;  // of the region that `local` is in, if it is in one
+  Gpu* gpu = nullptr;                  // whose memory `local` is; null: the host's
+  std::shared_ptr<Mapping> mapping{};  // of the region that `local` is in, if it is in one
 };
 
 // How a write or read is to be carried out.
