@@ -242,7 +242,8 @@ def disturb(folder: Path, commands: int, seed: int) -> tuple[Counter[str], int]:
         digests = job.end()
     assert len(digests) > 1
     whole = undisturbed(folder / "undisturbed", max(map(int, digests)) + 1)
-    assert {e: d for e, d in digests.items() if d != whole[e]} == {}
+    differ = {e: d for e, d in digests.items() if d != whole[e]}
+    assert not differ, f"epochs {sorted(map(int, differ))} of {len(whole)} differ:\n{job.text}"
     # Who is killed before it prints does not, and nobody does it again.
     assert len(whole) - len(digests) <= disturber.outcomes["killed"]
     return disturber.outcomes, len(whole)

@@ -744,7 +744,11 @@ def other_model(job: tw.Job, change: str) -> str:
 @pytest.mark.parametrize("change", ["assign", "dtype"])
 def test_parameters_that_were_replaced_are_an_error(team: Team, change: str) -> None:
     text = team.failure_alone(other_model, change).text
-    what = "torch.float32 on cpu, and is torch.bfloat16" if change == "dtype" else "replaced in the model"
+    what = (
+        "torch.float32 on cpu, and is torch.bfloat16"
+        if change == "dtype"
+        else "replaced in the model"
+    )
     assert f"parameter '0.weight' was {what}" in text
 
 
