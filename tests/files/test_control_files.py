@@ -303,7 +303,9 @@ def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
     try:
         files, version = job.files, job.pause()
         files.pipe("params/2.bias.npy", npy(np.full(3, 7, np.float32)))
+        assert files.cat("control/scale") == b"workers 1\nservers 2\n"
         files.pipe("control/scale", b"servers 1")
+        assert files.cat("control/scale") == b"workers 1\nservers 1\n"  # of two shares
         assert files.cat("control/commit") == b"2.bias.npy\n"
         files.pipe("params/0.bias.npy", npy(np.full(4, 9, np.float32)))
         assert files.cat("control/commit") == b"0.bias.npy\n2.bias.npy\n"

@@ -46,8 +46,8 @@ class FakeReader:
     timeout_s = 30.0
 
     @staticmethod
-    def status() -> dict[str, Any]:
-        return {"workers": [{"state": "connected"}, {"state": "taken"}], "servers": ["a", "b"]}
+    def members() -> tuple[int, int]:
+        return 1, 2
 
 
 class FakeTree:
@@ -147,6 +147,9 @@ def test_what_it_understands(name: str, text: str, told: object) -> None:
         *(("snapshot", each) for each in ("", "take all", "release", "release -1", "release 1 2")),
         *(("scale", each) for each in ("", "workers", "workers -1", "workers 1 2", "drain 0")),
         *(("scale", each) for each in ("drain", "servers x", "workers 1\nmore", "timeout 5")),
+        *(("scale", each) for each in ("workers 1\nworkers 2", "servers 2\nservers 2")),
+        *(("commit", each) for each in ("version 1\nversion 2", "nan\nversion 1\nnan")),
+        ("scale", "servers 2\ndrain 0"),
     ],
 )
 def test_what_makes_no_sense(name: str, text: str) -> None:
@@ -184,6 +187,21 @@ def test_what_the_launcher_refuses(refusal: Exception, code: int) -> None:
     with pytest.raises(OSError, match=str(refusal)) as caught:
         write(tree, "scale", "workers 2")
     assert caught.value.errno == code
+
+
+def test_a_change_is_done_when_readers_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server 0 hears of it later than the launcher."""
+    told = [(2, 1), (3, 1), (3, 2), (9, 9)]
+    reader: Any = SimpleNamespace(address="a", members=lambda: told.pop(0))
+    server = SimpleNamespace(address="a", secret="", secret_file="")
+    log = SimpleNamespace(running=True, control="door", addresses=["a"])
+    outcome = {"workers": {"text": "w", "now": 3}, "servers": {"text": "s", "shares": {0: 1, 1: 2}}}
+    for name, made in {
+        "find_server": server, "logged_jobs": [log], "ask_launcher": outcome
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"tensorwire.files.owner.{name}", lambda *_, made=made: made)
+    assert JobOwner(reader).scale({}, 1.0) == "w\ns\n"
+    assert told == [(9, 9)]
 
 
 def test_parameters_that_nobody_can_write() -> None:

@@ -276,7 +276,7 @@ def test_a_reader_that_comes_before_the_workers(folder: Path) -> None:
             told = reader.status()
             assert [each["state"] for each in told["workers"]] == ["expected", "expected"]
             assert reader.stores() == []
-            with pytest.raises(LookupError, match=r"no store 0 yet: worker 0, 1 have not joined"):
+            with pytest.raises(LookupError, match=r"no store 0 yet: workers 0, 1 have not joined"):
                 reader.store()
     finally:
         server.kill()

@@ -74,9 +74,8 @@ def control_folder(tree: Controlled, path: str) -> Folder:
         return "".join(f"{store} {version}\n" for store, version in tree.taken())
 
     def members() -> str:
-        status = tree.reader.status()
-        workers = sum(each["state"] == "connected" for each in status["workers"])
-        return f"workers {workers}\nservers {len(status['servers'])}\n"
+        workers, servers = tree.reader.members()
+        return f"workers {workers}\nservers {servers}\n"
 
     return fixed(
         path,
@@ -104,7 +103,7 @@ def _pause(tree: Controlled, path: str, text: str) -> None:
 
 def _commit(tree: Controlled, path: str, text: str) -> None:
     version, allow_nan, drop = None, False, False
-    for line in _lines(text):
+    for line in _lines(path, text):
         match line.split():
             case ["version", number] if _is_number(number):
                 version = int(number)
@@ -136,7 +135,7 @@ def _snapshot(tree: Controlled, path: str, text: str) -> None:
 
 def _scale(tree: Controlled, path: str, text: str) -> None:
     workers, servers, drain, wait_s = None, None, [], _SCALE_S
-    for line in _lines(text):
+    for line in _lines(path, text, "drain"):
         match line.split():
             case ["workers", number] if _is_number(number):
                 workers = int(number)
@@ -154,7 +153,9 @@ def _scale(tree: Controlled, path: str, text: str) -> None:
         asked["workers"] = {"count": workers, "drain": sorted(set(drain))}
     if servers is not None:
         asked["servers"] = {"count": servers}
-    if not asked or (drain and workers is None):
+    if drain and workers is None:
+        raise refuse(errno.EINVAL, path, "'drain RANK…' needs 'workers N', how many are to stay")
+    if not asked:
         raise refuse(errno.EINVAL, path, "it says neither 'workers N' nor 'servers N'")
     try:
         tree.owner.scale(asked, wait_s)
@@ -164,8 +165,13 @@ def _scale(tree: Controlled, path: str, text: str) -> None:
         raise refuse(code, path, str(error)) from error
 
 
-def _lines(text: str) -> list[str]:
-    return [line for each in text.split("\n") if (line := each.strip())]
+def _lines(path: str, text: str, *many: str) -> list[str]:
+    """Those with something in them; what is told twice, but what `many` names, makes no sense."""
+    lines = [line for each in text.split("\n") if (line := each.strip())]
+    names = [name for line in lines if (name := line.split()[0]) not in many]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise refuse(errno.EINVAL, path, f"it says {twice!r} twice")
+    return lines
 
 
 def _is_number(text: str) -> bool:

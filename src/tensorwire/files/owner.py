@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from tensorwire.errors import (
     BusyError,
     StaleHandleError,
+    TensorwireError,
     TimeoutError,
     UnavailableError,
 )
@@ -53,6 +55,7 @@ _WAIT_S = 10.0
 _CONNECT_S = 10.0
 _LOOK_S = 0.005
 _TOLD_S = 0.25
+_KNOWN_S = 5.0  # until server 0 tells readers of workers and servers that have come or gone
 
 
 class JobOwner:
@@ -273,7 +276,21 @@ class JobOwner:
         outcome = ask_launcher(
             path, secret_of(server), dict(asked), timeout_s, lambda _: None, is_still_wanted
         )
+        self._await_known(outcome)
         return "".join(f"{each['text']}\n" for each in outcome.values())
+
+    def _await_known(self, outcome: Mapping[str, Any]) -> None:
+        """Server 0 hears later than the launcher who has come or gone."""
+        deadline = time.monotonic() + _KNOWN_S
+        with contextlib.suppress(TensorwireError):  # it is done, whatever becomes of the job
+            while time.monotonic() < deadline and is_still_wanted():
+                workers, servers = self._reader.members()
+                if (
+                    outcome.get("workers", {}).get("now", workers) == workers
+                    and len(outcome.get("servers", {}).get("shares", range(servers))) == servers
+                ):
+                    return
+                time.sleep(_LOOK_S)
 
     # ---- connections
 

@@ -107,6 +107,12 @@ class JobReader:
             node, door = self._connected()
             return read_status(door, node.name, _STATUS_S)
 
+    def members(self) -> tuple[int, int]:
+        """How many workers the job has, and how many servers, as server 0 knows it."""
+        told = self.status()
+        workers = sum(each["state"] == "connected" for each in told["workers"])
+        return workers, int(told["server_processes"])
+
     def stores(self) -> list[int]:
         """The numbers of the stores that are open: one for each optimizer of the job."""
         return [int(each["number"]) for each in self.status()["stores"]]
@@ -365,8 +371,11 @@ def _doors_of(door: Peer, reader: str) -> list[str]:
 
 def _without_store(number: int, told: Mapping[str, Any]) -> str:
     workers = [str(each["rank"]) for each in told["workers"] if each["state"] == "expected"]
-    missing = f": worker {', '.join(workers)} have not joined" if workers else ""
-    return f"the job has no store {number} yet{missing}"
+    text = f"the job has no store {number} yet"
+    if not workers:
+        return text
+    which = f"workers {', '.join(workers)} have" if workers[1:] else f"worker {workers[0]} has"
+    return f"{text}: {which} not joined"
 
 
 def _first_possible(refused: Sequence[Reply], ask: Ask) -> int:

@@ -256,9 +256,6 @@ class WorkerCount:
         takeovers.finish()
         return self._outcome()
 
-    def _has_said(self, rank: int, word: ChangeWord) -> bool:
-        return word in self._restarts.keeper(rank).said
-
     def _has_switched(self, keeper: Keeper) -> bool:
         return keeper.said.get(_SWITCHED, {}).get(_SWITCHED) == self._number
 

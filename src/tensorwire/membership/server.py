@@ -297,12 +297,14 @@ class ServerMember:
         workers = [self._described(rank, self.workers.get(rank)) for rank in range(self.count)]
         servers = {index: peer.address for index, peer in self.servers.items()}
         servers[self.index] = self.node.address
+        processes = {(_host(peer.address), peer.pid) for peer in self.servers.values()}
         return {
             "index": self.index,
             "address": self.node.address,
             "pid": os.getpid(),
             "restarts": self._restarts if self.durable else None,
             "servers": [servers[index] for index in sorted(servers)],
+            "server_processes": len(processes | {(_host(self.node.address), os.getpid())}),
             "workers": workers,
             "stores": list(stores),
         }
@@ -448,3 +450,7 @@ class OfWorkers(Generic[Found]):
     def clear(self) -> None:
         """Forgets all."""
         self._found.clear()
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
