@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from files.jobs import training
 
 from tensorwire import Node
 from tensorwire.files.checkpoints import CheckpointDesk, checkpoints_folder
-from tensorwire.files.filesystem import TensorwireFileSystem, WritableFile
+from tensorwire.files.filesystem import TensorwireFileSystem, WritableFile, WritableStream
 from tensorwire.files.tree_items import Folder
 from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
 from tensorwire.parameters.checkpoint_files import (
@@ -33,7 +34,7 @@ from tensorwire.parameters.checkpoint_files import (
     lease_name,
     read_index,
 )
-from tensorwire.parameters.server.checkpoints import CheckpointShelf
+from tensorwire.parameters.server.checkpoints import MEMORY, CheckpointShelf, open_shelf
 
 pytestmark = pytest.mark.timeout(240)
 MOST = 3 * PART_BYTES
@@ -86,6 +87,10 @@ class Shelf:
 
     def regions(self, names: Sequence[str]) -> list[RemoteRegion]:
         return [self.at_door.region(name) for name in names]
+
+    def used(self) -> int:
+        """The bytes that are lent."""
+        return sum(each.size_bytes for each in self.shelf._all())
 
     @property
     def tree(self) -> Folder:
@@ -163,7 +168,8 @@ def test_a_checkpoint_is_complete_with_its_metadata(shelf: Shelf) -> None:
     one.desk.make_folder("checkpoints/c")
     one.write("c/a", b"10")
     assert shelf.read("c/a") == b"1"
-    assert code_of(lambda: two.desk.remove("checkpoints/c/a")) is None  # which is written
+    assert code_of(lambda: two.desk.remove("checkpoints/c/a")) == errno.EBUSY
+    assert code_of(lambda: one.desk.remove("checkpoints/c/a")) is None  # which is written
     assert code_of(lambda: two.desk.remove("checkpoints/c/b")) == errno.EPERM
     one.write("c/a", b"11")
     one.write("c/.metadata", b"m3")
@@ -210,8 +216,15 @@ def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shelf.tree.names() == ["b"]
     monkeypatch.undo()
     monkeypatch.setattr("tensorwire.parameters.server.checkpoints.INDEX_BYTES", 60)
-    assert code_of(lambda: writer.write("n" * 100, b"")) == errno.ENOSPC
+    assert code_of(lambda: writer.write("n" * 100, bytes(10))) == errno.ENOSPC
+    writer.desk.make_folder("checkpoints/c")
+    writer.write("c/" + "n" * 100, bytes(10))
+    writer.write("c/tmp", b"m")
+    assert code_of(
+        lambda: writer.desk.rename("checkpoints/c/tmp", "checkpoints/c/.metadata")
+    ) == errno.ENOSPC  # fmt: skip
     assert shelf.tree.names() == ["b"]
+    assert shelf.used() == 10  # nobody else's memory is kept
 
 
 def test_what_is_refused(shelf: Shelf) -> None:
@@ -282,6 +295,59 @@ def test_who_cannot_write_a_part_takes_the_checkpoint_along(shelf: Shelf) -> Non
     one.write("c/a", b"1")
     one.write("c/.metadata", b"")
     assert shelf.read("c/a") == b"1"
+
+
+def test_who_fails_while_writing_leaves_nothing(shelf: Shelf) -> None:
+    """By an error of its own, as of a pickle: the checkpoint of the others is not to be, either."""
+    one, two = shelf.writer("one"), shelf.writer("two")
+    one.write("single", b"before")
+
+    def write(path: str, remove: bool) -> None:
+        with WritableStream(WritableFile(two.desk.write(f"checkpoints/{path}")), 10) as stream:
+            stream.write(bytes(PART_BYTES + 1))
+            if remove:  # as torch does
+                two.desk.remove(f"checkpoints/{path}")
+            raise ZeroDivisionError
+
+    def fail(path: str, remove: bool) -> None:
+        with pytest.raises(ZeroDivisionError):
+            write(path, remove)
+
+    fail("single", remove=False)
+    assert shelf.read("single") == b"before"
+    assert shelf.used() == 6
+    for remove in (True, False):
+        for each in (one, two):
+            each.desk.make_folder("checkpoints/c")
+        one.write("c/a", bytes(100))
+        two.write("c/b", bytes(100))
+        fail("c/d", remove)
+        assert shelf.used() == 6
+        assert code_of(lambda: one.write("c/.metadata", b"")) == errno.ESTALE
+    for each in (one, two):
+        each.desk.make_folder("checkpoints/c")
+    two.write("c/d", b"4")
+    one.write("c/.metadata", b"")
+    assert shelf.read("c/d") == b"4"
+
+
+def test_metadata_that_come_too_early(shelf: Shelf) -> None:
+    """They take along what is still written: no memory is kept for nothing."""
+    writer = shelf.writer()
+    half = writer.write("c/a", bytes(100), finish=False)
+    assert code_of(lambda: writer.write("c/.metadata", b"m")) == errno.EBUSY
+    assert code_of(half.sync) == errno.ESTALE
+    assert shelf.used() == 0
+
+
+def test_memory_that_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Node("server-0") as node, Node("door-0") as door:
+        for text in ("2G", "-1", ""):
+            monkeypatch.setenv(MEMORY, text)
+            assert open_shelf(node, door) is None
+            assert f"{MEMORY} is {text!r}, and not a whole" in capfd.readouterr().err
 
 
 def test_two_programs_do_not_mix_one_checkpoint(shelf: Shelf) -> None:
@@ -404,6 +470,48 @@ def test_sharded_checkpoints_of_torch(folder: Path) -> None:
         assert files.ls("checkpoints") == []
         assert not files.exists("checkpoints/step/.metadata")
         files.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_savers_that_are_killed_at_random_instants(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one checkpoint at any time, whole: the one of the last that came to its end."""
+    savers, size = 20, 40 * (4 << 18)
+    # What is kept of a few of them leaves no room for the next ones.
+    monkeypatch.setenv("TENSORWIRE_CHECKPOINT_MEMORY", str(3 * size))
+    with training(folder, "--workers", "1", PAUSE="0.02") as job:
+        files = TensorwireFileSystem(job.address, use_listings_cache=False)
+        address = f"tw://{job.address}/checkpoints/step"
+        killed, value = 0, -1.0
+        with subprocess.Popen(
+            [sys.executable, str(PROGRAM.with_name("killed_savers.py")), address, str(savers), "0"],
+            env={**os.environ, **ONE_THREAD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            for line in program.stdout:
+                number, ended = map(int, line.split())
+                killed += not ended
+                found = {f"p{each}": torch.zeros(1 << 18) for each in range(40)}
+                dcp.load(found, checkpoint_id=address, no_dist=True)
+                (there,) = {float(each) for tensor in found.values() for each in tensor.unique()}
+                # One that was killed may have completed its checkpoint before.
+                assert there in ({number} if ended else {value, number})
+                value = there
+                program.stdin.write("\n")
+                program.stdin.flush()
+        assert program.returncode == 0
+        assert killed > savers // 4
+        names = files.ls("checkpoints/step", detail=False)
+        assert {name.rpartition("/")[2] for name in names} == {".metadata", "__0_0.distcp"}
+        files.pipe("checkpoints/rest", bytes(2 * size - (1 << 20)))
+        files.close()
+    TensorwireFileSystem.clear_instance_cache()
 
 
 @pytest.mark.slow

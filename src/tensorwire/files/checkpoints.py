@@ -134,7 +134,7 @@ class CheckpointDesk:
                 peer.region(BELL)
             except LookupError:
                 raise UnavailableError(
-                    "this job takes no checkpoints: its server 0 lets no readers in, and says why"
+                    "this job takes no checkpoints; its server 0 has said why when it started"
                 ) from None
             self._lease = peer.allocate(LEASE_BYTES, lease_name(name))
         return self._lease
@@ -193,7 +193,13 @@ class CheckpointWriting(FileWriting):
 
     def discard(self) -> None:
         """It was removed while it was written."""
-        self._over = True
+        self._over, self._part = True, np.empty(0, np.uint8)
+
+    def abandon(self) -> None:
+        """It will not be whole, and so there is nothing of its checkpoint."""
+        if not self._over and self._failure is None:
+            self.discard()
+            self._desk.give_up(self._path, self._number)
 
     def _send(self) -> None:
         if not self._used:

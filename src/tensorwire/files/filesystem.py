@@ -6,6 +6,7 @@ the files and the errors.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import hashlib
@@ -215,7 +216,7 @@ class TensorwireFileSystem(AbstractFileSystem):
             tree = self.tree
             writing = tree.desk.write(path) if _is_checkpoint(path) else tree.open_for_writing(path)
             writing.truncate(0)
-            return io.BufferedWriter(WritableFile(writing), _BUFFER_BYTES)
+            return WritableStream(WritableFile(writing), _BUFFER_BYTES)
         if mode != "rb":
             raise _read_only(path)
         return BufferedFile(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
@@ -368,6 +369,7 @@ class WritableFile(io.RawIOBase):
     def __init__(self, writing: FileWriting) -> None:
         super().__init__()
         self._writing, self._at = writing, 0
+        self._abandoned = False
 
     def writable(self) -> bool:
         """Yes."""
@@ -379,15 +381,35 @@ class WritableFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """See io."""
+        if self._abandoned:
+            return memoryview(data).nbytes
         count = self._writing.write(self._at, data)
         self._at += count
         return count
+
+    def abandon(self) -> None:
+        """What is written from now on, and that it is closed, means nothing."""
+        self._abandoned = True
+        self._writing.abandon()
 
     def close(self) -> None:
         """See io; raises what is wrong with what was written."""
         if not self.closed:
             super().close()
-            self._writing.sync()
+            if not self._abandoned:
+                self._writing.sync()
+
+
+class WritableStream(io.BufferedWriter):
+    """What `open` gives for writing: left by an exception, it does not count as written."""
+
+    raw: WritableFile
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self.closed:
+            with contextlib.suppress(OSError):  # the exception tells more
+                self.raw.abandon()
+        self.close()
 
 
 class BufferedFile(io.BufferedReader):

@@ -139,6 +139,9 @@ class FileWriting:
     def sync(self) -> None:
         """What it does that was written to it is done when this returns."""
 
+    def abandon(self) -> None:
+        """Who writes it has failed, and does not go on: it does not do what it does when whole."""
+
 
 class Item:
     """What is at a path."""

@@ -325,7 +325,11 @@ class CheckpointShelf:
         file.complete = CheckpointFile(file.number, sizes, time.time())
         name, _, inner = file.path.partition("/")
         if inner in ("", METADATA):
-            self._complete_all(name)
+            try:
+                self._complete_all(name)
+            except Refusal:
+                file.complete = None  # who writes it can still give it up
+                raise
 
     def _complete_all(self, name: str) -> None:
         """A checkpoint is complete: it takes the place of the one before."""
@@ -339,6 +343,7 @@ class CheckpointShelf:
             del self._complete[name]
             if before is not None:
                 self._complete[name] = before
+            self._break(name, pending)
             raise Refusal(errno.ENOSPC, str(error)) from error
         del self._pending[name]
         for file in (before or {}).values():
@@ -373,11 +378,19 @@ class CheckpointShelf:
             self._complete_all(new[0])
 
     def _remove(self, who: str, path: str) -> None:
-        """A file that is written, or a complete checkpoint: not a part of that."""
+        """A file that is written, or a complete checkpoint: not a part of that.
+
+        Without a file that is removed before it was whole there is no checkpoint.
+        """
         name, _, inner = path.partition("/")
         pending = self._pending.get(name)
         if pending is not None and inner and inner in pending.files:
-            pending.files.pop(inner).free()
+            if who not in pending.writers:
+                raise Refusal(errno.EBUSY, f"another process writes {path}")
+            if pending.files[inner].complete is None:
+                self._break(name, pending)
+            else:
+                pending.files.pop(inner).free()
             return
         if inner:
             if inner in self._complete.get(name, {}):
@@ -440,8 +453,16 @@ def _join(name: str, file: str) -> str:
 def open_shelf(node: Node, door: Node) -> CheckpointShelf | None:
     """The shelf of server 0, or a line that there is none: the job runs as well."""
     try:
-        most = os.environ.get(MEMORY)
-        return CheckpointShelf(node, door, None if most is None else int(most))
+        return CheckpointShelf(node, door, _most_bytes())
     except (TensorwireError, ValueError, OSError, MemoryError) as error:
         sys.stderr.write(f"server 0: no checkpoints can be written to this job: {error}\n")
         return None
+
+
+def _most_bytes() -> int | None:
+    """What the variable says; None: it is not there."""
+    if (text := os.environ.get(MEMORY)) is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{MEMORY} is {text!r}, and not a whole number of bytes")
+    return int(text)
