@@ -473,6 +473,7 @@ def test_sharded_checkpoints_of_torch(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_savers_that_are_killed_at_random_instants(
     folder: Path, monkeypatch: pytest.MonkeyPatch
