@@ -25,10 +25,12 @@ class RandomState(NamedTuple):
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators of the CPU and of devices that are in use."""
+    """Seeds the generators of the CPU and of CUDA devices.
+
+    Where CUDA is not in use yet, its generators begin with this seed when it is.
+    """
     torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
-        torch.cuda.manual_seed_all(seed)
+    _seed_cuda(seed)
 
 
 def random_state() -> RandomState:
@@ -38,10 +40,17 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Puts them there again."""
+    """Puts them there again.
+
+    Raises:
+        RuntimeError, AssertionError: CUDA was in use, and cannot be used here; torch says why.
+    """
     torch.set_rng_state(_tensor(state.cpu))
     if state.cuda:
+        torch.cuda.init()  # else the last seed would come behind these when CUDA starts
         torch.cuda.set_rng_state_all([_tensor(each) for each in state.cuda])
+    elif not _uses_cuda():
+        _seed_cuda(torch.initial_seed())  # which the state of the CPU's generator has
 
 
 @contextmanager
@@ -52,6 +61,11 @@ def kept_random_state() -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
+
+
+def _seed_cuda(seed: int) -> None:
+    if torch.backends.cuda.is_built():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _uses_cuda() -> bool:
