@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
+from tensorwire.parameters import RemoteStore
 from tensorwire.torch import checkpoint, devices
 from tensorwire.torch.replica import device_gradients
 
@@ -444,6 +445,86 @@ def close_and_look(job: Any, kind: str, adds: bool) -> list[str]:
 def test_locked_pages_are_let_go_behind_the_copies(adds: bool, kind: str, team: Team) -> None:
     """Named for a bug: those of buffers went while a device might still copy from them."""
     assert team.run(close_and_look, kind, adds) == [[], []]
+
+
+class Copied:
+    """A moment behind copies from the store, which nobody has waited for yet."""
+
+    waited_for: ClassVar[list["Copied"]] = []
+    under_way: ClassVar[list["Copied"]] = []
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self.under_way.append(self)
+
+    def synchronize(self) -> None:
+        """What came before it on its stream is through too."""
+        for each in self.under_way.copy():
+            if each._stream == self._stream:
+                self.under_way.remove(each)
+            if each is self:
+                return
+
+    def wait(self) -> None:
+        self.waited_for.append(self)
+
+
+def commit_and_look(job: Any, path: str, apply: str) -> tuple[int, int, int]:
+    """Trains in two streams, by numbers that a test can choose.
+
+    Returns:
+        How many commits there were, how many of them while the store's memory was still being
+        copied, and how often a stream was told to wait for copies of the other one.
+    """
+    Copied.waited_for, Copied.under_way = [], []
+    commits: list[bool] = []
+    number = 0
+    before = devices.CopyStream.mark, devices.CopyStream.current, RemoteStore.commit
+
+    def mark(self: Any, stream: Any = None) -> Any:  # without a stream it is of the parameters
+        return before[0](self, stream) if stream is not None else Copied(number)
+
+    def commit(self: Any, *given: Any) -> None:
+        commits.append(bool(Copied.under_way))
+        before[2](self, *given)
+
+    devices.CopyStream.mark = mark  # type: ignore[method-assign]
+    devices.CopyStream.current = lambda self: number  # type: ignore[method-assign]
+    RemoteStore.commit = commit  # type: ignore[method-assign]
+    try:
+        with device("staged"):
+            model = nn.Linear(300, 200)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            opt: Any = tw.DistributedOptimizer(plain, model, apply=apply)
+            job.keep(model=model, opt=opt)
+            for _ in range(2):
+                number = 7
+                opt.zero_grad()
+                model(torch.ones(2, 300)).sum().backward()
+                opt.step()
+                number = 8
+                with tw.edit(model), torch.no_grad():
+                    model.weight.mul_(0.9)
+            if job.rank == 0:
+                job.save(path)
+            job.barrier()
+            job.load(path)
+            opt.close()
+    finally:
+        devices.CopyStream.mark, devices.CopyStream.current = before[:2]  # type: ignore[method-assign]
+        RemoteStore.commit = before[2]  # type: ignore[method-assign]
+    return len(commits), sum(commits), len(Copied.waited_for)
+
+
+@pytest.mark.parametrize("apply", ["auto", "worker"])
+def test_no_version_is_made_while_the_last_one_is_being_copied(
+    apply: str, team: Team, tmp_path: Any
+) -> None:
+    """Named for a bug: only steps waited for the copies, and only for those of one stream."""
+    for commits, early, waits in team.run(commit_and_look, str(tmp_path / "model.pt"), apply):
+        assert commits >= 6, "the first values, steps, edits, a checkpoint"
+        assert early == 0
+        assert waits > 0, "an edit reads parameters behind what the step's stream copies"
 
 
 def slices_in_turn(job: Any, kind: str) -> tuple[str, int, int]:

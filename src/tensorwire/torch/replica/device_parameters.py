@@ -63,7 +63,8 @@ class DeviceParameters:
         self._stretches: list[_Stretch] = []
         self._stretch_of: dict[int, _Stretch] = {}
         self._stream = CopyStream(device)
-        self._arrived: Any = None  # an event behind the last copy to the device
+        # By the number of each stream that was the current one: an event behind its last copy.
+        self._under_way: dict[int, Any] = {}
         self._turn = 0
         self._compared: list[tuple[_Stretch, int, int, torch.Tensor]] = []
 
@@ -116,15 +117,27 @@ class DeviceParameters:
         self._copy([each for each in self._stretches if each.trained])
 
     def _copy(self, stretches: Sequence[_Stretch]) -> None:
+        self._go_behind_other_streams()
         for each in stretches:
             each.device.copy_(each.host, non_blocking=True)
             self.bytes_copied += each.host.nbytes
-        self._arrived = self._stream.mark()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._under_way[self._stream.current()] = self._stream.mark()
+
+    def _go_behind_other_streams(self) -> None:
+        """The current stream waits for copies that were begun in others; the caller does not."""
+        current = self._stream.current()
+        for number, event in self._under_way.items():
+            if number != current:
+                event.wait()
 
     def settle(self) -> None:
         """Returns when the store's memory may change: everything was copied from it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        for event in self._under_way.values():
+            event.synchronize()
+        self._under_way.clear()
 
     def address(self, index: int) -> int:
         """Returns the address of a parameter that was adopted; 0: it was not."""
@@ -143,8 +156,10 @@ class DeviceParameters:
     def begin_check(self) -> None:
         """Starts to compare a part of the values with the store's: those of the version in place.
 
-        Another part each time, so that `_TURNS` of them are all.
+        Another part each time, so that `_TURNS` of them are all. Whatever the current stream does
+        from now on is behind the copies of other streams.
         """
+        self._go_behind_other_streams()
         pieces = [
             (each, start, min(start + _PIECE_BYTES, each.host.nbytes))
             for each in self._stretches
@@ -156,7 +171,7 @@ class DeviceParameters:
             differs = _differ(there, stretch.device[start:stop])
             self._compared.append((stretch, start, stop, differs))
         if self._compared:
-            self._arrived = self._stream.mark()
+            self._mark()
 
     def finish_check(self) -> list[int]:
         """The parameters that were found to differ, which then have the store's values again."""

@@ -306,14 +306,14 @@ class Replica:
         weight: float,
         present: tuple[bytes, tuple[int, ...]],
     ) -> None:
+        self._residency.settle()
         # Clipping is for steps; a reduction tells the norm that there was.
         limit = min(self._max_norm, self._next_max_norm)
         max_norm = limit if operation == APPLY else math.inf
         hyper = self.arithmetic.hyper()
         scale = 1.0 if flags & REDUCED else self._scaled
-        says, blocks = present
         commit = Commit(
-            self.store.version + 1, operation, flags, scale, max_norm, weight, hyper, says, blocks
+            self.store.version + 1, operation, flags, scale, max_norm, weight, hyper, *present
         )
         self.store.commit(slice_index, commit)
 
@@ -384,7 +384,7 @@ class Replica:
         else:
             self._scaled = 1.0 if scale is None else scale
             present = self._take()
-        self._residency.finish_check()
+        self._residency.guard.finish()
         self._same_hyper.check(reducer.turn, self.arithmetic)
         repeated = self.store.is_committed(slice_index)
         if not repeated:

@@ -64,13 +64,8 @@ class Residency:
     def _is_on_device(self, index: int) -> bool:
         return self.on_device is not None and index in self.on_device
 
-    def finish_check(self) -> None:
-        """A commit is about to change the store: what was compared with it is known.
-
-        Raises:
-            RuntimeError: as `MutationGuard.finish`.
-        """
-        self.guard.finish()
+    def settle(self) -> None:
+        """A commit is about to change the store: returns when it was copied from it."""
         if self.on_device is not None:
             self.on_device.settle()
 
