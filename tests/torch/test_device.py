@@ -224,6 +224,25 @@ def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] |
         assert not row.in_place
 
 
+def look_where_pages_stay(job: Any, kind: str) -> Any:
+    """As `look`, where the driver locks no page."""
+    before = devices.PageLocks.lock
+    devices.PageLocks.lock = lambda self, memories: setattr(self, "why_not", "no")  # type: ignore
+    try:
+        return look(job, kind)
+    finally:
+        devices.PageLocks.lock = before  # type: ignore[method-assign]
+
+
+@both
+def test_explain_tells_why_copies_are_slow(kind: str, team: Team) -> None:
+    """Named for a bug: it said nothing of those of gradients, which backward then waits for."""
+    found = team.run(look_where_pages_stay, kind)[0]
+    for row in found.rows:
+        assert "by way of the driver's buffer" in row.route
+        assert row.reason == "no"
+
+
 class Mixed(nn.Module):
     """A table with sparse gradients on the host or the device, and layers on the device."""
 
@@ -473,13 +492,18 @@ def commit_and_look(job: Any, path: str, apply: str) -> tuple[int, int, int]:
     """Trains in two streams, by numbers that a test can choose.
 
     Returns:
-        How many commits there were, how many of them while the store's memory was still being
-        copied, and how often a stream was told to wait for copies of the other one.
+        How many commits there were, and copies of parameters at the end; how many of them while the
+        store's memory was still being copied; and how often a stream was told to wait for copies
+        of the other one.
     """
     Copied.waited_for, Copied.under_way = [], []
     commits: list[bool] = []
     number = 0
-    before = devices.CopyStream.mark, devices.CopyStream.current, RemoteStore.commit
+    addresses: list[int] = []
+    before = (
+        devices.CopyStream.mark, devices.CopyStream.current, RemoteStore.commit,
+        torch.Tensor.clone,
+    )  # fmt: skip
 
     def mark(self: Any, stream: Any = None) -> Any:  # without a stream it is of the parameters
         return before[0](self, stream) if stream is not None else Copied(number)
@@ -487,6 +511,10 @@ def commit_and_look(job: Any, path: str, apply: str) -> tuple[int, int, int]:
     def commit(self: Any, *given: Any) -> None:
         commits.append(bool(Copied.under_way))
         before[2](self, *given)
+
+    def clone(self: torch.Tensor, **options: Any) -> torch.Tensor:
+        commits.append(bool(Copied.under_way) and self.data_ptr() in addresses)
+        return before[3](self, **options)
 
     devices.CopyStream.mark = mark  # type: ignore[method-assign]
     devices.CopyStream.current = lambda self: number  # type: ignore[method-assign]
@@ -509,8 +537,13 @@ def commit_and_look(job: Any, path: str, apply: str) -> tuple[int, int, int]:
                 job.save(path)
             job.barrier()
             job.load(path)
+            assert Copied.under_way
+            number = 9
+            addresses = [each.data_ptr() for each in model.parameters()]
+            torch.Tensor.clone = clone  # type: ignore[assignment, method-assign]
             opt.close()
     finally:
+        torch.Tensor.clone = before[3]  # type: ignore[method-assign]
         devices.CopyStream.mark, devices.CopyStream.current = before[:2]  # type: ignore[method-assign]
         RemoteStore.commit = before[2]  # type: ignore[method-assign]
     return len(commits), sum(commits), len(Copied.waited_for)
@@ -579,6 +612,13 @@ def move_too_late(job: Any, kind: str) -> str:
     return ""
 
 
+PLACES = (
+    "device_buffers", "device_parameters", "edit_memory", "gradient_checks", "gradient_state",
+    "reducer",
+)  # fmt: skip
+"""Modules of the package that ask whether a tensor is on the host."""
+
+
 @both
 def test_a_model_that_is_moved_too_late_is_an_error(kind: str, team: Team) -> None:
     """Named for a bug: backward ended with an assertion."""
@@ -587,6 +627,38 @@ def test_a_model_that_is_moved_too_late_is_an_error(kind: str, team: Team) -> No
         assert "float32 on cpu, and is torch.float32 on cuda:0 since the model was moved" in said
     else:
         assert "was changed outside step()" in said
+
+
+def move_a_part_too_late(job: Any) -> str:
+    """One tensor is on the host until a step was made; those of 6 elements are."""
+    moved = False
+
+    def on_host(tensor: torch.Tensor) -> bool:
+        return tensor.numel() == 6 and not moved
+
+    places = [devices, *(sys.modules[f"{tw.__name__}.replica.{name}"] for name in PLACES)]
+    before = devices.is_on_host
+    try:
+        for place in places:
+            place.is_on_host = on_host
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6))  # its last bias has 6
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for moved in (False, True):
+            model[1].bias.data = model[1].bias.data.clone() if moved else model[1].bias.data
+            model(torch.ones(1, 3)).sum().backward()
+            opt.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        for place in places:
+            place.is_on_host = before
+    return ""
+
+
+def test_a_part_that_is_moved_too_late_is_an_error(team: Team) -> None:
+    """Named for a bug: backward ended with a KeyError."""
+    (said,) = team.run(move_a_part_too_late, workers=1)
+    assert said.startswith("parameter '1.bias' was changed outside step()")
 
 
 def other_device(job: Any) -> str:

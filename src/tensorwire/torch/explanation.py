@@ -24,6 +24,8 @@ from .optimizer import DistributedOptimizer, replica_of
 from .replica.gradient_state import Found, GradientState
 from .replica.replica import Replica
 
+_SLOWLY = " by way of the driver's buffer"
+
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
 
@@ -189,7 +191,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                 ExplainRow(
                     found.name, "gradient", shape, dtype, arrived, size_bytes, offset,
                     outcome.in_place and arrived, _route(state, outcome), copies, copied,
-                    outcome.reason if arrived else NOT_YET,
+                    state.slow or outcome.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
         parameters.append(_parameter_row(found))
@@ -208,7 +210,7 @@ def _parameter_row(found: Found) -> ExplainRow:
         return row
     route = f"copied to {parameter.device}"
     if found.slow:
-        route += " by way of the driver's buffer"
+        route += _SLOWLY
     return dataclasses.replace(
         row, in_place=False, route=route, copies=1, bytes_copied=parameter.nbytes,
         reason=found.slow or COPIED,
@@ -243,10 +245,9 @@ def _route(gradient: GradientState, outcome: Outcome) -> str:
     if outcome.reason == SPARSE:
         return "rows sent"
     if not is_on_host(gradient.parameter):
-        device = gradient.parameter.device
-        if gradient.was_in_place:
-            return f"copied from {device} into its server's memory"
-        return f"copied from {device}, then sent"
+        route = f"copied from {gradient.parameter.device}"
+        route += _SLOWLY if gradient.slow else ""
+        return route + (" into its server's memory" if gradient.was_in_place else ", then sent")
     if not outcome.in_place:
         return "copied by the worker" if gradient.bytes_copied else "sent"
     if not gradient.shared:

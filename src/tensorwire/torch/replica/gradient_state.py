@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..devices import is_on_host
+
 
 class Left(NamedTuple):
     """A gradient that has left, or lies where it is read: it must stay as it was."""
@@ -27,6 +29,7 @@ class GradientState:
         parameter: the parameter.
         name: of the parameter, quoted for messages.
         dtype: the parameter's when the store was opened.
+        on_host: the CPU computed with the parameter where it was then.
         is_table: the gradient is sparse by rows.
         shared: the gradient's place is a server's memory.
         left: the gradient, since it has left; None before, and after it was withdrawn.
@@ -35,6 +38,7 @@ class GradientState:
             was copied to where its server reads it.
         bytes_copied: of the last one, by this process; None if none has left.
         size_bytes: of the last one, where it is sparse.
+        slow: why its copy from a device is slow; "" if it is not.
     """
 
     index: int
@@ -42,15 +46,17 @@ class GradientState:
     name: str
     is_table: bool
     dtype: torch.dtype = field(init=False)
+    on_host: bool = field(init=False)
     shared: bool = False
     left: Left | None = None
     block: int | None = None
     was_in_place: bool = True
     bytes_copied: int | None = None
     size_bytes: int | None = None
+    slow: str = ""
 
     def __post_init__(self) -> None:
-        self.dtype = self.parameter.dtype
+        self.dtype, self.on_host = self.parameter.dtype, is_on_host(self.parameter)
 
     def forget(self) -> bool:
         """The gradient does not count; tells whether it did."""

@@ -154,7 +154,7 @@ class Reducer:
         wanted: list[Place | str] = [NO_PLACE] * len(parameters)
         for state in self.states:
             place = SPARSE if state.is_table else places[state.index]
-            if not is_on_host(state.parameter):
+            if not state.on_host:
                 place = SPARSE if state.is_table else COPIED
             wanted[state.index] = place
             state.shared = isinstance(place, Place) and place.shared
@@ -188,7 +188,7 @@ class Reducer:
         self._statistics.exposed_s += time.perf_counter() - started
 
     def _push(self, state: GradientState, gradient: torch.Tensor, where: int | None) -> None:
-        if gradient.dtype != state.dtype:
+        if gradient.dtype != state.dtype or is_on_host(gradient) != state.on_host:
             self._guard.check()
         self._check_layout(state, gradient)
         state.bytes_copied = 0
@@ -224,6 +224,7 @@ class Reducer:
         """A gradient on a device is copied while backward goes on; see `_arrive`."""
         there = self._device_gradients()
         there.leave(state.index, gradient)
+        state.slow = there.locks.why_not
         state.block = SLOT if there.is_shared(state.index) else None
         self.count_copied(state, gradient.nbytes)
 
@@ -232,10 +233,8 @@ class Reducer:
         index, pushes = self.slice_index, self._copies or self._session.taking is not None
         key = -1 if pushes else index
         if (found := self._on_device.get(key)) is None:
-            if self._device is None:
-                self._guard.check()  # it was moved there
             assert self._device is not None
-            states = (s for s in self.states if not s.is_table and not is_on_host(s.parameter))
+            states = (s for s in self.states if not s.is_table and not s.on_host)
             dense = {state.index: state.parameter for state in states}
             places: Sequence[Place | str] = [NO_PLACE] * len(self._all_pushed)
             if not pushes and (self._later is not None or self._store.is_committed(index)):

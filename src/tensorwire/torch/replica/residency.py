@@ -98,6 +98,7 @@ class Residency:
 
     def make_private(self) -> None:
         """Lets the parameters be copies in this process's own memory."""
+        self.settle()  # another stream may still copy what this one reads
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
