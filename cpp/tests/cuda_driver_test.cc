@@ -6,17 +6,12 @@
 
 #include "error.h"
 #include "gpu.h"
+#include "layouts.h"
 
 #if __has_include(<cuda.h>)
 #include <cuda.h>
 
 namespace ours = tensorwire::cuda;
-
-#define EQUAL(mine, theirs) \
-  static_assert(static_cast<int64_t>(mine) == static_cast<int64_t>(theirs))
-#define SAME(mine, theirs, my_field, their_field)                            \
-  static_assert(offsetof(mine, my_field) == offsetof(theirs, their_field) && \
-                sizeof(mine::my_field) == sizeof(theirs::their_field))
 
 EQUAL(ours::kSuccess, CUDA_SUCCESS);
 EQUAL(ours::kInvalidValue, CUDA_ERROR_INVALID_VALUE);

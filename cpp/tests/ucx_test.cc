@@ -5,18 +5,12 @@
 #include <cstdlib>
 
 #include "error.h"
+#include "layouts.h"
 
 #if __has_include(<ucp/api/ucp.h>)
 #include <ucp/api/ucp.h>
 
 namespace ours = tensorwire::ucx;
-
-#define SAME(mine, theirs, my_field, their_field)                            \
-  static_assert(offsetof(mine, my_field) == offsetof(theirs, their_field) && \
-                sizeof(mine::my_field) == sizeof(theirs::their_field))
-
-#define EQUAL(mine, theirs) \
-  static_assert(static_cast<int64_t>(mine) == static_cast<int64_t>(theirs))
 
 SAME(ours::ContextParams, ucp_params_t, mask, field_mask);
 SAME(ours::ContextParams, ucp_params_t, features, features);
