@@ -28,7 +28,7 @@ from .methods import call_is_confirmed
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .runtime.aio_client import METHOD, AioClient, AioMethod
-from .runtime.options import offer
+from .runtime.options import kept, offer
 from .tensors import delivered
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
@@ -177,8 +177,10 @@ class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         client = self._client
         carried, details = await client.carry(details, request)
-        if carried is not None and await carried.settled():
-            return carried
+        if carried is not None:
+            if await carried.settled():
+                return carried
+            details = details._replace(timeout=carried.time_remaining())
         link, marked = await client.begin(details)
         outgoing = SentMessage(request, link, last=False)
         call = await continuation(marked, outgoing)
@@ -437,6 +439,7 @@ def insecure_channel(
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.
     """
+    options = kept(options)
     offered = offer(runtime, options, compression)
     make = partial(grpc.aio.insecure_channel, target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
@@ -457,7 +460,7 @@ def secure_channel(
     plaintext_transports: tuple[str, ...] = (),
 ) -> AioRpcChannel:
     """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
-    make = partial(grpc.aio.secure_channel, target, credentials, options, compression)
+    make = partial(grpc.aio.secure_channel, target, credentials, kept(options), compression)
     transports = as_transports(("shm", *plaintext_transports))
     terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
     return _channel(make, interceptors, terms)

@@ -25,7 +25,7 @@ from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage, always
 from .runtime.aio_service import AioService
 from .runtime.context import Caller
-from .runtime.options import offer
+from .runtime.options import kept, offer
 from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
 
 
@@ -214,19 +214,16 @@ def server(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     plaintext = as_transports(plaintext_transports)
     terms = Terms(limits, as_transports(transports), listen, plaintext)
-    handlers = tuple(handlers or ())
+    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
+    options = kept(options)
     carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:
         service = AioService(
-            migration_thread_pool,
-            handlers,
-            tuple(interceptors or ()),
-            maximum_concurrent_rpcs,
-            carried.limits,
+            migration_thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
     registry = Registry(terms, max_attachments, service)
-    outermost = (AioInterceptor(registry), *(interceptors or ()))
+    outermost = (AioInterceptor(registry), *interceptors)
     inner = grpc.aio.server(
         migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression
     )

@@ -9,7 +9,7 @@ import grpc
 from .attachment import Limits
 from .channel import RpcChannel
 from .negotiation import Registry, Terms
-from .runtime.options import offer
+from .runtime.options import kept, offer
 from .runtime.server import Service
 from .server import Interceptor, RpcServer
 
@@ -38,10 +38,14 @@ def insecure_channel(
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         transports: by which payload may travel; () for not at all.
-        runtime: calls go by the runtime instead of HTTP/2, where the server has it too.
-            Default: whether TENSORWIRE_RPC is "runtime".
+        runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
+            whether the environment variable TENSORWIRE_RPC is "runtime".
+
+    Raises:
+        ValueError: a keyword, or the variable, has a value that it cannot have.
     """
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    options = kept(options)
     offered = offer(runtime, options, compression)
     inner = grpc.insecure_channel(target, options, compression)
     return RpcChannel(inner, Terms(limits, as_transports(transports), runtime=offered))
@@ -117,19 +121,16 @@ def server(
     """
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
-    handlers = tuple(handlers or ())
+    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
+    options = kept(options)
     carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:
         service = Service(
-            thread_pool,
-            handlers,
-            tuple(interceptors or ()),
-            maximum_concurrent_rpcs,
-            carried.limits,
+            thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
     registry = Registry(terms, max_attachments, service)
-    outermost = (Interceptor(registry), *(interceptors or ()))
+    outermost = (Interceptor(registry), *interceptors)
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
     )

@@ -351,7 +351,7 @@ class AttachmentKeeper:
         self._pause_until = 0.0
         self._pause_s = 0.0
         self._closed = False
-        self.reason = "no call was made yet"
+        self._reason = "no call was made yet"
 
     @property
     def carries(self) -> bool:
@@ -363,7 +363,20 @@ class AttachmentKeeper:
         """Why calls do not go by the runtime."""
         if not self.carries:
             return self._terms.runtime.reason
-        return self.reason or "the server does not offer the runtime"
+        if (attachment := self.ready) is None:
+            return self.reason
+        if attachment.transport not in _CARRY:
+            return f"calls do not go by {attachment.transport}"
+        return "the server does not offer the runtime"
+
+    @property
+    def reason(self) -> str:
+        """Why there is no attachment that is `ready`."""
+        if self._reason:
+            return self._reason
+        if self._attachment is not None and self._attachment.lost:
+            return "the connection of the attachment is over"
+        return "a call met a server that does not know the attachment, so for a while none uses it"
 
     @property
     def ready(self) -> RpcAttachment | None:
@@ -413,13 +426,13 @@ class AttachmentKeeper:
                     JANITOR.soon(each.close)
             self._by_id[attachment.id] = self._attachment = attachment
             self._pause_s = 0.0
-            self.reason = ""
+            self._reason = ""
             return attachment
         finally:
             self._lock.release()
 
     def _failed(self, error: Exception) -> None:
-        kind, self.reason = self._explain(error)
+        kind, self._reason = self._explain(error)
         if kind == "unknown method":
             self._pause_until = float("inf")
         elif kind != "unreachable":  # which the call itself will find out
@@ -437,7 +450,7 @@ class AttachmentKeeper:
     def close(self) -> None:
         """Ends the attachments; calling it again does nothing."""
         self._closed = True
-        self.reason = "the channel is closed"
+        self._reason = "the channel is closed"
         for attachment in list(self._by_id.values()):
             attachment.close()
         self._by_id.clear()

@@ -44,14 +44,22 @@ class Offer:
     reason: str = ""
 
 
+def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
+    """Options or interceptors for more than one reader, also where a user gave a generator."""
+    return None if values is None else tuple(values)
+
+
 def wanted(runtime: bool | None) -> bool:
     """Whether the user wants it: what he says, else TENSORWIRE_RPC.
 
     Raises:
-        ValueError: the variable has another value than "runtime" and "attachments".
+        ValueError: he says neither yes nor no, or the variable has another value than "runtime" and
+            "attachments".
     """
     if runtime is not None:
-        return bool(runtime)
+        if not isinstance(runtime, bool):
+            raise ValueError(f"runtime is True, False or None, not {runtime!r}")
+        return runtime
     value = os.environ.get("TENSORWIRE_RPC", "")
     if value not in ("", "runtime", "attachments"):
         raise ValueError(f'TENSORWIRE_RPC is "runtime" or "attachments", not {value!r}')
@@ -59,7 +67,7 @@ def wanted(runtime: bool | None) -> bool:
 
 
 def offer(
-    runtime: bool | None, options: Iterable[tuple[str, Any]] | None, compression: Any
+    runtime: bool | None, options: Iterable[tuple[str | bytes, Any]] | None, compression: Any
 ) -> Offer:
     """What an end offers whose user gave these options.
 
@@ -71,7 +79,8 @@ def offer(
     if compression is not None:
         return Offer(None, "messages are to be compressed")
     send, receive = -1, _DEFAULT_RECEIVE_BYTES
-    for key, value in options or ():
+    for name, value in options or ():
+        key = name.decode() if isinstance(name, bytes) else name
         if key == _SEND:
             send = int(value)
         elif key == _RECEIVE:

@@ -1,0 +1,228 @@
+"""Settings and calls of the runtime that are given otherwise than usual, in both worlds."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from ends import RUNTIME_SHM, Ends, Methods, System
+from test_aio import runner
+from test_aio_runtime import FOUR
+from test_rpc_conformance import UU, wait_for
+from test_rpc_runtime import way
+
+from tensorwire import rpc
+
+SYNC = System("shm", RUNTIME_SHM, RUNTIME_SHM)
+
+
+@pytest.fixture
+def both() -> Iterator[Ends]:
+    made = Ends(SYNC, {"/t/way": UU(way)})
+    yield made
+    made.close()
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "channel": partial(rpc.insecure_channel, "localhost:1"),
+    "server": partial(rpc.server, ThreadPoolExecutor(1)),
+    "aio channel": partial(rpc.aio.insecure_channel, "localhost:1"),
+    "aio server": rpc.aio.server,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def runtime_of(request: pytest.FixtureRequest) -> Callable[..., str]:
+    """Makes an end with these options, and tells what it says of the runtime."""
+
+    async def main(given: dict[str, Any]) -> str:
+        made = MAKERS[request.param](**given)
+        said = str(made.runtime)
+        if request.param.startswith("aio"):
+            await (made.close() if request.param == "aio channel" else made.stop(None))
+        elif request.param == "channel":
+            made.close()
+        else:
+            made.stop(None).wait()
+        return said
+
+    return lambda **given: asyncio.run(main(given))
+
+
+@pytest.mark.parametrize("value", ["attachments", "runtime", 1, ("shm",)])
+def test_a_runtime_that_is_no_truth_value(runtime_of: Callable[..., str], value: Any) -> None:
+    with pytest.raises(ValueError, match="runtime is True, False or None, not"):
+        runtime_of(runtime=value)
+
+
+def test_names_of_options_as_bytes(runtime_of: Callable[..., str]) -> None:
+    """grpcio takes them too."""
+    said = runtime_of(runtime=True, options=[(b"grpc.max_receive_message_length", 77)])
+    assert said in ("offered", "grpcio: no call was made yet")
+    said = runtime_of(runtime=True, options=[(b"grpc.service_config", "{}")])
+    assert said == "grpcio: it does not know the option grpc.service_config"
+
+
+def test_options_and_interceptors_that_can_be_looked_at_once(both: Ends) -> None:
+    """Both the runtime and grpcio get them."""
+    seen: list[str] = []
+
+    class Seen(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            seen.append(details.method)
+            return continuation(details)
+
+    limit = [("grpc.max_receive_message_length", 1000)]
+    both.system = System("shm", {"runtime": True}, {"runtime": True})
+    both.methods["/t/long"] = UU(lambda request, context: bytes(1001))
+    channel = both.serve(interceptors=iter([Seen()])).channel(options=iter(limit))
+    for plain in ({}, {"compression": grpc.Compression.NoCompression}):
+        seen.clear()
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/t/long")(b"", **plain)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert seen == ["/t/long"]
+    assert channel.runtime == "shm"
+
+
+def test_options_and_interceptors_of_asyncio_that_can_be_looked_at_once() -> None:
+    seen: list[str] = []
+
+    class Seen(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+        async def intercept_service(self, continuation: Any, details: Any) -> Any:
+            seen.append(details.method)
+            return await continuation(details)
+
+    async def long(request: bytes, context: Any) -> bytes:
+        return bytes(1001)
+
+    async def main() -> None:
+        limit = [("grpc.max_receive_message_length", 1000)]
+        server = rpc.aio.server(interceptors=iter([Seen()]), runtime=True)
+        server.add_generic_rpc_handlers((Methods({"/t/long": UU(long)}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        target = f"127.0.0.1:{port}"
+        async with rpc.aio.insecure_channel(target, iter(limit), runtime=True) as channel:
+            for plain in ({}, {"metadata": (("a", "x" * 17_000),)}):  # too long: by grpcio
+                seen.clear()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary("/t/long")(b"", **plain)
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert seen == ["/t/long"]
+            assert channel.runtime == "shm"
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("value", "by"), [("runtime", b"runtime"), ("attachments", b"grpcio")])
+def test_asyncio_ends_of_which_only_the_environment_speaks(
+    value: str, by: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(channel: Any) -> None:
+        assert await channel.unary_unary("/t/way")(b"") == by
+        assert channel.payload == "shm"
+
+    monkeypatch.setenv("TENSORWIRE_RPC", value)
+    runner({}, {})(FOUR, test)
+
+
+def test_what_a_channel_says_whose_server_is_gone(both: Ends) -> None:
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    both.server.stop(None).wait()
+    wait_for(lambda: channel.attachment is None)
+    assert channel.payload == "inside: the connection of the attachment is over"
+    assert channel.runtime == "grpcio: the connection of the attachment is over"
+
+
+def test_what_a_channel_says_that_sends_plain_messages_for_a_while(both: Ends) -> None:
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    channel.keeper.pause()
+    assert channel.payload.startswith("inside: a call met a server that does not know")
+    assert channel.runtime.startswith("grpcio: a call met a server that does not know")
+    assert channel.unary_unary("/t/way")(b"") == b"grpcio"
+
+
+def test_more_channels_than_attachments(both: Ends) -> None:
+    both.system = System("shm", RUNTIME_SHM, {**RUNTIME_SHM, "max_attachments": 2})
+    both.serve()
+    channels = [both.channel() for _ in range(3)]
+    ways = [each.unary_unary("/t/way")(b"") for each in channels]
+    assert ways == [b"runtime", b"runtime", b"grpcio"]
+    assert "this server has 2 attachments" in channels[2].runtime
+
+
+class Changing(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Calls another method than the user, with other metadata."""
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        details = details._replace(method="/t/seen", metadata=(("added", "1"),), timeout=20)
+        return continuation(details, request + b"!")
+
+
+def test_an_interceptor_that_changes_the_call(both: Ends) -> None:
+    def seen(request: bytes, context: Any) -> bytes:
+        assert ("added", "1") in [tuple(each) for each in context.invocation_metadata()]
+        assert context.time_remaining() <= 20
+        return request + way(request, context)
+
+    both.methods["/t/seen"] = UU(seen)
+    call = grpc.intercept_channel(both.serve().channel(), Changing()).unary_unary("/t/way")
+    assert call(b"x") == call.future(b"x").result(20) == b"x!runtime"
+
+
+def test_an_interceptor_of_asyncio_that_changes_the_call(both: Ends) -> None:
+    def seen(request: bytes, context: Any) -> bytes:
+        assert ("added", "1") in [tuple(each) for each in context.invocation_metadata()]
+        return request + way(request, context)
+
+    class Changes(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+        async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+            metadata = grpc.aio.Metadata(("added", "1"))
+            details = details._replace(method=b"/t/seen", metadata=metadata)
+            return await continuation(details, request + b"!")
+
+    both.methods["/t/seen"] = UU(seen)
+    both.serve()
+
+    async def main() -> None:
+        target, changes = f"127.0.0.1:{both.port}", [Changes()]
+        async with rpc.aio.insecure_channel(target, None, None, changes, **RUNTIME_SHM) as channel:
+            assert await channel.unary_unary("/t/way")(b"x") == b"x!runtime"
+
+    asyncio.run(main())
+
+
+def test_a_fork_with_a_call_under_way(both: Ends) -> None:
+    """The child's copy of the call says nothing to the server when it is collected."""
+    release: list[bool] = []
+
+    def held(request: bytes, context: Any) -> bytes:
+        wait_for(lambda: bool(release))
+        assert context.is_active()
+        return b"held"
+
+    both.methods["/t/held"] = UU(held)
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    future = channel.unary_unary("/t/held").future(b"")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            future.cancel()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    release.append(True)
+    assert future.result(20) == b"held"
