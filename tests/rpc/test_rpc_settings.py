@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +15,7 @@ import pytest
 from ends import RUNTIME_SHM, Ends, Methods, System
 from test_aio import runner
 from test_aio_runtime import FOUR
-from test_rpc_conformance import UU, wait_for
+from test_rpc_conformance import US, UU, wait_for
 from test_rpc_runtime import way
 
 from tensorwire import rpc
@@ -131,6 +133,67 @@ def test_asyncio_ends_of_which_only_the_environment_speaks(
 
     monkeypatch.setenv("TENSORWIRE_RPC", value)
     runner({}, {})(FOUR, test)
+
+
+class GrpcioGets:
+    """In the place of a callable of grpcio: notes the timeout that it gets."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+
+    def __call__(self, request: Any, timeout: float, *given: Any) -> Any:
+        self.timeouts.append(timeout)
+        raise LookupError
+
+    with_call = future = __call__
+
+
+@pytest.mark.parametrize("arity", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
+@pytest.mark.parametrize("kind", ["__call__", "with_call", "future"])
+def test_what_asking_takes_is_taken_from_the_timeout(arity: str, kind: str) -> None:
+    """A port where nobody answers: asking for the attachment has a half of the timeout."""
+    if arity.endswith("stream") and kind != "__call__":
+        return
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        with rpc.insecure_channel(target, runtime=True) as channel:
+            call = getattr(channel, arity)("/t/way")
+            call._inner = gets = GrpcioGets()
+            request = b"" if arity.startswith("unary") else iter([])
+            with pytest.raises(LookupError):
+                getattr(call, kind)(request, timeout=0.4, wait_for_ready=True)
+    assert gets.timeouts[0] < 0.3
+
+
+@pytest.mark.parametrize("kind", ["call", "with_call", "future", "aio"])
+def test_a_call_that_is_made_again_has_what_is_left_of_its_timeout(both: Ends, kind: str) -> None:
+    """A server that takes its time to refuse it."""
+
+    class Slow(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            time.sleep(0.3 if details.method == "/t/us" else 0)
+            return continuation(details)
+
+    both.methods["/t/us"] = US(lambda request, context: iter([b"%f" % context.time_remaining()]))
+    channel = both.serve(interceptors=[Slow()]).channel()
+
+    async def main() -> bytes:
+        async with rpc.aio.insecure_channel(f"127.0.0.1:{both.port}", **RUNTIME_SHM) as channel:
+            assert await channel.unary_unary("/t/way")(b"") == b"runtime"
+            return bytes(await channel.unary_unary("/t/us")(b"", timeout=5))
+
+    if kind == "aio":
+        left = asyncio.run(main())
+    else:
+        assert channel.unary_unary("/t/way")(b"") == b"runtime"
+        call = channel.unary_unary("/t/us")
+        if kind == "call":
+            left = call(b"", timeout=5)
+        elif kind == "with_call":
+            left, _ = call.with_call(b"", timeout=5)
+        else:
+            left = call.future(b"", timeout=5).result()
+    assert float(left) < 4.5
 
 
 def test_what_a_channel_says_whose_server_is_gone(both: Ends) -> None:

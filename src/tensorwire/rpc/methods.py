@@ -22,7 +22,7 @@ from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import mark
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, no_deadline
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .tensors import delivered
@@ -42,6 +42,40 @@ class OfMethods(Protocol):
 
     inner: grpc.Channel
     keeper: AttachmentKeeper
+
+
+class CallOptions:
+    """What callables of grpcio take behind the request, under its names and in its order.
+
+    The timeout counts from here on, whatever goes before the call or is made again.
+    """
+
+    __slots__ = ("_until", "compression", "credentials", "metadata", "wait_for_ready")
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> None:
+        self._until = None if timeout is None else time.monotonic() + timeout
+        self.metadata = metadata
+        self.credentials = credentials
+        self.wait_for_ready = wait_for_ready
+        self.compression = compression
+
+    @property
+    def timeout(self) -> float | None:
+        """What is left of it, in seconds; None if there is none."""
+        return None if self._until is None else self._until - time.monotonic()
+
+    def behind(self, request: Any, metadata: Any) -> tuple[Any, ...]:
+        """All arguments of a callable of grpcio, with these metadata instead of the user's."""
+        return (
+            request, self.timeout, metadata, self.credentials, self.wait_for_ready, self.compression
+        )  # fmt: skip
 
 
 class Method:
@@ -72,49 +106,36 @@ class Method:
             arity, method, request_serializer, self._deserialize, self._end
         )
 
-    def _carrier(
-        self,
-        timeout: float | None,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
-        *,
-        waits: bool,
-    ) -> tuple[RpcAttachment | None, float | None]:
-        """The attachment by which a call may go, and what is left of its timeout."""
-        if not self._keeper.carries or credentials is not None or compression is not None:
-            return None, timeout
-        started = time.monotonic()
-        attachment = self._attachment(timeout, wait_for_ready, waits=waits)
-        return attachment, _left(timeout, started)
+    def _carrier(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
+        """The attachment by which a call may go by the runtime; None: it goes by grpcio."""
+        if not self._keeper.carries:
+            return None
+        if options.credentials is not None or options.compression is not None:
+            return None
+        return self._attachment(options, waits=waits)
 
     def _deserialize(self, data: bytes) -> Any:
         return self._reader.read(data, self._keeper.find, lenient=True)
 
-    def _begin(
-        self, timeout: float | None, metadata: Any, wait_for_ready: Any, *, waits: bool
-    ) -> tuple[CallLink, Any]:
+    def _begin(self, options: CallOptions, *, waits: bool) -> tuple[CallLink, Any]:
         """The link of a new call, and its metadata with the mark of its attachment."""
-        attachment = self._attachment(timeout, wait_for_ready, waits=waits)
+        attachment = self._attachment(options, waits=waits)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            return PLAIN, metadata
-        marked = (MARK, mark(attachment.id, *call))
-        remaining = no_deadline if timeout is None else partial(_left, timeout, time.monotonic())
-        link = CallLink(attachment, call, remaining, always)
-        return link, (*metadata, marked) if metadata else (marked,)
+            return PLAIN, options.metadata
+        link = CallLink(attachment, call, lambda: options.timeout, always)
+        return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
 
-    def _attachment(
-        self, timeout: float | None, wait_for_ready: Any, *, waits: bool
-    ) -> RpcAttachment | None:
+    def _attachment(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
         """The channel's, for which the server is asked if need be."""
         attachment = self._keeper.ready
         if attachment is not None or self._keeper.settled():
             return attachment
         wait_s = _NEGOTIATE_S if waits else _NEGOTIATE_NOWAIT_S
-        if timeout is not None:
-            wait_s = min(wait_s, max(timeout / 2, 0.0))  # the rest is for the call itself
-        ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready if waits else None)
+        if (left_s := options.timeout) is not None:
+            wait_s = min(wait_s, max(left_s / 2, 0.0))  # the rest is for the call itself
+        wait_for_ready = options.wait_for_ready if waits else None
+        ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready)
         return self._keeper.get(ask, wait_s)
 
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
@@ -156,23 +177,11 @@ class Method:
 class _UnaryRequest(Method):
     """What calls with one request have in common."""
 
-    def _blocking(
-        self,
-        call: Callable[..., Any],
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
-    ) -> Any:
-        started = time.monotonic()
-        link, marked = self._begin(timeout, metadata, wait_for_ready, waits=True)
+    def _blocking(self, call: Callable[..., Any], request: Any, options: CallOptions) -> Any:
+        link, marked = self._begin(options, waits=True)
         outgoing = SentMessage(request, link, last=False)
-        if timeout is not None:
-            timeout = _left(timeout, started)
         try:
-            answer = call(outgoing, timeout, marked, credentials, wait_for_ready, compression)
+            answer = call(*options.behind(outgoing, marked))
         except grpc.RpcError as error:
             self._end(link, False, error.code())
             if not self._is_to_be_sent_again(outgoing, error):
@@ -186,9 +195,7 @@ class _UnaryRequest(Method):
                 delivered(outgoing.tickets)
             return answer
         plain = SentMessage(request, AGAIN, last=False)
-        answer = call(
-            plain, _left(timeout, started), metadata, credentials, wait_for_ready, compression
-        )
+        answer = call(*options.behind(plain, options.metadata))
         delivered(plain.tickets)
         return answer
 
@@ -197,18 +204,12 @@ class _UnaryRequest(Method):
         call: Callable[..., Any],
         wrap: Callable[..., Any],
         request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
+        options: CallOptions,
     ) -> Any:
-        started = time.monotonic()
-        link, marked = self._begin(timeout, metadata, wait_for_ready, waits=False)
-        timeout = _left(timeout, started)
+        link, marked = self._begin(options, waits=False)
         outgoing = SentMessage(request, link, last=False)
         try:
-            first = call(outgoing, timeout, marked, credentials, wait_for_ready, compression)
+            first = call(*options.behind(outgoing, marked))
         except BaseException:
             self._end(link, False)
             raise
@@ -222,9 +223,7 @@ class _UnaryRequest(Method):
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
             plain = SentMessage(request, AGAIN, last=False)
-            return call(
-                plain, _left(timeout, started), metadata, credentials, wait_for_ready, compression
-            )
+            return call(*options.behind(plain, options.metadata))
 
         return wrap(first, again, partial(call_is_confirmed, link))
 
@@ -262,89 +261,41 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
     """See `grpc.UnaryUnaryMultiCallable`."""
 
     def _carry(
-        self,
-        request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
-        again: Callable[[], Any] | None = None,
+        self, request: Any, options: CallOptions, again: Callable[[], Any] | None = None
     ) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio."""
-        attachment, left = self._carrier(
-            timeout, credentials, wait_for_ready, compression, waits=again is None
-        )
-        if attachment is None:
-            return None
-        return self._carried.begin(attachment, request, left, metadata, again)
+        attachment = self._carrier(options, waits=again is None)
+        return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
 
-    def __call__(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request, *given)
+    def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request, options)
         if call is not None and call.wait_blocking():
             return call.result()
-        return self._blocking(self._inner, request, *given)
+        return self._blocking(self._inner, request, options)
 
-    def with_call(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request, *given)
+    def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request, options)
         if call is not None and call.wait_blocking():
             return call.result(), call
-        return self._blocking(self._inner.with_call, request, *given)
+        return self._blocking(self._inner.with_call, request, options)
 
-    def future(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        again = partial(self._nowait, self._inner.future, ResentFuture, request, *given)
-        call = self._carry(request, *given, again)
+    def future(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        again = partial(self._nowait, self._inner.future, ResentFuture, request, options)
+        call = self._carry(request, options, again)
         return again() if call is None else call
 
 
 class UnaryStream(_UnaryRequest, grpc.UnaryStreamMultiCallable):
     """See `grpc.UnaryStreamMultiCallable`."""
 
-    def __call__(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        attachment, left = self._carrier(
-            timeout, credentials, wait_for_ready, compression, waits=False
-        )
-        if attachment is not None:
-            call = self._carried.begin(attachment, request, left, metadata)
-            if call is not None:
-                return call
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        return self._nowait(self._inner, ResentStream, request, *given)
+    def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        attachment = self._carrier(options, waits=False)
+        call = self._carried.begin(attachment, request, options.timeout, options.metadata)
+        return self._nowait(self._inner, ResentStream, request, options) if call is None else call
 
 
 class _StreamRequest(Method):
@@ -355,50 +306,28 @@ class _StreamRequest(Method):
     """
 
     def _start(
-        self, timeout: float | None, metadata: Any, wait_for_ready: Any, *, waits: bool
-    ) -> tuple[CallLink, Any, float | None]:
-        started = time.monotonic()
-        link, marked = self._begin(timeout, metadata, wait_for_ready, waits=waits)
+        self, options: CallOptions, needed: Callable[[], bool], *, waits: bool
+    ) -> tuple[CallLink, Any]:
+        """As `_begin`; `needed` tells whether the call goes on."""
+        link, marked = self._begin(options, waits=waits)
         if link is not PLAIN:
-            link.must_confirm = True
-        return link, marked, _left(timeout, started)
+            link.must_confirm, link.needed = True, needed
+        return link, marked
 
-    def _carry(
-        self,
-        requests: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
-        *,
-        waits: bool,
-    ) -> RuntimeCall | None:
+    def _carry(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio, and nothing of it was sent."""
-        attachment, left = self._carrier(
-            timeout, credentials, wait_for_ready, compression, waits=waits
+        attachment = self._carrier(options, waits=waits)
+        return self._carried.begin_stream(
+            attachment, requests, options.timeout, options.metadata, waits=waits
         )
-        if attachment is None:
-            return None
-        return self._carried.begin_stream(attachment, requests, left, metadata, waits=waits)
 
     def _blocking(
-        self,
-        call: Callable[..., Any],
-        requests: Iterator[Any],
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
+        self, call: Callable[..., Any], requests: Iterator[Any], options: CallOptions
     ) -> Any:
-        link, marked, timeout = self._start(timeout, metadata, wait_for_ready, waits=True)
         ended = False
-        link_needed(link, lambda: not ended)
+        link, marked = self._start(options, lambda: not ended, waits=True)
         try:
-            answer = call(
-                _Requests(requests, link), timeout, marked, credentials, wait_for_ready, compression
-            )
+            answer = call(*options.behind(_Requests(requests, link), marked))
         except BaseException as error:
             ended = True
             self._end(link, False, error.code() if isinstance(error, grpc.Call) else None)
@@ -408,22 +337,12 @@ class _StreamRequest(Method):
         return answer
 
     def _nowait(
-        self,
-        call: Callable[..., Any],
-        requests: Iterator[Any],
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        wait_for_ready: Any,
-        compression: Any,
+        self, call: Callable[..., Any], requests: Iterator[Any], options: CallOptions
     ) -> Any:
-        link, marked, timeout = self._start(timeout, metadata, wait_for_ready, waits=False)
         over: list[bool] = []
-        link_needed(link, lambda: not over)
+        link, marked = self._start(options, lambda: not over, waits=False)
         try:
-            first = call(
-                _Requests(requests, link), timeout, marked, credentials, wait_for_ready, compression
-            )
+            first = call(*options.behind(_Requests(requests, link), marked))
         except BaseException:
             self._end(link, False)
             raise
@@ -437,12 +356,6 @@ class _StreamRequest(Method):
             if not first.add_callback(ended):
                 ended()
         return first
-
-
-def link_needed(link: CallLink, needed: Callable[[], bool]) -> None:
-    """Tells a link how to ask whether its call goes on."""
-    if link is not PLAIN:
-        link.needed = needed
 
 
 class _Requests:
@@ -462,69 +375,32 @@ class _Requests:
 class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
     """See `grpc.StreamUnaryMultiCallable`."""
 
-    def __call__(
-        self,
-        request_iterator: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request_iterator, *given, waits=True)
+    def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request_iterator, options, waits=True)
         if call is not None:
             call.wait_blocking()
             return call.result()
-        return self._blocking(self._inner, request_iterator, *given)
+        return self._blocking(self._inner, request_iterator, options)
 
-    def with_call(
-        self,
-        request_iterator: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request_iterator, *given, waits=True)
+    def with_call(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request_iterator, options, waits=True)
         if call is not None:
             call.wait_blocking()
             return call.result(), call
-        return self._blocking(self._inner.with_call, request_iterator, *given)
+        return self._blocking(self._inner.with_call, request_iterator, options)
 
-    def future(
-        self,
-        request_iterator: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request_iterator, *given, waits=False)
-        return self._nowait(self._inner.future, request_iterator, *given) if call is None else call
+    def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request_iterator, options, waits=False)
+        return self._nowait(self._inner.future, request_iterator, options) if call is None else call
 
 
 class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
     """See `grpc.StreamStreamMultiCallable`."""
 
-    def __call__(
-        self,
-        request_iterator: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = timeout, metadata, credentials, wait_for_ready, compression
-        call = self._carry(request_iterator, *given, waits=False)
-        return self._nowait(self._inner, request_iterator, *given) if call is None else call
-
-
-def _left(timeout: float | None, started: float) -> float | None:
-    """What is left of a timeout that counts from `started`."""
-    return None if timeout is None else timeout - (time.monotonic() - started)
+    def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
+        call = self._carry(request_iterator, options, waits=False)
+        return self._nowait(self._inner, request_iterator, options) if call is None else call
