@@ -8,19 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import Ends
+from ends import Ends, System
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, wait_for
 from test_rpc_runtime import WIRES, frame, way
 
 from tensorwire.rpc.runtime import flow, frames
 
-pytest_plugins = ()
-
 
 @pytest.fixture(params=WIRES)
 def both(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    from ends import System
-
     made = Ends(System(request.param, WIRES[request.param], WIRES[request.param]))
     yield made
     made.close()
