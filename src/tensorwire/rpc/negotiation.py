@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
@@ -33,7 +33,7 @@ from .runtime.client import RuntimeClient
 from .runtime.context import Caller
 from .runtime.options import MessageLimits, Offer
 from .runtime.ring import RING, checked, make_ring
-from .runtime.server import ServerEnd
+from .runtime.server import AnyService
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
@@ -86,21 +86,6 @@ class DeclinedError(Exception):
     """The server has tensorwire and gives no attachment; it says why."""
 
 
-class LineAttacher(Protocol):
-    """What carries out calls that do not come by grpcio."""
-
-    def attach(
-        self,
-        attachment: RpcAttachment,
-        caller: Caller,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
-    ) -> ServerEnd:
-        """The server's end of a new line; `start` lets calls come."""
-
-
 class Registry:
     """The attachments of a server. Any thread may use it.
 
@@ -110,7 +95,7 @@ class Registry:
         service: carries out calls that do not come by grpcio, None if there are to be none.
     """
 
-    def __init__(self, terms: Terms, most: int, service: LineAttacher | None = None) -> None:
+    def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
         self._service = service
         self._terms = terms
         self._most = most
@@ -203,7 +188,7 @@ class Registry:
         node: Node,
         board: Region,
         lent_bytes: int,
-        service: LineAttacher | None,
+        service: AnyService | None,
         ring: Region | None,
         caller: Caller | None,
     ) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,13 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage
 from . import observed
-from .aio_call import KINDS, AioCall, as_bytes
+from .aio_call import KINDS, as_bytes
 from .carry import LONGEST_S, Ended, Told
+from .client import AnyClient
 from .flow import Outflow
 from .frames import (
-    CREDIT,
-    END,
-    GOAWAY,
-    HEAD,
-    MESSAGE,
-    NO_DEADLINE,
-    Frame,
-    FrameError,
     as_metadata,
-    call_frames,
-    parse_credit,
-    parse_head,
 )
-from .line import Line
 from .loop import in_loop
 from .options import MessageLimits
 
@@ -47,17 +35,13 @@ METHOD: contextvars.ContextVar[AioMethod | None] = contextvars.ContextVar(
 """The method that is called: grpcio's interceptors are told its name and not its serializers."""
 
 
-class AioClient:
+class AioClient(AnyClient):
     """The client's end of a line; all but making, `over` and `close` in its event loop.
 
     Attributes:
-        line: of the calls.
-        limits: of messages.
         loop, thread: of the first call.
 
-    Args:
-        node, memory, other, peer: as for `Line`.
-        limits: of messages.
+    Args: as of `AnyClient`.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -66,21 +50,8 @@ class AioClient:
     def __init__(
         self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, limits: MessageLimits
     ) -> None:
-        self.line = Line(node, memory, other, peer, self, patient=False)
-        self.limits = limits
-        self._calls: dict[int, weakref.ref[AioCall]] = {}
-        self._going_away = False
-        self._closed = False
+        super().__init__(node, memory, other, peer, limits, patient=False)
         self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Calls can begin here."""
-        return not self._going_away and self.line.takes_calls
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """See `Line.send`."""
-        self.line.send(frames)
 
     def start(self) -> None:
         """Begins to read, in the running event loop."""
@@ -88,73 +59,14 @@ class AioClient:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             self._reading = self.loop.create_task(self.line.serve())
 
-    def begin(
-        self, call: AioCall, method: bytes, metadata: Any, message: bytes | None, *, streams: bool
-    ) -> None:
-        """Sends a call, with its request if that is the only one; see `RuntimeClient.begin`."""
-        self._calls[call.number[0]] = weakref.ref(call)
-        left = call.time_remaining()
-        timeout_us = NO_DEADLINE if left is None else min(int(left * 1e6), NO_DEADLINE - 1)
-        most = self.limits.send_bytes
-        if message is not None and 0 <= most < len(message):
-            text = f"CLIENT: Sent message larger than max ({len(message)} vs. {most})"
-            call.conclude(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            return
-        self.send(call_frames(call.number, method, timeout_us, metadata, message, streams=streams))
-        if self.line.is_over:  # and has perhaps not seen this call
-            call.conclude(grpc.StatusCode.UNAVAILABLE, "the connection is over")
-
-    def forget(self, call: AioCall) -> None:
-        """A call has ended, or goes on by grpcio."""
-        known = self._calls.get(call.number[0])
-        if known is not None and known() in (call, None):
-            del self._calls[call.number[0]]
-
-    def arrived(self, frame: Frame) -> None:
-        """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
-        if frame.kind == GOAWAY:
-            self._going_away = True
-            return
-        known = self._calls.get(frame.number[0])
-        call = None if known is None else known()
-        if call is None or call.number != frame.number:
-            return
-        if frame.kind == END:
-            call.answered(frame)
-        elif frame.kind == MESSAGE:
-            call.message(frame)
-        elif frame.kind == CREDIT:
-            call.granted(parse_credit(frame.body))
-        elif frame.kind == HEAD:
-            call.head(parse_head(frame.body))
-        else:
-            raise FrameError(f"a frame of kind {frame.kind} to a client")
-
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""
         if self._reading is not None:
-            in_loop(self.loop, partial(self._end_all, reason))
+            in_loop(self.loop, partial(self._end_all, self._reading, reason))
 
-    def _end_all(self, reason: str) -> None:
-        for known in list(self._calls.values()):
-            call = known()
-            if call is None:
-                continue
-            if self._closed:
-                call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
-            else:
-                call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
-        if self._reading is not None:
-            self._reading.cancel()
-
-    def close(self, *, lost: bool) -> None:
-        """Ends all calls; calling it again does nothing. Any thread.
-
-        Args:
-            lost: the server is gone, and not this channel closed.
-        """
-        self._closed = not lost
-        self.line.end("the server is gone" if lost else "the channel is closed")
+    def _end_all(self, reading: asyncio.Task[None], reason: str) -> None:
+        super().over(reason)
+        reading.cancel()
 
 
 class AioMethod:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import grpc
 
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
-
-from ..attachment import RpcAttachment
 from . import observed
 from .aio_behavior import AioPerformance
-from .context import CallDetails, Caller
+from .context import CallDetails
 from .line import MOST_BACKLOG
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
 from .served import IncomingCall
-from .server import ARITIES, ServerEnd
+from .server import ARITIES, AnyService, ServerEnd
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -59,19 +54,16 @@ class AioServerEnd(ServerEnd):
             self._serving.cancel()
 
 
-class AioService:
-    """What an asyncio server does for calls of all its lines, in its event loop.
+class AioService(AnyService):
+    """What an asyncio server does for its calls, in its event loop.
 
     Attributes:
-        limits: of messages.
         loop: set before clients come.
 
     Args:
         pool: threads for servicers that are not asynchronous.
-        handlers: generic ones.
+        handlers, most, limits: as of `AnyService`.
         interceptors: the user's, outermost first.
-        most: calls at a time, None for no limit.
-        limits: of messages.
     """
 
     def __init__(
@@ -82,90 +74,35 @@ class AioService:
         most: int | None,
         limits: MessageLimits,
     ) -> None:
-        self.limits = limits
+        super().__init__(pool, handlers, most, limits)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._pool = pool
-        self._generic = list(handlers)
-        self._registered: dict[str, Any] = {}
-        self._interceptors = tuple(interceptors)
-        self._most = most
-        self._lock = threading.Lock()
-        self._ends: weakref.WeakSet[AioServerEnd] = weakref.WeakSet()
+        self._interceptors = interceptors
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stopping = False
 
-    def add_generic(self, handlers: Sequence[Any]) -> None:
-        """See `grpc.aio.Server`."""
-        self._generic.extend(handlers)
-
-    def add_registered(self, service_name: str, handlers: Mapping[str, Any]) -> None:
-        """See `grpc.aio.Server`."""
-        self._registered |= {f"/{service_name}/{name}": each for name, each in handlers.items()}
-
-    def attach(
-        self,
-        attachment: RpcAttachment,
-        caller: Caller,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
-    ) -> AioServerEnd:
-        """The server's end of a new line; `start` lets calls come. Any thread."""
-        end = AioServerEnd(self, attachment, caller, node, memory, other, peer)
-        with self._lock:
-            self._ends.add(end)
-        if self._stopping:
-            end.go_away()
-        return end
+    def new_end(self, *given: Any) -> ServerEnd:
+        """See `AnyService`."""
+        return AioServerEnd(self, *given)
 
     @property
     def active(self) -> int:
-        """Calls under way."""
-        with self._lock:
-            return sum(end.active for end in self._ends) + len(self._tasks)
-
-    def stop(self) -> None:
-        """Lets no more calls begin."""
-        self._stopping = True
-        with self._lock:
-            ends = list(self._ends)
-        for end in ends:
-            end.go_away()
-
-    def cancel_all(self) -> None:
-        """Ends all calls."""
-        with self._lock:
-            ends = list(self._ends)
-        for end in ends:
-            end.cancel_all()
+        """Calls under way, and their servicers that are not done yet."""
+        return super().active + len(self._tasks)
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
-        """See `Service.begin`."""
-        assert self.loop is not None
-        once = call.requests is None and not call.takes_stream
-        if self._stopping:
-            if once:
-                call.refuse()
-            else:
-                call.fail(_Code.UNAVAILABLE, "the server is stopping", reading=True)
+        """See `AnyService`."""
+        if self._is_refused(call):
             return
+        assert self.loop is not None
         if call.deadline is not None:
-            late = partial(
-                call.fail,
-                _Code.DEADLINE_EXCEEDED,
-                "Deadline Exceeded",
-                reading=True,
-                cancelled=True,
-            )
-            call.alarm = LoopDeadline(self.loop, call.deadline - time.monotonic(), late)
+            left_s = call.deadline - time.monotonic()
+            call.alarm = LoopDeadline(self.loop, left_s, call.deadline_passed)
         exceeded = self._most is not None and len(self._tasks) >= self._most
-        task = self.loop.create_task(self._serve(end, call, once, exceeded))
+        task = self.loop.create_task(self._serve(end, call, exceeded))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         call.add_callback(partial(_cancel, call, task))
 
-    async def _serve(self, end: ServerEnd, call: IncomingCall, once: bool, exceeded: bool) -> None:
+    async def _serve(self, end: ServerEnd, call: IncomingCall, exceeded: bool) -> None:
         try:
             handler = await self._look_up(
                 self._interceptors, CallDetails(call.method, call.metadata)
@@ -180,7 +117,7 @@ class AioService:
         if exceeded:
             call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
             return
-        if once and (handler.request_streaming or handler.response_streaming):
+        if call.once and (handler.request_streaming or handler.response_streaming):
             call.refuse()  # grpcio says what comes of that
             return
         if call.requests is not None and not handler.request_streaming:
@@ -212,14 +149,7 @@ class AioService:
         if interceptors:
             continuation = partial(self._look_up, interceptors[1:])
             return await interceptors[0].intercept_service(continuation, details)
-        found = self._registered.get(details.method)
-        if found is not None:
-            return found
-        for generic in self._generic:
-            found = generic.service(details)
-            if found is not None:
-                return found
-        return None
+        return self._find(details)
 
 
 def _cancel(call: IncomingCall, task: asyncio.Task[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 
@@ -22,6 +23,7 @@ from .frames import (
     Frame,
     FrameError,
     Metadata,
+    Number,
     call_frames,
     parse_credit,
     parse_head,
@@ -30,32 +32,61 @@ from .line import Line, SharedReader
 from .options import MessageLimits
 
 
-class RuntimeClient:
-    """The client's end of a line. Any thread may use it.
+class ClientCall(Protocol):
+    """A call of a client, of whichever world.
 
     Attributes:
-        line, reader: of the calls.
+        number: of the call.
+    """
+
+    number: Number
+
+    def time_remaining(self) -> float | None:
+        """Seconds to its deadline, None if it has none."""
+
+    def head(self, initial: Metadata) -> None:
+        """Initial metadata came ahead."""
+
+    def message(self, frame: Frame) -> None:
+        """A piece of a response came."""
+
+    def granted(self, size_bytes: int) -> None:
+        """The server has taken so much of the requests."""
+
+    def answered(self, frame: Frame) -> None:
+        """The server has ended the call."""
+
+    def conclude(self, code: grpc.StatusCode, details: str) -> bool:
+        """Ends the call; False if it had ended."""
+
+
+class AnyClient:
+    """The client's end of a line, of whichever world.
+
+    Attributes:
+        line: of the calls.
         limits: of messages.
-        mutex: guards lists of callbacks.
-        callbacks: the thread that calls them.
 
     Args:
-        node, memory, other, peer: as for `Line`.
+        node, memory, other, peer, patient: as for `Line`.
         limits: of messages.
     """
 
     def __init__(
-        self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, limits: MessageLimits
+        self,
+        node: Node,
+        memory: Region,
+        other: RemoteRegion,
+        peer: Peer,
+        limits: MessageLimits,
+        *,
+        patient: bool = True,
     ) -> None:
-        self.line = Line(node, memory, other, peer, self)
-        self.reader = SharedReader(self.line)
+        self.line = Line(node, memory, other, peer, self, patient=patient)
         self.limits = limits
-        self.mutex = threading.Lock()
-        self._calls: dict[int, weakref.ref[RuntimeCall]] = {}
-        self._kept: dict[int, RuntimeCall] = {}
+        self._calls: dict[int, weakref.ref[ClientCall]] = {}
         self._going_away = False
         self._closed = False
-        self.callbacks = Callbacks()
 
     @property
     def usable(self) -> bool:
@@ -68,7 +99,7 @@ class RuntimeClient:
 
     def begin(
         self,
-        call: RuntimeCall,
+        call: ClientCall,
         method: bytes,
         metadata: Metadata,
         message: bytes | None,
@@ -100,22 +131,11 @@ class RuntimeClient:
         if self.line.is_over:  # and has perhaps not seen this call
             call.conclude(grpc.StatusCode.UNAVAILABLE, "the connection is over")
 
-    def forget(self, call: RuntimeCall) -> None:
+    def forget(self, call: ClientCall) -> None:
         """A call has ended, or goes on by grpcio; its slot may be that of another one by now."""
         known = self._calls.get(call.number[0])
         if known is not None and known() in (call, None):
             self._calls.pop(call.number[0], None)
-
-    def keep(self, call: RuntimeCall) -> None:
-        """A call goes on though its caller may forget it."""
-        self._kept[id(call)] = call
-        if call.finished:
-            self.unkeep(call)
-
-    def unkeep(self, call: RuntimeCall) -> None:
-        """A call has ended, after `finish`."""
-        if self._kept:
-            self._kept.pop(id(call), None)
 
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
@@ -147,14 +167,50 @@ class RuntimeClient:
                 call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
             else:
                 call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
-        self.reader.stop()
-        self.callbacks.stop()
 
     def close(self, *, lost: bool) -> None:
-        """Ends all calls; calling it again does nothing.
+        """Ends all calls; calling it again does nothing. Any thread.
 
         Args:
             lost: the server is gone, and not this channel closed.
         """
         self._closed = not lost
         self.line.end("the server is gone" if lost else "the channel is closed")
+
+
+class RuntimeClient(AnyClient):
+    """The client's end of a line. Any thread may use it.
+
+    Attributes:
+        reader: of the line.
+        mutex: guards lists of callbacks.
+        callbacks: the thread that calls them.
+
+    Args: as of `AnyClient`.
+    """
+
+    def __init__(
+        self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, limits: MessageLimits
+    ) -> None:
+        super().__init__(node, memory, other, peer, limits)
+        self.reader = SharedReader(self.line)
+        self.mutex = threading.Lock()
+        self._kept: dict[int, RuntimeCall] = {}
+        self.callbacks = Callbacks()
+
+    def keep(self, call: RuntimeCall) -> None:
+        """A call goes on though its caller may forget it."""
+        self._kept[id(call)] = call
+        if call.finished:
+            self.unkeep(call)
+
+    def unkeep(self, call: RuntimeCall) -> None:
+        """A call has ended, after `finish`."""
+        if self._kept:
+            self._kept.pop(id(call), None)
+
+    def over(self, reason: str) -> None:
+        """See `LineEnd`."""
+        super().over(reason)
+        self.reader.stop()
+        self.callbacks.stop()

@@ -98,6 +98,11 @@ class IncomingCall:
         self._token = [True]
         self._callbacks: list[Callable[[], None]] = []
 
+    @property
+    def once(self) -> bool:
+        """It is unary at the client, which can make it again by grpcio."""
+        return self.requests is None and not self.takes_stream
+
     def is_active(self) -> bool:
         """The call goes on."""
         return bool(self._token)
@@ -253,6 +258,10 @@ class IncomingCall:
         """Ends the call with a status of the server itself."""
         frames = end_frames(self.number, code.value[0], details.encode())
         self.finish(frames, reading=reading, cancelled=cancelled)
+
+    def deadline_passed(self) -> None:
+        """Ends the call because its time is over."""
+        self.fail(_Code.DEADLINE_EXCEEDED, "Deadline Exceeded", reading=True, cancelled=True)
 
     def cancel(self) -> None:
         """Ends the call as its servicer wants."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -54,19 +54,6 @@ ARITIES = {  # by whether requests and responses are streams
 }
 
 
-class CallStarter(Protocol):
-    """What carries out the calls of a server.
-
-    Attributes:
-        limits: of messages.
-    """
-
-    limits: MessageLimits
-
-    def begin(self, end: ServerEnd, call: IncomingCall) -> None:
-        """Has a call carried out that has its request, or begins its requests."""
-
-
 class ServerEnd:
     """The server's end of one line. Its thread reads, and runs interceptors.
 
@@ -85,7 +72,7 @@ class ServerEnd:
 
     def __init__(
         self,
-        service: CallStarter,
+        service: AnyService,
         attachment: RpcAttachment,
         caller: Caller,
         node: Node,
@@ -207,38 +194,30 @@ class ServerEnd:
         self.line.end("the server is closed")
 
 
-class Service:
-    """What a server does for calls of all its lines. Any thread may use it.
+class AnyService:
+    """What a server does for calls of all its lines, in whichever world. Any thread may use it.
+
+    Attributes:
+        limits: of messages.
 
     Args:
         pool: the user's threads.
         handlers: generic ones.
-        interceptors: the user's, outermost first.
         most: calls at a time, None for no limit.
         limits: of messages.
     """
 
     def __init__(
-        self,
-        pool: Any,
-        handlers: Sequence[Any],
-        interceptors: Sequence[Any],
-        most: int | None,
-        limits: MessageLimits,
+        self, pool: Any, handlers: Sequence[Any], most: int | None, limits: MessageLimits
     ) -> None:
         self.limits = limits
         self._pool = pool
         self._generic = list(handlers)
         self._registered: dict[str, Any] = {}
         self._most = most
-        self._running = 0
         self._lock = threading.Lock()
         self._ends: weakref.WeakSet[ServerEnd] = weakref.WeakSet()
         self._stopping = False
-        find: Callable[[Any], Any] = self._find
-        for each in reversed(tuple(interceptors)):
-            find = partial(each.intercept_service, find)
-        self._pipeline = find
 
     def add_generic(self, handlers: Sequence[Any]) -> None:
         """See `grpc.Server`."""
@@ -247,6 +226,21 @@ class Service:
     def add_registered(self, service_name: str, handlers: Mapping[str, Any]) -> None:
         """See `grpc.Server`."""
         self._registered |= {f"/{service_name}/{name}": each for name, each in handlers.items()}
+
+    def _find(self, details: Any) -> Any:
+        """The user's handler of a method, None if there is none."""
+        found = self._registered.get(details.method)
+        if found is not None:
+            return found
+        for generic in self._generic:
+            found = generic.service(details)
+            if found is not None:
+                return found
+        return None
+
+    def new_end(self, *given: Any) -> ServerEnd:
+        """The server's end of a line, which is given what `attach` is."""
+        raise NotImplementedError
 
     def attach(
         self,
@@ -258,7 +252,7 @@ class Service:
         peer: Peer,
     ) -> ServerEnd:
         """The server's end of a new line; `start` lets calls come."""
-        end = ServerEnd(self, attachment, caller, node, memory, other, peer)
+        end = self.new_end(attachment, caller, node, memory, other, peer)
         with self._lock:
             self._ends.add(end)
         if self._stopping:
@@ -285,27 +279,52 @@ class Service:
         for end in self._all():
             end.cancel_all()
 
-    def _find(self, details: Any) -> Any:
-        found = self._registered.get(details.method)
-        if found is not None:
-            return found
-        for generic in self._generic:
-            found = generic.service(details)
-            if found is not None:
-                return found
-        return None
-
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
         """Has a call carried out that has its request, or begins its requests.
 
         In the thread that reads.
         """
-        once = call.requests is None and not call.takes_stream  # the client can begin it again
-        if self._stopping:
-            if once:
-                call.refuse()
-            else:
-                call.fail(_Code.UNAVAILABLE, "the server is stopping", reading=True)
+        raise NotImplementedError
+
+    def _is_refused(self, call: IncomingCall) -> bool:
+        """The server is stopping, so a call ends: the client makes it by grpcio if it can."""
+        if self._stopping and call.once:
+            call.refuse()
+        elif self._stopping:
+            call.fail(_Code.UNAVAILABLE, "the server is stopping", reading=True)
+        return self._stopping
+
+
+class Service(AnyService):
+    """What a synchronous server does for its calls.
+
+    Args:
+        pool, handlers, most, limits: as of `AnyService`.
+        interceptors: the user's, outermost first.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        handlers: Sequence[Any],
+        interceptors: Sequence[Any],
+        most: int | None,
+        limits: MessageLimits,
+    ) -> None:
+        super().__init__(pool, handlers, most, limits)
+        self._running = 0
+        find: Callable[[Any], Any] = self._find
+        for each in reversed(interceptors):
+            find = partial(each.intercept_service, find)
+        self._pipeline = find
+
+    def new_end(self, *given: Any) -> ServerEnd:
+        """See `AnyService`."""
+        return ServerEnd(self, *given)
+
+    def begin(self, end: ServerEnd, call: IncomingCall) -> None:
+        """See `AnyService`."""
+        if self._is_refused(call):
             return
         context = contextvars.Context()
         details = CallDetails(call.method, call.metadata)
@@ -318,7 +337,7 @@ class Service:
         if handler is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!", reading=True)
             return
-        if once and (handler.request_streaming or handler.response_streaming):
+        if call.once and (handler.request_streaming or handler.response_streaming):
             call.refuse()  # grpcio says what comes of that
             return
         with self._lock:
@@ -330,14 +349,7 @@ class Service:
             call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
             return
         if call.deadline is not None:
-            late = partial(
-                call.fail,
-                _Code.DEADLINE_EXCEEDED,
-                "Deadline Exceeded",
-                reading=True,
-                cancelled=True,
-            )
-            call.alarm = DEADLINES.add(call.deadline, late)
+            call.alarm = DEADLINES.add(call.deadline, call.deadline_passed)
         submit = partial(self._submit, context, end, call, handler)
         if call.requests is None or handler.request_streaming:
             submit()
