@@ -26,7 +26,7 @@ from .incoming import Reader
 from .janitor import JANITOR
 from .methods import call_is_confirmed
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_client import METHOD, AioClient, AioMethod
 from .runtime.options import kept, offer
 from .tensors import delivered
@@ -34,14 +34,8 @@ from .tensors import delivered
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
 _NEGOTIATE_S = 5.0
-_ANSWER_S = 0.1
 _PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """What a server says that cannot parse an envelope."""
-
-
-def _at_once() -> float:
-    """What is left to a call whose event loop must not wait."""
-    return _ANSWER_S
 
 
 class _Client:
@@ -67,7 +61,7 @@ class _Client:
         if attachment is None or call is None:
             return PLAIN, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
-        link = CallLink(attachment, call, _at_once, always)
+        link = CallLink(attachment, call, at_once, always)
         link.patience_s = 0.0  # who gives memory back may be in this event loop
         return link, details._replace(metadata=metadata)
 
@@ -134,6 +128,16 @@ class _Client:
             self.keeper.pause()
             return True
         return False
+
+    async def send_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        """Begins a call with a stream of requests."""
+        carried, details = await self.carry(details, requests)
+        if carried is not None:
+            return carried
+        link, marked = await self.begin(details)
+        call = await continuation(marked, self.requests(requests, link))
+        self.watch(call, link)
+        return call
 
     async def requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
         """The user's requests, each with its link."""
@@ -244,13 +248,7 @@ class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
         self._client = client
 
     async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
-        carried, details = await self._client.carry(details, requests)
-        if carried is not None:
-            return carried
-        link, marked = await self._client.begin(details)
-        call = await continuation(marked, self._client.requests(requests, link))
-        self._client.watch(call, link)
-        return call
+        return await self._client.send_stream(continuation, details, requests)
 
 
 class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
@@ -258,13 +256,7 @@ class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
         self._client = client
 
     async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        carried, details = await self._client.carry(details, requests)
-        if carried is not None:
-            return carried
-        link, marked = await self._client.begin(details)
-        call = await continuation(marked, self._client.requests(requests, link))
-        self._client.watch(call, link)
-        return call
+        return await self._client.send_stream(continuation, details, requests)
 
 
 class _Method:

@@ -20,17 +20,13 @@ import grpc.aio
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .factories import as_limits, as_transports
-from .incoming import Reader
+from .incoming import Reader, find_only
 from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
-from .outgoing import PLAIN, CallLink, SentMessage, always
+from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_service import AioService
 from .runtime.context import Caller
 from .runtime.options import kept, offer
-from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
-
-
-def _at_once() -> float:
-    return 0.1
+from .server import DRAIN_S, is_encrypted, outside_host, reader_of
 
 
 class AioServedCall(grpc.RpcMethodHandler):
@@ -53,7 +49,7 @@ class AioServedCall(grpc.RpcMethodHandler):
         self._call = call
         self._link = PLAIN
         if attachment is not None:
-            self._link = CallLink(attachment, call, _at_once, always)
+            self._link = CallLink(attachment, call, at_once, always)
             self._link.patience_s = 0.0  # who gives memory back may be in this event loop
             if self.request_streaming:
                 attachment.confirm(call)

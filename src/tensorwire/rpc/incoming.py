@@ -119,3 +119,8 @@ def _redeem(message: Any, arrival: Landed) -> Holding | None:
         each.ticket = ticket
     each = None
     return Holding(arrival, new, passed) if new else None
+
+
+def find_only(attachment: RpcAttachment | None, id: bytes) -> RpcAttachment | None:
+    """Memory is of the attachment of the call, and of no other one that the client knows."""
+    return attachment if attachment is not None and attachment.id == id else None

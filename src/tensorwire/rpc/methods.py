@@ -33,7 +33,7 @@ _NEGOTIATE_NOWAIT_S = 1.0
 
 
 class OfMethods(Protocol):
-    """The channel of methods.
+    """What methods need of their channel.
 
     Attributes:
         inner: of grpcio.

@@ -24,6 +24,7 @@ from .tensors import delivered, source_of
 
 Serializer = Callable[[Any], bytes] | None
 
+_AT_ONCE_S = 0.1
 _SLICE_S = 0.1
 _ANSWER_S = 5.0
 
@@ -83,6 +84,11 @@ class CallLink:
 
 def no_deadline() -> None:
     """Of a call without one."""
+
+
+def at_once() -> float:
+    """What is left to a call whose event loop must not wait."""
+    return _AT_ONCE_S
 
 
 def always() -> bool:

@@ -20,10 +20,11 @@ import grpc
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .inbox import RefusedError
-from .incoming import Reader
+from .incoming import Reader, find_only
 from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage
 from .runtime.context import Caller
+from .runtime.served import ARITIES
 from .runtime.server import Service
 from .tensors import Holding
 
@@ -122,10 +123,7 @@ class ServedCall(grpc.RpcMethodHandler):
         self._reader = reader
         self._attachment = attachment
         self._call = (0, 0) if found is None else found[1:]
-        if self.request_streaming:
-            kind = "stream_stream" if self.response_streaming else "stream_unary"
-        else:
-            kind = "unary_stream" if self.response_streaming else "unary_unary"
+        kind = ARITIES[self.request_streaming, self.response_streaming]
         self._behavior = getattr(handler, kind)
         run = partial(self._run)
         for name in _OF_BEHAVIORS:
@@ -199,11 +197,6 @@ def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
     context.abort(
         grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
     )
-
-
-def find_only(attachment: RpcAttachment | None, id: bytes) -> RpcAttachment | None:
-    """Memory is of the attachment of the call, and of no other one that the client knows."""
-    return attachment if attachment is not None and attachment.id == id else None
 
 
 class Arriving:

@@ -17,21 +17,20 @@ import grpc.aio
 
 from ..attachment import RpcAttachment
 from ..inbox import RefusedError
-from ..incoming import Reader
-from ..outgoing import CallLink, SentMessage
+from ..incoming import Reader, find_only
+from ..outgoing import CallLink, SentMessage, at_once
 from ..tensors import Holding
 from . import observed
 from .aio_call import as_bytes
 from .aio_context import AioContext, SyncContext
-from .behavior import REFUSED_PAYLOAD
+from .behavior import finish, refuse_payload
 from .context import Caller
-from .frames import MOST_METADATA_BYTES, as_metadata, end_frames, message_frames
+from .frames import message_frames
 from .loop import LoopWaiter
-from .served import IncomingCall
+from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
-_AT_ONCE_S = 0.1
 _OVER = object()
 
 
@@ -66,14 +65,14 @@ class AioPerformance:
         traced: Any,
         most_bytes: int,
     ) -> None:
-        self._attachment = attachment
+        self._find = partial(find_only, attachment)
         self._call = call
         self._handler = handler
         self._pool = pool
         self._traced = traced
         self._most_bytes = most_bytes
         self._reader = Reader(handler.request_deserializer)
-        self._link = CallLink(attachment, call.number, lambda: _AT_ONCE_S, call.is_active)
+        self._link = CallLink(attachment, call.number, at_once, call.is_active)
         self._link.patience_s = 0.0  # of the event loop
         self.context = AioContext(caller, call, self)
         self.answered = False
@@ -102,9 +101,7 @@ class AioPerformance:
 
     async def _run(self) -> None:
         handler, call = self._handler, self._call
-        names = {False: "unary", True: "stream"}
-        kind = f"{names[handler.request_streaming]}_{names[handler.response_streaming]}"
-        behavior = getattr(handler, kind)
+        behavior = getattr(handler, ARITIES[handler.request_streaming, handler.response_streaming])
         holdings: list[Holding] = []
         request: Any
         if not handler.request_streaming:
@@ -173,9 +170,6 @@ class AioPerformance:
     async def _single(self) -> AsyncIterator[Any]:
         yield self._deserialize(self._call.only_request())
 
-    def _find(self, id: bytes) -> RpcAttachment | None:
-        return self._attachment if id == self._attachment.id else None
-
     def _deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
         if data is None:
             raise _EndedError
@@ -185,11 +179,7 @@ class AioPerformance:
             read = partial(self._reader.read, find=self._find, holdings=holdings)
             return self._traced.deserialize(read, data, protocol="runtime")
         except RefusedError as error:
-            text = f"payload that is not where the message says: {error}"
-            code = _Code.INVALID_ARGUMENT.value[0]
-            self._call.finish(
-                end_frames(self._call.number, code, text.encode(), trailing=(REFUSED_PAYLOAD,))
-            )
+            refuse_payload(self._call, error)
             raise _EndedError from None
 
     def _serialize(self, response: Any) -> bytes:
@@ -232,16 +222,7 @@ class AioPerformance:
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""
         number, text = self.context.status(code, details)
-        trailing = as_metadata(self.context.trailing_metadata(), reserved=True)
-        if trailing is None:
-            number, trailing, message = _Code.INTERNAL.value[0], (), None
-            text = b"the trailing metadata of the servicer are not valid, or too long"
-        if len(text) > MOST_METADATA_BYTES:
-            number, message = _Code.RESOURCE_EXHAUSTED.value[0], None
-            text = b"the details of the status are too long"
-        if number != 0:
-            message = None
-        self._call.finish(end_frames(self._call.number, number, text, (), trailing, message))
+        finish(self._call, number, text, self.context.trailing_metadata(), message)
 
 
 class _ContextRequests:

@@ -15,19 +15,15 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import RpcAttachment
-from ..outgoing import CallLink, SentMessage
+from ..outgoing import CallLink, SentMessage, at_once
 from . import observed
 from .aio_call import KINDS, as_bytes
 from .carry import LONGEST_S, Ended, Told
 from .client import AnyClient
 from .flow import Outflow
-from .frames import (
-    as_metadata,
-)
+from .frames import as_metadata
 from .loop import in_loop
 from .options import MessageLimits
-
-_AT_ONCE_S = 0.1
 
 METHOD: contextvars.ContextVar[AioMethod | None] = contextvars.ContextVar(
     "tensorwire.rpc.method", default=None
@@ -112,7 +108,7 @@ class AioMethod:
         streams = self.arity.startswith("stream")
         outflow = Outflow() if streams else None
         deadline = None if timeout is None else time.monotonic() + timeout
-        link = CallLink(attachment, number, _at_once, lambda: not call.done())
+        link = CallLink(attachment, number, at_once, lambda: not call.done())
         link.patience_s = 0.0  # of the event loop
         method = details.method
         name = method if isinstance(method, bytes) else method.encode()
@@ -134,8 +130,3 @@ class AioMethod:
         if streams:
             call.send_all(request, link, self._serializer, told.traced)
         return call
-
-
-def _at_once() -> float:
-    """What is left to a call whose event loop must not wait."""
-    return _AT_ONCE_S

@@ -17,8 +17,8 @@ from .context import CallDetails
 from .line import MOST_BACKLOG
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
-from .served import IncomingCall
-from .server import ARITIES, AnyService, ServerEnd
+from .served import ARITIES, IncomingCall
+from .server import AnyService, ServerEnd
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode

@@ -14,18 +14,18 @@ import grpc
 
 from ..attachment import RpcAttachment
 from ..inbox import RefusedError
-from ..incoming import Reader
+from ..incoming import Reader, find_only
 from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding
 from . import observed
 from .context import CallContext
 from .flow import Waiter
 from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
-from .served import IncomingCall
+from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
-REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
+_REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
 
 
 class Performance:
@@ -49,7 +49,7 @@ class Performance:
         traced: Any,
         most_bytes: int,
     ) -> None:
-        self._attachment = attachment
+        self._find = partial(find_only, attachment)
         self.call = call
         self.context = context
         self.handler = handler
@@ -60,23 +60,18 @@ class Performance:
         self._link = CallLink(attachment, call.number, remaining, call.is_active)
         self.answered = False
 
-    def find(self, id: bytes) -> RpcAttachment | None:
-        """The attachment of an id: memory is of the line's own, and of no other one."""
-        return self._attachment if id == self._attachment.id else None
-
     def run(self) -> None:
         """Runs the servicer and ends the call, unless responses are called back."""
         handler = self.handler
         holdings: list[Holding] = []
         request: Any = None
+        behavior = getattr(handler, ARITIES[handler.request_streaming, handler.response_streaming])
         if handler.request_streaming:
             request = self._single() if self.call.requests is None else RequestIterator(self)
-            behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
         else:
             request = self.deserialize(self.call.only_request(), holdings)
             if request is None:
                 return
-            behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         more: tuple[Any, ...] = ()
         calls_back = handler.response_streaming and getattr(
             behavior, "experimental_non_blocking", False
@@ -121,15 +116,12 @@ class Performance:
             return None
         try:
             if self._traced is not None:
-                read = partial(self._reader.read, find=self.find, holdings=holdings)
+                read = partial(self._reader.read, find=self._find, holdings=holdings)
                 request = self._traced.deserialize(read, data, protocol="runtime")
             else:
-                request = self._reader.read(data, self.find, holdings)
+                request = self._reader.read(data, self._find, holdings)
         except RefusedError as error:
-            text = f"payload that is not where the message says: {error}"
-            code = _Code.INVALID_ARGUMENT.value[0]
-            number = self.call.number
-            self.call.finish(end_frames(number, code, text.encode(), trailing=(REFUSED_PAYLOAD,)))
+            refuse_payload(self.call, error)
             return None
         except Exception:
             _LOG.exception("a request could not be deserialized")
@@ -193,16 +185,40 @@ class Performance:
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""
         number, text = self.context.status(code, details)
-        trailing = as_metadata(self.context.trailing_metadata(), reserved=True)
-        if trailing is None:
-            number, trailing, message = _Code.INTERNAL.value[0], (), None
-            text = b"the trailing metadata of the servicer are not valid, or too long"
-        if len(text) > MOST_METADATA_BYTES:
-            number, message = _Code.RESOURCE_EXHAUSTED.value[0], None
-            text = b"the details of the status are too long"
-        if number != 0:
-            message = None
-        self.call.finish(end_frames(self.call.number, number, text, (), trailing, message))
+        finish(self.call, number, text, self.context.trailing_metadata(), message)
+
+
+def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
+    """Ends a call whose request names memory that is not there; the servicer has not run."""
+    text = f"payload that is not where the message says: {error}"
+    code = _Code.INVALID_ARGUMENT.value[0]
+    call.finish(end_frames(call.number, code, text.encode(), trailing=(_REFUSED_PAYLOAD,)))
+
+
+def finish(
+    call: IncomingCall, number: int, details: bytes, trailing: Any, message: bytes | None
+) -> None:
+    """Ends a call as its servicer wants, or says what is wrong with that.
+
+    Args:
+        call: it ends.
+        number: of the code.
+        details: of the status.
+        trailing: metadata, as the servicer has named them.
+        message: the only response, None if there is none or it has left.
+    """
+    metadata = as_metadata(trailing, reserved=True)
+    if metadata is None:
+        number, metadata = _Code.INTERNAL.value[0], ()
+        details = b"the trailing metadata of the servicer are not valid, or too long"
+    if len(details) > MOST_METADATA_BYTES:
+        number, details = (
+            _Code.RESOURCE_EXHAUSTED.value[0],
+            b"the details of the status are too long",
+        )
+    if number != 0:
+        message = None
+    call.finish(end_frames(call.number, number, details, (), metadata, message))
 
 
 class RequestIterator:

@@ -29,6 +29,12 @@ from .frames import (
 from .options import MessageLimits
 
 _Code = grpc.StatusCode
+ARITIES = {  # by whether requests and responses are streams
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
 
 
 class Receiver(Protocol):

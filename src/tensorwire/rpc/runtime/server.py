@@ -42,16 +42,10 @@ from .frames import (
 )
 from .line import LOOK_S, MOST_BACKLOG, Line
 from .options import MessageLimits
-from .served import IncomingCall
+from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
-ARITIES = {  # by whether requests and responses are streams
-    (False, False): "unary_unary",
-    (False, True): "unary_stream",
-    (True, False): "stream_unary",
-    (True, True): "stream_stream",
-}
 
 
 class ServerEnd:
