@@ -539,7 +539,9 @@ def test_files_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
         assert code_of(lambda: files.pipe("checkpoints/x", bytes(1 << 20))) == errno.ENOSPC
         assert code_of(lambda: files.cat("checkpoints/x")) == errno.ENOENT
-        assert code_of(lambda: files.rm("checkpoints/x")) is None
+        assert code_of(lambda: files.rm("checkpoints/x")) == errno.ENOENT  # nothing is left of it
+        files.pipe("checkpoints/x", bytes(1000 << 10))
+        files.rm("checkpoints/x")
         assert code_of(lambda: files.touch("checkpoints/t")) == errno.EROFS
         assert code_of(lambda: files.mv("checkpoints/put", "params/a.npy")) == errno.EROFS
         files.makedirs("checkpoints/c")

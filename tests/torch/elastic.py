@@ -52,7 +52,7 @@ for epoch in job.epochs(epochs):
                 scheduler.step()
     with tw.edit(model), torch.no_grad():
         # Not by torch's own generator: whoever acts for worker 0 may not have computed its slice.
-        model[3].bias += torch.rand(5, generator=job.generator(epoch)) * 0.01
+        model[3].bias += torch.rand(5, generator=job.generator(epoch, 0)) * 0.01
     state = [*model.state_dict().values(), *opt.ema_state_dict().values()]
     state += [each["exp_avg"] for each in opt.state_dict()["state"].values()]
     content = b"".join(each.numpy().tobytes() for each in state)
@@ -131,7 +131,11 @@ class ElasticJob:
     def scale(self, workers: int, drain: Sequence[int] = (), timeout_s: float = 120.0) -> Any:
         """As `tensorwire scale`; what has become of the workers."""
         log = self.log()
-        secret = next(s.secret for s in running_servers() if s.address in log.addresses)
+        deadline = time.monotonic() + timeout_s
+        while not (found := [s for s in running_servers() if s.address in log.addresses]):
+            assert time.monotonic() < deadline, self.text  # no server has begun
+            time.sleep(0.005)
+        secret = found[0].secret
         asked = {"workers": {"count": workers, "drain": list(drain)}}
         told = ask_launcher(log.control, secret.encode(), asked, timeout_s, self.said.append)
         return told["workers"]
