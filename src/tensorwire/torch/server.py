@@ -7,6 +7,7 @@ kernels are torch's, the rest is `tensorwire.parameters`.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from .kernels import import_all, kernel_of, permitted_imports
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves one job; the exit code is 0 when all workers have left in good order."""
+    # A collection would look through all of torch's modules, a tenth of a second each time.
+    gc.freeze()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     # torch warns of steps with sparse gradients until somebody has said which it is.

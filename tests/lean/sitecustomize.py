@@ -1,0 +1,92 @@
+"""Makes torch begin and end in half of its time, in the processes that tests start.
+
+tests/conftest.py puts this folder into PYTHONPATH; tests marked `whole_torch` run without it.
+
+With the first optimizer torch imports its compiler, only to tell it what not to trace: 1.5 of the
+3 seconds of CPU that a small worker takes. Here the compiler is told once something else has
+imported it; before, there is nobody to tell. And the garbage collector leaves alone what torch's
+modules hold, which it would look through several times when a process begins and when it ends.
+"""
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules where they are, and has some of them changed when they have been run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if (change := _CHANGES.get(name)) is None:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            # Of this loader alone: everything else of it is asked for by torch and by inspect.
+            spec.loader.exec_module = functools.partial(change, spec.loader)  # type: ignore[method-assign]
+        return spec
+
+
+def _run(loader: Loader, module: ModuleType) -> None:
+    type(loader).exec_module(loader, module)
+
+
+def _without_collector(loader: Loader, module: ModuleType) -> None:
+    gc.disable()
+    try:
+        _run(loader, module)
+    finally:
+        gc.enable()
+    gc.freeze()
+
+
+def _disables_late(loader: Loader, module: ModuleType) -> None:
+    _run(loader, module)
+    original = module._disable_dynamo
+
+    def _disable_dynamo(function: Any = None, recursive: bool = True) -> Any:
+        if function is None:
+            return functools.partial(_disable_dynamo, recursive=recursive)
+        return _if_compiler(original(function, recursive), function)
+
+    module._disable_dynamo = _disable_dynamo  # type: ignore[attr-defined]
+
+
+def _steps_without_compiler(loader: Loader, module: ModuleType) -> None:
+    _run(loader, module)
+    original = module._use_grad_for_differentiable
+
+    def _use_grad_for_differentiable(function: Callable[..., Any]) -> Any:
+        def step(*arguments: Any, **options: Any) -> Any:
+            with module.torch.set_grad_enabled(arguments[0].defaults["differentiable"]):
+                return function(*arguments, **options)
+
+        return _if_compiler(original(function), functools.update_wrapper(step, function))
+
+    module._use_grad_for_differentiable = _use_grad_for_differentiable  # type: ignore[attr-defined]
+
+
+def _if_compiler(whole: Callable[..., Any], lean: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch made where its compiler is there, and else one without it."""
+
+    def either(*arguments: Any, **options: Any) -> Any:
+        return (whole if _COMPILER in sys.modules else lean)(*arguments, **options)
+
+    return functools.update_wrapper(either, whole)
+
+
+_CHANGES: dict[str, Callable[[Loader, ModuleType], None]] = {
+    "torch": _without_collector,
+    "torch._compile": _disables_late,
+    "torch.optim.optimizer": _steps_without_compiler,
+}
+
+sys.meta_path.insert(0, _Finder())
