@@ -110,8 +110,10 @@ def test_without_torch_the_remedy_is_told(
 
 
 def commands(group: click.Group) -> list[click.Command]:
-    found = []
-    for command in group.commands.values():
+    found, context = [], click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         found += commands(command) if isinstance(command, click.Group) else [command]
     return found
 

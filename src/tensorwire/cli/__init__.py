@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
 from tensorwire.bench import machine
-from tensorwire.cli.bench import bench as bench_commands
-from tensorwire.cli.doctor import doctor as doctor_command
-from tensorwire.cli.explain import explain as explain_command
-from tensorwire.cli.files import cat as cat_command
-from tensorwire.cli.files import cp as cp_command
-from tensorwire.cli.files import ls as ls_command
-from tensorwire.cli.files import stat as stat_command
-from tensorwire.cli.info import info as info_command
-from tensorwire.cli.mount import mount as mount_command
-from tensorwire.cli.rpc import rpc as rpc_commands
-from tensorwire.cli.run import run as run_command
-from tensorwire.cli.scale import scale as scale_command
-from tensorwire.cli.serve import serve as serve_command
-from tensorwire.cli.status import status as status_command
+
+_FILES = {
+    **{name: name for name in ("bench", "doctor", "explain", "info", "mount", "rpc")},
+    **{name: name for name in ("run", "scale", "serve", "status")},
+    **dict.fromkeys(("cat", "cp", "ls", "stat"), "files"),
+}
+"""In which file of this package each subcommand is. Only that of the one that runs is imported."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_FILES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (file := _FILES.get(cmd_name)) is None:
+            return None
+        command: click.Command = getattr(import_module(f"{__name__}.{file}"), cmd_name)
+        return command
 
 
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Each command has its own --help with examples.",
 )
@@ -65,12 +72,3 @@ def main() -> None:
     What the RPCs of a gRPC program carry, and what they would gain:
         tensorwire rpc trace -- python client.py
     """  # noqa: D301 (\b is what click reads)
-
-
-for _command in (
-    info_command, doctor_command, bench_commands, run_command, serve_command, scale_command,
-    status_command,
-    explain_command, rpc_commands, ls_command, cat_command, cp_command, stat_command,
-    mount_command,
-):  # fmt: skip
-    main.add_command(_command)
