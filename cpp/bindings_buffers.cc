@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "mapping.h"
 #include "private_mapping.h"
 
 namespace tensorwire {
@@ -68,6 +69,9 @@ nb::object as_plain_items(nb::handle object) {
   return object.attr("view")(items);
 }
 
+// So many are copied without letting go of the GIL.
+constexpr size_t kQuickBytes = 1 << 18;
+
 Error read_only() {
   return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
 }
@@ -99,6 +103,15 @@ void check_on_host(const Local& local) {
   throw Error(Code::kType, std::string("cannot get at the memory of a ") +
                                Py_TYPE(object.ptr())->tp_name +
                                "; if it is an array, use a numeric dtype");
+}
+
+// Bytes that nobody has yet. Where there are many, in large pages: fresh memory costs a fault for
+// each page, which takes several times as long as filling it.
+nb::object unfilled_bytes(size_t size) {
+  nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!made.is_valid()) throw nb::python_error();
+  ask_for_large_pages(PyBytes_AS_STRING(made.ptr()), size);
+  return made;
 }
 
 }  // namespace
@@ -216,6 +229,31 @@ void bind_buffers(nb::module_& m) {
       },
       "array"_a, nb::sig("def gpu_dlpack(array: object) -> tuple[int, int, int, object]"),
       "Address, bytes, GPU and owner of the memory of a contiguous DLPack object.");
+  m.def(
+      "unfilled_bytes",
+      [](size_t size) {
+        nb::object made = unfilled_bytes(size);
+        auto address = reinterpret_cast<uint64_t>(PyBytes_AS_STRING(made.ptr()));
+        return nb::make_tuple(made, address);
+      },
+      "size"_a, nb::sig("def unfilled_bytes(size: int) -> tuple[bytes, int]"),
+      "Bytes with any content, and where it is: to be filled before anybody else has them.");
+  m.def(
+      "copied_bytes",
+      [](nb::handle local) {
+        Local source(local, false);
+        check_on_host(source);
+        nb::object made = unfilled_bytes(source.size());
+        char* target = PyBytes_AS_STRING(made.ptr());
+        if (source.size() < kQuickBytes) {
+          std::memcpy(target, source.data(), source.size());
+        } else {
+          WithoutGil release;
+          std::memcpy(target, source.data(), source.size());
+        }
+        return made;
+      },
+      "local"_a, nb::sig("def copied_bytes(local: object) -> bytes"), "As bytes(local).");
   m.def(
       "same_bytes",
       [](nb::handle one, nb::handle other) {

@@ -55,6 +55,14 @@ size_t page_bytes() {
 
 size_t whole_pages(size_t size) { return (size + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
+void ask_for_large_pages(void* memory, size_t size) {
+  if (size < kLargePageBytes) return;
+  auto start = whole_pages(reinterpret_cast<size_t>(memory));
+  size_t end = (reinterpret_cast<size_t>(memory) + size) / page_bytes() * page_bytes();
+  // Where the system has none, or not for this, nothing changes.
+  ::madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
 void Mapping::map(int fd, size_t size, int protection, int flags) {
   void* address = ::mmap(nullptr, size, protection, flags, fd, 0);
   if (address == MAP_FAILED) {
@@ -64,9 +72,8 @@ void Mapping::map(int fd, size_t size, int protection, int flags) {
   data_ = static_cast<std::byte*>(address);
   mapped_ = size;
   epoch_ = fork::epoch();
-  // Where the system allows it (for shared memory it must be switched on, see `tensorwire info`),
-  // large pages make large copies faster.
-  if (size >= kLargePageBytes) ::madvise(address, size, MADV_HUGEPAGE);
+  // For shared memory they must be switched on (see `tensorwire info`). Large copies are faster.
+  ask_for_large_pages(address, size);
   fork::add_range(address, size);
 }
 

@@ -16,6 +16,9 @@ namespace tensorwire {
 
 size_t page_bytes();
 size_t whole_pages(size_t size);  // rounded up to them
+// Memory that was not touched yet comes in large pages, as far as it fills some and the system has
+// them. Any address.
+void ask_for_large_pages(void* memory, size_t size);
 
 class Mapping {
  public:

@@ -312,7 +312,8 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     }),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+    target = f"127.0.0.1:{port}"
+    with rpc.insecure_channel(target, runtime=True, threshold_bytes=20_000) as channel:
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
         assert size(bytes(500_000)) == b"500000"
         assert size.future(bytes(5_000)).result() == b"5000"
@@ -324,9 +325,12 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = messages(figures)
     for side, direction in (("client", "sent"), ("server", "received")):
-        assert found[(side, "Size", direction, "shm")] == (1, 500_000, 500_000, 500_000)
+        assert found[(side, "Size", direction, "rendezvous")] == (1, 500_000, 500_000, 500_000)
         assert found[(side, "Size", direction, "runtime")] == (2, 5_000, 5_000, 0)
         assert found[(side, "Size", direction, "grpc")] == (1, 5_000, 5_000, 0)
+    threshold = {"side": "client", "transport": "shm", "size_bytes": 20_000, "count": 1}
+    assert figures["thresholds"] == [threshold]
+    assert "client: the runtime over shm sent messages by rendezvous from 20,000" in done.stderr
     assert calls(figures) == {
         ("client", "Size", "OK"): 3,
         ("client", "Size", "NOT_FOUND"): 1,

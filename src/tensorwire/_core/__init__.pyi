@@ -38,6 +38,14 @@ def gpu_dlpack(array: object) -> tuple[int, int, int, object]:
     Address, bytes, GPU and owner of the memory of a contiguous DLPack object.
     """
 
+def unfilled_bytes(size: int) -> tuple[bytes, int]:
+    """
+    Bytes with any content, and where it is: to be filled before anybody else has them.
+    """
+
+def copied_bytes(local: object) -> bytes:
+    """As bytes(local)."""
+
 def same_bytes(one: object, other: object) -> bool: ...
 
 def checksum(local: object) -> int: ...

@@ -432,7 +432,7 @@ def insecure_channel(
     loop would wait for it.
     """
     options = kept(options)
-    offered = offer(runtime, options, compression)
+    offered = offer(runtime, options, compression, rendezvous=False)
     make = partial(grpc.aio.insecure_channel, target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), runtime=offered)

@@ -20,7 +20,9 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
-from .leases import SLOTS, Lease, LeasePool
+from .leases import SLOTS, AnyLease, LeasePool
+from .rendezvous import BOARD_BYTES, Rendezvous
+from .threshold import Threshold
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
@@ -35,6 +37,7 @@ LAST_GENERATION = (1 << 32) - 1
 _GRACE_S = 2.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
+_RENDEZVOUS = "rendezvous"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
 """All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
@@ -49,11 +52,14 @@ class Limits:
             that it takes, see `THRESHOLDS`.
         pool_bytes: memory of one attachment at one end, that the other writes into.
         patience_s: how long a message waits for memory before it travels without.
+        fixed_bytes: from where messages of the runtime travel otherwise than in frames; None: what
+            is measured.
     """
 
     threshold_bytes: int | None = None
     pool_bytes: int = 1 << 30
     patience_s: float = 1.0
+    fixed_bytes: int | None = None
 
 
 class CallCarrier(Protocol):
@@ -68,6 +74,11 @@ def make_board(node: Node) -> Region:
     return node.allocate(_BOARD_BYTES, name=_BOARD)
 
 
+def make_rendezvous_board(node: Node) -> Region:
+    """The words that the other end raises for rendezvous; see `RpcAttachment.add_rendezvous`."""
+    return node.allocate(BOARD_BYTES, name=_RENDEZVOUS)
+
+
 class RpcAttachment:
     """One end of an attachment. Any thread may use it.
 
@@ -79,6 +90,7 @@ class RpcAttachment:
         leases_there: what this end writes into.
         recent: what the latest messages are held by, see `look_at_recent`.
         runtime: what carries calls besides grpcio; None: nothing does.
+        rendezvous: for messages of the runtime; None: both ends do not have it.
 
     Args:
         id: 16 random bytes that only the two ends know.
@@ -118,11 +130,13 @@ class RpcAttachment:
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
         self.leases_here = Inbox(node, self._other_board)
         self.leases_there = LeasePool(peer, board, lent_bytes)
-        self._late: deque[tuple[float, Sequence[Lease], tuple[int, int]]] = deque()
+        self._lent_bytes = lent_bytes
+        self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: deque[Watched] = deque(maxlen=8)
         self.runtime: CallCarrier | None = None
+        self.rendezvous: Rendezvous | None = None
         ATTACHMENTS[id] = self
         JANITOR.watch(self)
 
@@ -138,10 +152,60 @@ class RpcAttachment:
             return False
         if not self._is_client:
             self.leases_there.retire_calls(self._call_ended)
+            if self.rendezvous is not None:
+                self.rendezvous.offers.retire_calls(self._call_ended)
         while self._late and self._late[0][0] < time.monotonic():
             _, leases, call = self._late.popleft()
-            self.leases_there.retire(leases, call)
+            self.retire(leases, call)
         return True
+
+    def add_rendezvous(self, board: Region, framed_bytes: int) -> None:
+        """Lets messages of the runtime travel by rendezvous.
+
+        Args:
+            board: of `make_rendezvous_board`; the other end has made one too.
+            framed_bytes: the longest message in frames that this end sends and the other takes;
+                negative for no limit.
+
+        Raises:
+            TensorwireError: the other end is gone, or has not.
+        """
+        other = self.peer.wait_region(_RENDEZVOUS, timeout_s=5)
+        fixed = self.limits.fixed_bytes
+        threshold = Threshold(
+            self.threshold_bytes if fixed is None else fixed,
+            fixed=fixed is not None,
+            about=("client" if self._is_client else "server", self.transport),
+        )
+        self.rendezvous = Rendezvous(
+            self._node,
+            self.peer,
+            board,
+            other,
+            offered_bytes=min(self.limits.pool_bytes, self._lent_bytes),
+            read_bytes=self.limits.pool_bytes,
+            threshold=threshold,
+            framed_bytes=framed_bytes,
+        )
+
+    @property
+    def awaited(self) -> bool:
+        """The other end has not given back payload that it was sent."""
+        if self.leases_there.used:
+            return True
+        return self.rendezvous is not None and bool(self.rendezvous.offers.used)
+
+    def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
+        """Whether memory is used for a call, and not given back yet."""
+        if self.leases_there.has(lease, call):
+            return True
+        return self.rendezvous is not None and self.rendezvous.offers.has(lease, call)
+
+    def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
+        """Gives up uses by a call that the other end may never see; see `Pool.retire`."""
+        self.leases_there.retire(leases, call)
+        if self.rendezvous is not None:
+            self.rendezvous.offers.retire(leases, call)
 
     def look_at_recent(self) -> None:
         """Has the memory of the latest messages given back, if they were dropped meanwhile."""
@@ -166,7 +230,7 @@ class RpcAttachment:
         self._generations[slot] += 1
         return slot, self._generations[slot]
 
-    def end_call(self, call: tuple[int, int], leases: Sequence[Lease], complete: bool) -> None:
+    def end_call(self, call: tuple[int, int], leases: Sequence[AnyLease], complete: bool) -> None:
         """Gives a number back, and takes back what was sent in the call and not seen.
 
         Args:
@@ -177,7 +241,7 @@ class RpcAttachment:
         """
         if not complete:
             self._raise(call)
-            self.leases_there.retire(leases, call)
+            self.retire(leases, call)
         elif leases:
             self._late.append((time.monotonic() + _GRACE_S, leases, call))
         # Generations only rise, as the words of the board do: a slot is worn out by its last one.

@@ -11,7 +11,8 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"\xff\xfftensorwire-rpc"
-VERSION = 1
+VERSION, OFFERED_VERSION = 1, 2
+"""Of an envelope whose payload went ahead; of one whose payload lies at the sender, to be read."""
 MAX_PIECES = 1 << 16
 BODY = 0
 """The ticket of the piece that is the message itself."""
@@ -36,6 +37,7 @@ class Envelope:
         pieces: what lies in the memory, and where. Without any the body is a message that only
             looks like an envelope.
         body: the message, unless a piece is it.
+        offered: the memory is the sender's, and to be read; see `offer_name`.
     """
 
     attachment: bytes
@@ -44,6 +46,7 @@ class Envelope:
     turn: int
     pieces: tuple[Piece, ...]
     body: bytes
+    offered: bool = False
 
 
 def lease_name(serial: int) -> str:
@@ -51,12 +54,17 @@ def lease_name(serial: int) -> str:
     return f"lease-{serial}"
 
 
+def offer_name(serial: int) -> str:
+    """The name of the region that an envelope whose payload is to be read calls `serial`."""
+    return f"offer-{serial}"
+
+
 def seal(envelope: Envelope) -> bytes:
     """Encodes an envelope."""
     pieces = (_PIECE.pack(*piece) for piece in envelope.pieces)
     head = _HEAD.pack(
         MAGIC,
-        VERSION,
+        OFFERED_VERSION if envelope.offered else VERSION,
         len(envelope.pieces),
         envelope.attachment,
         envelope.slot,
@@ -80,7 +88,7 @@ def unseal(data: bytes) -> Envelope:
     if len(data) < _HEAD.size:
         raise ValueError("an envelope that is shorter than its header")
     _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
-    if version != VERSION:
+    if version not in (VERSION, OFFERED_VERSION):
         raise ValueError(f"an envelope of version {version}, and this side knows {VERSION}")
     end = _HEAD.size + count * _PIECE.size
     if count > MAX_PIECES or end > len(data):
@@ -89,7 +97,7 @@ def unseal(data: bytes) -> Envelope:
     tickets = {ticket for ticket, _, _ in pieces}
     if len(tickets) != count or (BODY in tickets and end != len(data)):
         raise ValueError("an envelope that has a piece twice")
-    return Envelope(attachment, slot, serial, turn, pieces, data[end:])
+    return Envelope(attachment, slot, serial, turn, pieces, data[end:], version == OFFERED_VERSION)
 
 
 def mark(attachment: bytes, slot: int, generation: int) -> bytes:

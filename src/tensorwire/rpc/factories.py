@@ -12,6 +12,7 @@ from .negotiation import Registry, Terms
 from .runtime.options import kept, offer
 from .runtime.server import Service
 from .server import Interceptor, RpcServer
+from .threshold import chosen_threshold
 
 _DEFAULT = Limits()
 
@@ -129,7 +130,7 @@ def server(
         service = Service(
             thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, max_attachments, service)
+    registry = Registry(terms, max_attachments, service, rendezvous=True)
     outermost = (Interceptor(registry), *interceptors)
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
@@ -148,7 +149,7 @@ def as_limits(
             "threshold_bytes and patience_s are 0 or more, pool_bytes 1 or more, not "
             f"{threshold_bytes}, {patience} and {pool}"
         )
-    return Limits(threshold_bytes, pool, patience)
+    return Limits(threshold_bytes, pool, patience, chosen_threshold(threshold_bytes))
 
 
 def as_transports(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.memory.fresh import copied
+
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, unseal
+from .envelope import BODY, MAGIC, Envelope, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .tensors import Holding, new_ticket
@@ -55,6 +57,7 @@ class Reader:
         holdings: list[Holding] | None = None,
         *,
         lenient: bool = False,
+        needed: Callable[[], bool] | None = None,
     ) -> Any:
         """The message that came as itself or as an envelope.
 
@@ -63,6 +66,8 @@ class Reader:
             find: the attachment of an id, if there is one that may send this.
             holdings: gets what keeps the memory of the message's Tensors.
             lenient: what is no envelope of a known attachment is a message that looks like one.
+            needed: asked while the sender lets this end wait for a message that is to be read;
+                False ends that. None: there is no such message, as in calls by grpcio.
 
         Raises:
             RefusedError: what looks like an envelope is of an unknown attachment, or lies.
@@ -82,12 +87,14 @@ class Reader:
         if not envelope.pieces:
             return self.inside(envelope.body)
         attachment.look_at_recent()
+        if envelope.offered:
+            return self.inside(_read_offer(attachment, envelope, needed))
         arrival = attachment.leases_here.arrive(envelope)
         holding = None
         try:
             body = envelope.body
             if BODY in arrival.pieces:
-                body = bytes(arrival.piece(BODY))
+                body = copied(arrival.piece(BODY))
             message = body if self._deserializer is None else self._deserializer(body)
             holding = _redeem(message, arrival)
             if holding is not None:
@@ -98,6 +105,14 @@ class Reader:
         finally:
             if holding is None:
                 arrival.give_back()
+
+
+def _read_offer(
+    attachment: RpcAttachment, envelope: Envelope, needed: Callable[[], bool] | None
+) -> bytes:
+    if attachment.rendezvous is None or needed is None:
+        raise RefusedError("nothing was agreed on messages that are to be read")
+    return attachment.rendezvous.read(envelope, needed)
 
 
 def _redeem(message: Any, arrival: Landed) -> Holding | None:

@@ -1,8 +1,8 @@
-"""The memory at the other side that this side writes payload into: leases, and who has them.
+"""The memory that this side writes payload into: leases, and who has them.
 
-A lease is a region of the receiver that the sender allocated there. It is used over and over: the
-receiver raises a word when nobody looks at a use any more, which is the credit for the next one.
-Knows neither gRPC nor messages.
+A lease is a region of the receiver that the sender allocated there, or one of the sender that the
+receiver reads (`rendezvous.py`). It is used over and over: the receiver raises a word when nobody
+looks at a use any more, which is the credit for the next one. Knows neither gRPC nor messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,19 @@ _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
 
 
-class Lease:
-    """Memory of the receiver, and the use that is made of it. Its pool's lock guards it.
+class Leased(Protocol):
+    """Memory of either side, as far as it matters to a pool."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+
+
+Memory = TypeVar("Memory", bound=Leased)
+
+
+class Lease(Generic[Memory]):
+    """Memory, and the use that is made of it. Its pool's lock guards it.
 
     Attributes:
         slot: its number at both sides.
@@ -42,7 +54,7 @@ class Lease:
 
     __slots__ = ("call", "memory", "serial", "slot", "turn")
 
-    def __init__(self, slot: int, serial: int, memory: RemoteRegion) -> None:
+    def __init__(self, slot: int, serial: int, memory: Memory) -> None:
         self.slot = slot
         self.serial = serial
         self.memory = memory
@@ -50,8 +62,11 @@ class Lease:
         self.call: tuple[int, int] | None = None
 
 
-class LeasePool:
-    """All leases of one side of an attachment. Any thread may use it.
+AnyLease = Lease[Any]
+
+
+class Pool(Generic[Memory]):
+    """All memory of one kind that one side of an attachment writes into. Any thread may use it.
 
     Args:
         peer: the receiver.
@@ -70,8 +85,8 @@ class LeasePool:
         self._serial = 0
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
-        self._idle: list[Lease] = []
-        self._used: dict[int, Lease] = {}
+        self._idle: list[Lease[Memory]] = []
+        self._used: dict[int, Lease[Memory]] = {}
 
     @property
     def used(self) -> int:
@@ -92,7 +107,7 @@ class LeasePool:
         patience_s: float,
         needed: Callable[[], bool],
         answer_s: float = 5.0,
-    ) -> Lease | None:
+    ) -> Lease[Memory] | None:
         """Takes memory for one message.
 
         Waits for credits where the limit is reached and the receiver has some to give.
@@ -111,7 +126,7 @@ class LeasePool:
             PeerLostError, ClosedError: the attachment is over.
         """
         until = time.monotonic() + patience_s
-        size_bytes = _rounded(size_bytes)
+        wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
         if size_bytes > self._limit_bytes:
             return None
         while True:
@@ -119,12 +134,14 @@ class LeasePool:
             with self._lock:
                 self._collect()
                 lease = self._pick(size_bytes)
-                if lease is None and (slot := self._reserve(size_bytes)) is not None:
+                if lease is None and self._should_wait(call) and time.monotonic() < until:
+                    pass
+                elif lease is None and (slot := self._reserve(size_bytes)) is not None:
                     self._serial += 1
                     serial = self._serial
                     break
             if lease is not None:
-                return self._use(lease, call)
+                return self._use(lease, call, wanted_bytes)
             if not self._used or not needed() or (left := until - time.monotonic()) <= 0:
                 return None
             try:
@@ -132,7 +149,7 @@ class LeasePool:
             except TimeoutError:
                 pass
         try:
-            memory = self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
+            memory = self._allocate(size_bytes, serial, answer_s)
         except PeerLostError:
             raise
         except (TensorwireError, MemoryError):  # used up, or it does not answer
@@ -140,15 +157,31 @@ class LeasePool:
                 self._bytes -= size_bytes
                 self._slots.append(slot)
             return None
-        return self._use(Lease(slot, serial, memory), call)
+        return self._use(Lease(slot, serial, memory), call, wanted_bytes)
 
-    def has(self, lease: Lease, call: tuple[int, int]) -> bool:
+    def _should_wait(self, call: tuple[int, int]) -> bool:
+        """Whether a call had better wait for memory that it uses than take new one."""
+        return False
+
+    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Memory:
+        """New memory; a TensorwireError or MemoryError if there is none."""
+        raise NotImplementedError
+
+    def _free(self, memory: Memory) -> None:
+        """Gives memory back to where it is. In the janitor's thread."""
+        raise NotImplementedError
+
+    def _turns_of(self, size_bytes: int) -> int:
+        """By how much a use of so many bytes raises the turn of its slot."""
+        return 1
+
+    def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
         """Whether a lease is used for a call, and not given back yet."""
         with self._lock:
             self._collect()
             return lease.call == call and self._used.get(lease.slot) is lease
 
-    def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
+    def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the receiver may never see, with their memory.
 
         It is freed: should the receiver still come to it, the name is unknown; what it looks at
@@ -161,9 +194,9 @@ class LeasePool:
                 if self._used.get(lease.slot) is lease and lease.call == call:
                     del self._used[lease.slot]
                     self._forget(lease)
-                    gone.append(lease)
+                    gone.append(lease)  # of this pool
         for lease in gone:
-            JANITOR.soon(partial(_free, lease))
+            JANITOR.soon(partial(self._free, lease.memory))
 
     def retire_calls(self, over: Callable[[tuple[int, int]], bool]) -> None:
         """Retires what is used for calls that are over."""
@@ -174,10 +207,10 @@ class LeasePool:
             if over(call):
                 self.retire(used, call)
 
-    def _use(self, lease: Lease, call: tuple[int, int]) -> Lease:
+    def _use(self, lease: Lease[Memory], call: tuple[int, int], size_bytes: int) -> Lease[Memory]:
         with self._lock:
-            self._turns[lease.slot] += 1
-            lease.turn = self._turns[lease.slot]
+            lease.turn = self._turns[lease.slot] + 1
+            self._turns[lease.slot] += self._turns_of(size_bytes)
             lease.call = call
             self._used[lease.slot] = lease
         return lease
@@ -189,7 +222,7 @@ class LeasePool:
                 lease.call = None
                 self._idle.append(lease)
 
-    def _pick(self, size_bytes: int) -> Lease | None:
+    def _pick(self, size_bytes: int) -> Lease[Memory] | None:
         """The smallest idle lease that is large enough and not wastefully so; the last used."""
         best = None
         for lease in self._idle:
@@ -209,11 +242,11 @@ class LeasePool:
                 return None
             lease = self._idle.pop(0)
             self._forget(lease)
-            JANITOR.soon(partial(_free, lease))
+            JANITOR.soon(partial(self._free, lease.memory))
         self._bytes += size_bytes
         return self._slots.pop()
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: Lease[Memory]) -> None:
         self._bytes -= lease.memory.size_bytes
         self._slots.append(lease.slot)
 
@@ -224,11 +257,17 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
-def _free(lease: Lease) -> None:
-    try:
-        lease.memory.free(timeout_s=0.05)
-    except TensorwireError:
-        pass  # it will do so when it can, or the attachment is over and the memory gone with it
+class LeasePool(Pool[RemoteRegion]):
+    """Memory of the receiver. Args: as of `Pool`."""
+
+    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> RemoteRegion:
+        return self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
+
+    def _free(self, memory: RemoteRegion) -> None:
+        try:
+            memory.free(timeout_s=0.05)
+        except TensorwireError:
+            pass  # it will do so when it can, or the attachment is over and the memory gone with it
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -114,8 +114,9 @@ class Method:
             return None
         return self._attachment(options, waits=waits)
 
-    def _deserialize(self, data: bytes) -> Any:
-        return self._reader.read(data, self._keeper.find, lenient=True)
+    def _deserialize(self, data: bytes, link: CallLink | None = None) -> Any:
+        needed = None if link is None else link.awaits_messages
+        return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
 
     def _begin(self, options: CallOptions, *, waits: bool) -> tuple[CallLink, Any]:
         """The link of a new call, and its metadata with the mark of its attachment."""

@@ -26,6 +26,7 @@ from .attachment import (
     Limits,
     RpcAttachment,
     make_board,
+    make_rendezvous_board,
 )
 from .envelope import VERSION
 from .janitor import JANITOR
@@ -42,7 +43,7 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
-RUNTIME_VERSION = 2
+RUNTIME_VERSION = 3
 """Of the frames of `runtime`."""
 
 _MOST_BYTES = 4096
@@ -93,10 +94,19 @@ class Registry:
         terms: of the server.
         most: attachments at a time; clients beyond get plain gRPC.
         service: carries out calls that do not come by grpcio, None if there are to be none.
+        rendezvous: large messages of such calls travel so, where the client has it too.
     """
 
-    def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        most: int,
+        service: AnyService | None = None,
+        *,
+        rendezvous: bool = False,
+    ) -> None:
         self._service = service
+        self._rendezvous = rendezvous
         self._terms = terms
         self._most = most
         self._lock = threading.Lock()
@@ -116,7 +126,7 @@ class Registry:
     @property
     def awaited(self) -> bool:
         """A client has not given back payload that it was sent: perhaps it has not come to it."""
-        return any(each.leases_there.used for each in self.attachments if not each.lost)
+        return any(each.awaited for each in self.attachments if not each.lost)
 
     def listen(self, host: str) -> None:
         """Lets clients of other hosts reach this server by a host, unless terms name one."""
@@ -166,10 +176,14 @@ class Registry:
             runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
             service = self._service if runs and caller is not None else None
             ring = None if service is None else make_ring(node)
+            meeting = None
+            if service is not None and self._rendezvous and "most_bytes" in asked:
+                framed = least_limit(service.limits.send_bytes, _limit(asked))
+                meeting = make_rendezvous_board(node), framed
             self._waiting[id] = node
         threading.Thread(
-            target=self._complete, args=(id, node, board, lent_bytes, service, ring, caller),
-            name="tensorwire-rpc-attachment", daemon=True,
+            target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
+            args=(id, node, board, lent_bytes, service, ring, caller, meeting),
         ).start()  # fmt: skip
         JANITOR.watch(self)
         return _encode(
@@ -180,6 +194,7 @@ class Registry:
             transports=transports,
             pool_bytes=self._terms.limits.pool_bytes,
             runtime=0 if service is None else RUNTIME_VERSION,
+            **({} if meeting is None or service is None else _told_limit(service.limits)),
         )
 
     def _complete(
@@ -191,6 +206,7 @@ class Registry:
         service: AnyService | None,
         ring: Region | None,
         caller: Caller | None,
+        meeting: tuple[Region, int] | None,
     ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
@@ -206,6 +222,8 @@ class Registry:
             if service and ring and caller and attachment.transport in _CARRY:
                 peer = attachment.peer
                 other = checked(peer.wait_region(RING, timeout_s=_CONNECT_S))
+                if meeting is not None:
+                    attachment.add_rendezvous(*meeting)
                 end = service.attach(attachment, caller, node, ring, other, peer)
                 attachment.runtime = end
                 end.start()
@@ -267,6 +285,7 @@ def connect(
         ValueError: the server's answer cannot be understood.
         Exception: what `ask` raises.
     """
+    limits = terms.runtime.limits
     answer = _decode(
         ask(
             _encode(
@@ -274,7 +293,8 @@ def connect(
                 host=host_id(),
                 transports=list(terms.transports),
                 pool_bytes=terms.limits.pool_bytes,
-                runtime=0 if terms.runtime.limits is None else RUNTIME_VERSION,
+                runtime=0 if limits is None else RUNTIME_VERSION,
+                **(_told_limit(limits) if limits and terms.runtime.rendezvous else {}),
             ),
         )
     )
@@ -289,10 +309,12 @@ def connect(
         quota_bytes=terms.limits.pool_bytes,
         max_peers=1,
     )
-    runs = terms.runtime.limits is not None and answer.get("runtime") == RUNTIME_VERSION
+    runs = limits is not None and answer.get("runtime") == RUNTIME_VERSION
+    meets = runs and terms.runtime.rendezvous and "most_bytes" in answer
     try:
         board = make_board(node)
         ring = make_ring(node) if runs else None
+        meeting = make_rendezvous_board(node) if meets else None
         peer = node.connect(str(answer.get("address")), timeout_s=least_s)
         if peer.name != id.hex():
             raise UnavailableError(f"{peer.address} is not the server's end of the attachment")
@@ -301,9 +323,14 @@ def connect(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
         peer.wait_region(_READY, timeout_s=least_s)
-        if ring is not None and terms.runtime.limits and attachment.transport in _CARRY:
+        if ring is not None and limits and attachment.transport in _CARRY:
             other = checked(peer.region(RING, timeout_s=least_s))
-            attachment.runtime = new_client(node, ring, other, peer, terms.runtime.limits)
+            client = attachment.runtime = new_client(node, ring, other, peer, limits)
+            if meeting is not None:
+                framed = least_limit(limits.send_bytes, _limit(answer))
+                attachment.add_rendezvous(meeting, framed)
+                if isinstance(client, RuntimeClient):
+                    client.meet(attachment)
         return attachment
     except BaseException:
         node.close()
@@ -467,6 +494,24 @@ def _whole_number(values: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{name} is {value!r}")
     return value
+
+
+def _told_limit(limits: MessageLimits) -> dict[str, int]:
+    """What tells the other end that messages may travel by rendezvous: the longest it may frame."""
+    return {"most_bytes": limits.receive_bytes}
+
+
+def _limit(values: dict[str, Any]) -> int:
+    """The other end's `most_bytes`; ValueError if it is none."""
+    value = values.get("most_bytes")
+    if type(value) is not int or not -1 <= value < 1 << 62:
+        raise ValueError(f"most_bytes is {value!r}")
+    return value
+
+
+def least_limit(one: int, other: int) -> int:
+    """The lower one of two limits, each negative for none."""
+    return max(one, other) if one < 0 or other < 0 else min(one, other)
 
 
 def _list(value: Any) -> list[Any]:

@@ -19,7 +19,8 @@ from tensorwire.memory import Transfer
 from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
-from .leases import Lease, place
+from .leases import AnyLease, place
+from .rendezvous import Staging
 from .tensors import delivered, source_of
 
 Serializer = Callable[[Any], bytes] | None
@@ -45,6 +46,7 @@ class CallLink:
         foreign: somebody else has the call, so everything travels inside.
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
+        offers: messages may travel by rendezvous, because it is a call of the runtime.
     """
 
     __slots__ = (
@@ -56,6 +58,7 @@ class CallLink:
         "leases",
         "must_confirm",
         "needed",
+        "offers",
         "patience_s",
     )
 
@@ -68,13 +71,18 @@ class CallLink:
     ) -> None:
         self.attachment = attachment
         self.call = call
-        self.leases: list[Lease] = []
+        self.leases: list[AnyLease] = []
         self.must_confirm = False
         self.needed = needed
         self.patience_s: float | None = None
         self.foreign = False
         self.ended = False
+        self.offers = False
         self._remaining = remaining
+
+    def awaits_messages(self) -> bool:
+        """The call goes on, and its time."""
+        return not self.ended and self.left_s(1.0) > 0
 
     def left_s(self, at_most: float) -> float:
         """Seconds to the deadline of the call, and not more than `at_most`."""
@@ -112,9 +120,23 @@ class SentMessage:
         tickets: of the arrays that it stands for, when it was serialized.
         ahead: its payload went ahead of it.
         last: the arrays are let go when it has left, and not when the call has ended well.
+        staging: what is left of the message to be copied when its bytes have been sent, if
+            anything: whoever sends them calls `finish`.
+        by_rendezvous: it travels so.
+        size_bytes: of the message, if it was asked whether it is to; else 0.
     """
 
-    __slots__ = ("_begun", "ahead", "last", "link", "message", "tickets")
+    __slots__ = (
+        "_begun",
+        "ahead",
+        "by_rendezvous",
+        "last",
+        "link",
+        "message",
+        "size_bytes",
+        "staging",
+        "tickets",
+    )
 
     def __init__(self, message: Any, link: CallLink, *, last: bool) -> None:
         self.message = message
@@ -122,6 +144,9 @@ class SentMessage:
         self.last = last
         self.ahead = False
         self.tickets: list[int] = []
+        self.staging: Staging | None = None
+        self.by_rendezvous = False
+        self.size_bytes = 0
         self._begun = False
 
     def __del__(self) -> None:
@@ -147,6 +172,12 @@ class SentMessage:
             body = self.message if serializer is None else serializer(self.message)
             if attachment is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
+            if self.link.offers and attachment.rendezvous is not None and body:
+                self.size_bytes = len(body)
+                self.by_rendezvous = attachment.rendezvous.takes(len(body))
+                if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
+                    return offered
+                self.by_rendezvous = False
             if len(body) < attachment.threshold_bytes and not body.startswith(MAGIC):
                 return body
         data = None
@@ -162,6 +193,41 @@ class SentMessage:
         if self.last and arrays:
             delivered(self.tickets)
         return data
+
+    def finish(self) -> None:
+        """Copies what is left of the message, whose bytes have been sent."""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.run()
+
+    def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
+        """An envelope of a message that the other end reads; None: there is no memory for it."""
+        link, rendezvous = self.link, attachment.rendezvous
+        assert rendezvous is not None
+        patience_s = link.left_s(attachment.limits.patience_s)
+        try:
+            staging = rendezvous.offer(body, link.call, patience_s, link.needed)
+        except TensorwireError:
+            return None  # the attachment is over; the call is not
+        if staging is None:
+            return None
+        lease = staging.lease
+        self._own(attachment, lease)
+        if link.ended:
+            attachment.retire([lease], link.call)
+            return None
+        self.ahead = True
+        self.staging = staging
+        pieces = ((BODY, 0, len(body)),)
+        return seal(
+            Envelope(attachment.id, lease.slot, lease.serial, lease.turn, pieces, b"", True)
+        )
+
+    def _own(self, attachment: RpcAttachment, lease: AnyLease) -> None:
+        """Memory is used for this call, whose end takes it back."""
+        link = self.link
+        leases = (each for each in link.leases if each is not lease)
+        link.leases = [lease, *(each for each in leases if attachment.has(each, link.call))]
 
     def _ahead(
         self,
@@ -202,11 +268,9 @@ class SentMessage:
         )
         if lease is None:
             return None
-        leases = (each for each in link.leases if each is not lease)
-        pool = attachment.leases_there
-        link.leases = [lease, *(each for each in leases if pool.has(each, link.call))]
+        self._own(attachment, lease)
         if link.ended:
-            pool.retire([lease], link.call)
+            attachment.retire([lease], link.call)
             return None
         memory = lease.memory
         targets = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]

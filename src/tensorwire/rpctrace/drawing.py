@@ -11,7 +11,7 @@ from tensorwire.rpctrace.figures import SHM_BITS, TCP_BITS, Distribution, Measur
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_ONE_SIDED = ("shm", "tcp", "rdma")
+_ONE_SIDED = ("shm", "tcp", "rdma", "rendezvous")
 
 
 def show_trace(trace: Trace, console: Console) -> None:
@@ -29,6 +29,12 @@ def show_trace(trace: Trace, console: Console) -> None:
         if sent:
             _show_sizes(side, sent, console)
             console.print(Text(gain(sent)), soft_wrap=True)
+    for each in trace.thresholds:
+        text = (
+            f"{each.side}: the runtime over {each.transport} sent messages by rendezvous from "
+            f"{each.size_bytes:,} bytes on (found {each.count:,} times)"
+        )
+        console.print(text, style="dim", highlight=False, soft_wrap=True)
     if trace.lost:
         text = f"not in the tables: {trace.lost} calls and messages of processes with many methods"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
@@ -92,8 +98,9 @@ def _show_messages(trace: Trace, console: Console) -> None:
     console.print(table)
     console.print(
         "encoded: bytes that passed through (de)serializers; left it: that travelled beside the "
-        "message; by runtime: in frames of tensorwire.rpc; by refused: an envelope that says "
-        "nothing to its receiver; again: what was sent after that, as it is",
+        "message; by runtime: in frames of tensorwire.rpc; by rendezvous: the receiver has read "
+        "it; by refused: an envelope that says nothing to its receiver; again: what was sent after "
+        "that, as it is",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -58,6 +58,7 @@ class Performance:
         self._reader = Reader(handler.request_deserializer)
         remaining = no_deadline if call.deadline is None else context.time_remaining
         self._link = CallLink(attachment, call.number, remaining, call.is_active)
+        self._link.offers = True
         self.answered = False
 
     def run(self) -> None:
@@ -116,10 +117,15 @@ class Performance:
             return None
         try:
             if self._traced is not None:
-                read = partial(self._reader.read, find=self._find, holdings=holdings)
+                read = partial(
+                    self._reader.read,
+                    find=self._find,
+                    holdings=holdings,
+                    needed=self.call.is_active,
+                )
                 request = self._traced.deserialize(read, data, protocol="runtime")
             else:
-                request = self._reader.read(data, self._find, holdings)
+                request = self._reader.read(data, self._find, holdings, needed=self.call.is_active)
         except RefusedError as error:
             refuse_payload(self.call, error)
             return None
@@ -129,8 +135,11 @@ class Performance:
             self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
         return request
 
-    def serialize(self, response: Any) -> bytes | None:
-        """The bytes of a response; None if there are none, and the call has ended."""
+    def serialize(self, response: Any) -> tuple[bytes, SentMessage] | None:
+        """The bytes of a response, and what is to `finish` when they have been sent.
+
+        None: there are none, and the call has ended.
+        """
         message = SentMessage(response, self._link, last=True)
         try:
             data = observed.serialize(self._traced, message, self.handler.response_serializer)
@@ -144,18 +153,20 @@ class Performance:
             text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
             self.finish(_Code.RESOURCE_EXHAUSTED, text)
             return None
-        return data
+        return data, message
 
     def _respond_once(self, response: Any) -> None:
-        data = self.serialize(response)
-        if data is None:
+        serialized = self.serialize(response)
+        if serialized is None:
             return
+        data, message = serialized
         if self.call.takes_stream:  # and gives credits
             self.call.stream_responses()
             if self.call.send_message(data):
                 self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
+        message.finish()
         self.answered = True
 
     def _respond_all(self, responses: Any) -> None:
@@ -177,10 +188,12 @@ class Performance:
             self.finish(_Code.OK, "")
             self.answered = True
             return
-        data = self.serialize(response)
-        if data is not None:
+        serialized = self.serialize(response)
+        if serialized is not None:
+            data, message = serialized
             self.context.head_sent = True
             self.call.send_message(data)
+            message.finish()
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""

@@ -13,6 +13,7 @@ import grpc
 from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage, always, no_deadline
 from ..tensors import delivered
+from ..threshold import LEAST_BYTES
 from . import observed
 from .call import RuntimeCall, StreamCall
 from .client import RuntimeClient
@@ -34,7 +35,7 @@ class CarriedMethod:
         arity: "unary_unary" and so on.
         method: its full name.
         serializer: the user's, of requests.
-        deserialize: makes the user's response of bytes.
+        deserialize: makes the user's response of bytes, and of the link of its call.
         ended: told of each call how it has ended.
     """
 
@@ -43,7 +44,7 @@ class CarriedMethod:
         arity: str,
         method: str,
         serializer: Any,
-        deserialize: Callable[[bytes], Any],
+        deserialize: Callable[..., Any],
         ended: Ended,
     ) -> None:
         self._arity = arity
@@ -95,9 +96,17 @@ class CarriedMethod:
                 return None  # grpcio says that it takes bytes
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
+        if outgoing.size_bytes >= LEAST_BYTES and not self._takes_stream:
+            told.began_s = time.monotonic()
         if again is not None or self._takes_stream:
             call.leave_unattended()
         client.begin(call, self._name, entries, data, streams=self._takes_stream)
+        if outgoing.staging is not None:
+            try:
+                outgoing.finish()
+            except BaseException:
+                call.end_here(grpc.StatusCode.CANCELLED, "the caller was interrupted")
+                raise
         return call
 
     def begin_stream(
@@ -153,8 +162,9 @@ class CarriedMethod:
         deadline = None if timeout is None else time.monotonic() + timeout
         remaining = no_deadline if deadline is None else partial(_left, deadline)
         link = CallLink(attachment, number, remaining, always)
+        link.offers = True
         told = Told(self._ended, link, observed.watched("client", self._arity, self._method))
-        deserialize = self._deserialize
+        deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
         if told.traced is not None:
             deserialize = partial(told.traced.deserialize, deserialize, protocol="runtime")
         kind = StreamCall if self._takes_stream else RuntimeCall
@@ -165,26 +175,36 @@ class CarriedMethod:
 class Told:
     """Told how a call has ended, None if it was not carried out; tells everybody."""
 
-    __slots__ = ("_began_ns", "_ended", "_link", "outgoing", "traced")
+    __slots__ = ("_began_ns", "_ended", "_link", "began_s", "outgoing", "traced")
 
     def __init__(self, ended: Ended, link: CallLink, traced: Any) -> None:
         self._ended = ended
         self._link = link
         self.traced = traced
         self.outgoing: SentMessage | None = None
+        self.began_s = 0.0  # of a call whose time tells what suits requests of its size
         self._began_ns = 0 if traced is None else traced.begin()
 
     def __call__(self, code: grpc.StatusCode | None) -> None:
         """Tells how it has ended."""
         ok = code is grpc.StatusCode.OK
         self._ended(self._link, ok, code)
-        if ok and self.outgoing is not None and self.outgoing.tickets:
-            delivered(self.outgoing.tickets)
+        if ok and self.outgoing is not None:
+            if self.outgoing.tickets:
+                delivered(self.outgoing.tickets)
+            if self.began_s:
+                self._observe(self.outgoing, time.monotonic() - self.began_s)
         if self.traced is not None:
             if code is None:
                 self.traced.not_begun()
             else:
                 self.traced.ended(self._began_ns, code.name)
+
+    def _observe(self, outgoing: SentMessage, took_s: float) -> None:
+        attachment = self._link.attachment
+        if attachment is not None and attachment.rendezvous is not None:
+            threshold = attachment.rendezvous.threshold
+            threshold.observe(outgoing.size_bytes, outgoing.by_rendezvous, took_s)
 
 
 def _left(deadline: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,8 +12,12 @@ import grpc
 
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from ..attachment import RpcAttachment
+from ..envelope import BODY, Envelope, seal
+from ..outgoing import always
 from .call import RuntimeCall
 from .callbacks import Callbacks
+from .flow import Waiter
 from .frames import (
     CREDIT,
     END,
@@ -20,6 +25,7 @@ from .frames import (
     HEAD,
     MESSAGE,
     NO_DEADLINE,
+    PROBED,
     Frame,
     FrameError,
     Metadata,
@@ -27,8 +33,11 @@ from .frames import (
     call_frames,
     parse_credit,
     parse_head,
+    probe_frames,
+    threshold_frame,
 )
 from .line import Line, SharedReader
+from .measuring import measure
 from .options import MessageLimits
 
 
@@ -142,6 +151,9 @@ class AnyClient:
         if frame.kind == GOAWAY:
             self._going_away = True
             return
+        if frame.kind == PROBED:
+            self.probed(frame.number)
+            return
         known = self._calls.get(frame.number[0])
         call = None if known is None else known()
         if call is None or call.number != frame.number:
@@ -156,6 +168,10 @@ class AnyClient:
             call.head(parse_head(frame.body))
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a client")
+
+    def probed(self, number: Number) -> None:
+        """A message that was measured is at the server."""
+        raise FrameError(f"an answer to the probe {number}, which nobody has sent")
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
@@ -197,6 +213,61 @@ class RuntimeClient(AnyClient):
         self.mutex = threading.Lock()
         self._kept: dict[int, RuntimeCall] = {}
         self.callbacks = Callbacks()
+        self._attachment: RpcAttachment | None = None
+        self._probe: Waiter | None = None
+        self._probes = 0
+
+    def meet(self, attachment: RpcAttachment) -> None:
+        """Measures from where rendezvous pays, unless the user has said so, and tells the server.
+
+        To be called before calls begin, of an attachment that has it.
+        """
+        assert attachment.rendezvous is not None
+        threshold = attachment.rendezvous.threshold
+        if threshold.fixed:
+            return
+        self._attachment = attachment
+        threshold.changed = self._tell_threshold
+        found = measure(self, threshold.most_bytes)
+        if found is not None:
+            threshold.measured(found)
+
+    def _tell_threshold(self, size_bytes: int) -> None:
+        self.send((threshold_frame(size_bytes),))
+
+    def probe(self, size_bytes: int, *, offered: bool, timeout_s: float) -> bool:
+        """See `Probing`. One thread at a time."""
+        attachment = self._attachment
+        assert attachment is not None
+        assert attachment.rendezvous is not None
+        until = time.monotonic() + timeout_s
+        self._probes += 1
+        number = 0, self._probes
+        data, staging = bytes(size_bytes), None
+        if offered:
+            staging = attachment.rendezvous.offer(data, number, 0.0, always)
+            if staging is None:
+                return False
+            lease, pieces = staging.lease, ((BODY, 0, size_bytes),)
+            place = lease.slot, lease.serial, lease.turn
+            data = seal(Envelope(attachment.id, *place, pieces, b"", True))
+        waiter = self._probe = Waiter()
+        self.send(probe_frames(number, data))
+        if staging is not None:
+            staging.run()
+        if self.reader.wait(waiter, until):
+            return not self.line.is_over
+        if staging is not None:
+            attachment.retire([staging.lease], number)
+        return False
+
+    def probed(self, number: Number) -> None:
+        """See `AnyClient`."""
+        waiter = self._probe
+        if number[0] or not 0 < number[1] <= self._probes or waiter is None:
+            raise FrameError(f"an answer to the probe {number}, which nobody has sent")
+        if number[1] == self._probes:
+            waiter.finish()
 
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""
@@ -212,5 +283,7 @@ class RuntimeClient(AnyClient):
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
         super().over(reason)
+        if self._probe is not None:
+            self._probe.finish()
         self.reader.stop()
         self.callbacks.stop()

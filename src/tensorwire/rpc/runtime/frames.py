@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT = range(1, 8)
+CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT, PROBE, PROBED, THRESHOLD = range(1, 11)
 MORE, WHOLE, REFUSED, LAST, STREAM = 1, 2, 4, 8, 16
 """Flags: the message goes on in a later frame; this is its end (of an END: it has a message); the
 servicer has not run and will not; there are no more messages; the client of a CALL takes any number
@@ -168,10 +168,25 @@ def credit_frame(number: Number, size_bytes: int) -> bytes:
     return _frame(CREDIT, 0, number, (_CREDIT.pack(size_bytes),))
 
 
+def probe_frames(number: Number, message: bytes) -> list[bytes]:
+    """A message that is measured; the other end drops it and says so by a PROBED."""
+    starts = range(0, len(message), PIECE_BYTES)
+    return [
+        _frame(PROBE, MORE if at + PIECE_BYTES < len(message) else WHOLE, number,
+               (message[at : at + PIECE_BYTES],))
+        for at in starts
+    ]  # fmt: skip
+
+
+def threshold_frame(size_bytes: int) -> bytes:
+    """From where messages had better travel by rendezvous."""
+    return _frame(THRESHOLD, 0, (0, 0), (_CREDIT.pack(size_bytes),))
+
+
 def parse_credit(body: bytes) -> int:
-    """Decodes the body of a CREDIT; FrameError if it is none."""
+    """Decodes the body of a CREDIT or a THRESHOLD; FrameError if it is none."""
     if len(body) != _CREDIT.size:
-        raise FrameError(f"a credit of {len(body)} bytes")
+        raise FrameError(f"a number of {len(body)} bytes")
     size: int = _CREDIT.unpack(body)[0]
     return size
 
@@ -236,7 +251,7 @@ def parse(data: bytes) -> Iterator[Frame]:
         size, kind, flags, zero, slot, generation = HEADER.unpack_from(data, at)
         if not HEADER.size <= size <= min(end - at, MOST_BYTES):
             raise FrameError(f"a frame of {size} bytes in {end - at}")
-        if not CALL <= kind <= CREDIT or zero or flags & ~_FLAGS:
+        if not CALL <= kind <= THRESHOLD or zero or flags & ~_FLAGS:
             raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
         if kind == MESSAGE and flags & MORE and size == HEADER.size:
             raise FrameError("a piece without a byte, of which there could be any number")

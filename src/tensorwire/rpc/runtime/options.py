@@ -38,10 +38,12 @@ class Offer:
     Attributes:
         limits: of messages; None: calls do not go by it.
         reason: why they do not.
+        rendezvous: large messages travel by rendezvous, which may block a thread.
     """
 
     limits: MessageLimits | None
     reason: str = ""
+    rendezvous: bool = True
 
 
 def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
@@ -67,9 +69,13 @@ def wanted(runtime: bool | None) -> bool:
 
 
 def offer(
-    runtime: bool | None, options: Iterable[tuple[str | bytes, Any]] | None, compression: Any
+    runtime: bool | None,
+    options: Iterable[tuple[str | bytes, Any]] | None,
+    compression: Any,
+    *,
+    rendezvous: bool = True,
 ) -> Offer:
-    """What an end offers whose user gave these options.
+    """What an end offers whose user gave these options; `rendezvous` as of `Offer`.
 
     Raises:
         ValueError: see `wanted`.
@@ -87,4 +93,4 @@ def offer(
             receive = int(value)
         elif not key.startswith(_OF_CONNECTIONS):
             return Offer(None, f"it does not know the option {key}")
-    return Offer(MessageLimits(send, receive))
+    return Offer(MessageLimits(send, receive), rendezvous=rendezvous)

@@ -141,6 +141,7 @@ class RequestSender:
             if outflow.closed:
                 return False
             self._client.send((frame,))
+        message.finish()
         return True
 
     def _abort(self, code: grpc.StatusCode, details: str) -> None:

@@ -20,6 +20,8 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import CALLS, RpcAttachment
+from ..envelope import MAGIC, unseal
+from ..inbox import RefusedError
 from . import observed
 from .behavior import Performance
 from .callbacks import Callbacks, Calling
@@ -32,7 +34,10 @@ from .frames import (
     GOAWAY,
     MESSAGE,
     MORE,
+    PROBE,
+    PROBED,
     STREAM,
+    THRESHOLD,
     WHOLE,
     Frame,
     FrameError,
@@ -46,6 +51,7 @@ from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
+_MOST_PROBE_BYTES = 8 << 20
 
 
 class ServerEnd:
@@ -83,6 +89,7 @@ class ServerEnd:
         self.callbacks: Calling = Callbacks()
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
+        self._probe: list[bytes] = []
         self.line = Line(node, memory, other, peer, self, patient=patient)
 
     def start(self) -> None:
@@ -131,8 +138,34 @@ class ServerEnd:
         elif frame.kind == CREDIT:
             if known is not None:
                 known.granted(parse_credit(frame.body))
+        elif frame.kind in (PROBE, THRESHOLD):
+            self._meet(frame)
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a server")
+
+    def _meet(self, frame: Frame) -> None:
+        """The client measures from where rendezvous pays, or says it."""
+        rendezvous = self.attachment.rendezvous
+        if rendezvous is None:
+            raise FrameError(f"a frame of kind {frame.kind}, and no rendezvous was agreed on")
+        if frame.kind == THRESHOLD:
+            rendezvous.threshold.measured(parse_credit(frame.body))
+            return
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a probe with the flags {frame.flags}")
+        self._probe.append(frame.body)
+        if sum(map(len, self._probe)) > _MOST_PROBE_BYTES:
+            raise FrameError("a probe that is longer than any threshold")
+        if frame.flags == MORE:
+            return
+        data = b"".join(self._probe)  # as with a message
+        self._probe = []
+        if data.startswith(MAGIC):
+            try:
+                rendezvous.read(unseal(data), _nobody)
+            except (ValueError, RefusedError):
+                pass  # the client has given it up
+        self.send((short_frame(PROBED, frame.number),))
 
     def _begins(self, frame: Frame) -> None:
         slot = frame.number[0]
@@ -392,6 +425,11 @@ class Service(AnyService):
                 outcome = "answered" if performance.answered else "not answered"
                 traced.ended(began_ns, "over" if handler.response_streaming else outcome)
             self._ran()
+
+
+def _nobody() -> bool:
+    """Nobody needs a probe for long."""
+    return False
 
 
 def _pool_of(handler: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Bytes that are filled before anybody else has them: where what is read from a peer shall end up.
+
+Many fresh bytes come in large pages, where the system has them. Filling 64 MiB of Python's own
+takes several times as long, nearly all of it for faults of pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorwire._core import Buffer, copied_bytes, unfilled_bytes
+
+from .gpu import OnStream
+
+
+class FreshBytes:
+    """Bytes with any content, which transfers fill piece by piece.
+
+    Args:
+        size_bytes: how many.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._data, self._address = unfilled_bytes(size_bytes)
+        self._size_bytes = size_bytes
+
+    def __getitem__(self, piece: slice) -> FreshPiece:
+        """The bytes [a:b], to be filled: what `RemoteRegion.read` takes.
+
+        Raises:
+            ValueError: not 0 <= a <= b <= size, or a step.
+        """
+        start, stop, step = piece.start or 0, piece.stop, piece.step
+        stop = self._size_bytes if stop is None else stop
+        if not 0 <= start <= stop <= self._size_bytes or step is not None:
+            raise ValueError(f"bytes [{start}:{stop}:{step}] of {self._size_bytes}")
+        return FreshPiece(Buffer(self._address + start, stop - start, True, self._data))
+
+    def take(self) -> bytes:
+        """The bytes. Nothing may fill them from now on."""
+        return self._data
+
+
+class FreshPiece:
+    """A part of `FreshBytes`.
+
+    Attributes:
+        size_bytes: of the part.
+    """
+
+    __slots__ = ("_buffer", "size_bytes")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.size_bytes: int = buffer.size_bytes
+
+    def _local_buffer(self) -> tuple[Buffer, OnStream | None]:
+        return self._buffer, None
+
+
+def copied(memory: Any) -> bytes:
+    """As bytes(memory), of contiguous memory; the GIL is released while many are copied.
+
+    Raises:
+        TypeError, ValueError: as for `RemoteRegion.write`.
+    """
+    return copied_bytes(memory)

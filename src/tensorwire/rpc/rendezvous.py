@@ -1,0 +1,319 @@
+"""Large messages by rendezvous: the receiver reads memory of the sender, in chunks.
+
+The sender copies a message into memory of its own that the receiver may read, chunk by chunk, and
+says after each how far it has come; meanwhile the envelope is on its way, and the receiver reads
+chunk after chunk into the message's final place. Knows neither gRPC nor messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire._core import Transfer
+from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
+from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory.fresh import FreshBytes
+
+from .envelope import BODY, Envelope, offer_name
+from .inbox import RefusedError
+from .leases import SLOTS, Lease, Pool
+from .threshold import Threshold
+
+CHUNK_BYTES = 4 << 20
+BOARD_BYTES = 8 * (1 + 2 * SLOTS)
+"""Of a board: what was read of the owner's memory, as for leases, and how far the other end has
+come with its messages."""
+
+_STAGED = 1 + SLOTS
+_SLICE_S = 0.05
+_STALLED_S = 10.0
+_UNDER_WAY = 2
+_OF_A_CALL = 2
+_LOOKUP_S = 5.0
+
+
+class Offered:
+    """Memory of the sender that the receiver reads.
+
+    Attributes:
+        size_bytes: its length.
+    """
+
+    __slots__ = ("_region", "size_bytes")
+
+    def __init__(self, region: Region) -> None:
+        self._region: Region | None = region
+        self.size_bytes = region.size_bytes
+
+    def array(self) -> NDArray[np.uint8]:
+        """Its bytes.
+
+        Raises:
+            StaleHandleError: it was freed.
+        """
+        region = self._region
+        if region is None:
+            raise StaleHandleError("memory for messages of a call is freed, as the call is over")
+        return region.array()
+
+    def free(self) -> None:
+        """Frees it, whoever still has this object; calling it again does nothing."""
+        region, self._region = self._region, None
+        if region is not None:
+            region.free()
+
+
+class OfferPool(Pool[Offered]):
+    """Memory of the sender that the receiver reads.
+
+    A turn counts bytes: all that was offered in the slot before, and one more. So a word that only
+    grows says how far every message has come.
+
+    Args:
+        node: whose memory it is.
+        peer, credits, limit_bytes: as of `Pool`.
+    """
+
+    def __init__(self, node: Node, peer: Peer, credits: Region, limit_bytes: int) -> None:
+        super().__init__(peer, credits, limit_bytes)
+        self._node = node
+
+    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Offered:
+        return Offered(self._node.allocate(size_bytes, name=offer_name(serial), access="r"))
+
+    def _free(self, memory: Offered) -> None:
+        try:
+            memory.free()
+        except TensorwireError:
+            pass  # the attachment is over
+
+    def _should_wait(self, call: tuple[int, int]) -> bool:
+        # One is copied into while the other one is read; new memory is slow, and more would not be
+        # read any sooner.
+        return sum(each.call == call for each in self._used.values()) >= _OF_A_CALL
+
+    def _turns_of(self, size_bytes: int) -> int:
+        return size_bytes
+
+
+class Staging:
+    """A message that is on its way into memory that the receiver reads.
+
+    Args:
+        lease: the memory.
+        data: the message; at least a byte.
+        board: of the receiver.
+
+    Attributes:
+        lease: as given.
+
+    Raises:
+        StaleHandleError: the memory was freed.
+    """
+
+    __slots__ = ("_at", "_data", "_target", "_word", "lease")
+
+    def __init__(self, lease: Lease[Offered], data: bytes, board: RemoteRegion) -> None:
+        self.lease = lease
+        self._data = np.frombuffer(data, np.uint8)
+        self._target = lease.memory.array()
+        self._word = board.word(8 * (_STAGED + lease.slot))
+        self._at = 0
+
+    def step(self) -> bool:
+        """Copies a chunk and tells the receiver; False if that was the last one.
+
+        Raises:
+            TensorwireError: there is no receiver any more.
+        """
+        start = self._at
+        end = min(start + CHUNK_BYTES, len(self._data))
+        self._target[start:end] = self._data[start:end]
+        self._at = end
+        self._word.set(self.lease.turn - 1 + end)
+        return end < len(self._data)
+
+    def run(self) -> None:
+        """Copies what is left. Whoever reads finds out if there is no receiver any more."""
+        try:
+            while self._at < len(self._data):
+                self.step()
+        except TensorwireError:
+            pass
+
+
+class Rendezvous:
+    """What one end of an attachment has for it. Any thread may use it.
+
+    Attributes:
+        offers: memory here that the other end reads.
+        threshold: from where messages go this way.
+
+    Args:
+        node: of this end.
+        peer: the other end.
+        board: of this end, of `BOARD_BYTES`.
+        other_board: the other end's.
+        offered_bytes: of memory here, at most.
+        read_bytes: of a message, that this end reads.
+        threshold: as above.
+        framed_bytes: a longer message that is below the threshold that is not measured is left to
+            frames, for whose limit it is too long, whatever was measured; negative for no limit.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        peer: Peer,
+        board: Region,
+        other_board: RemoteRegion,
+        *,
+        offered_bytes: int,
+        read_bytes: int,
+        threshold: Threshold,
+        framed_bytes: int,
+    ) -> None:
+        self.offers = OfferPool(node, peer, board, offered_bytes)
+        self.threshold = threshold
+        self._framed_bytes = framed_bytes
+        self._peer = peer
+        self._board = board
+        self._other_board = other_board
+        self._most_bytes = read_bytes
+        self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        self._turns: dict[int, int] = {}
+        self._regions: dict[int, tuple[int, RemoteRegion]] = {}
+        self._count = 0
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether a message is to go this way."""
+        if 0 <= self._framed_bytes < size_bytes < self.threshold.most_bytes:
+            return False
+        return self.threshold.passed(size_bytes)
+
+    def offer(
+        self,
+        data: bytes,
+        call: tuple[int, int],
+        patience_s: float,
+        needed: Callable[[], bool],
+    ) -> Staging | None:
+        """Takes memory for a message, and copies its first chunk; None: there is none.
+
+        Args:
+            data: the message; at least a byte.
+            call: as for `Pool.take`.
+            patience_s: as there.
+            needed: as there.
+
+        Raises:
+            PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
+        """
+        lease = self.offers.take(len(data), call, patience_s, needed)
+        if lease is None:
+            return None
+        try:
+            staging = Staging(lease, data, self._other_board)
+            staging.step()
+        except BaseException:
+            self.offers.retire([lease], call)
+            raise
+        return staging
+
+    def read(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
+        """Reads the message of an envelope, which can be done once.
+
+        Args:
+            envelope: says where it lies.
+            needed: asked while the sender lets this end wait; False ends it.
+
+        Raises:
+            RefusedError: it is not there (any more), was read before, the sender does not go on
+                with it, or nobody needs it.
+        """
+        size, remote = self._find(envelope)
+        fresh = FreshBytes(size)
+        start, slot = envelope.turn - 1, envelope.slot
+        under_way: deque[Transfer] = deque()
+        try:
+            for at in range(0, size, CHUNK_BYTES):
+                end = min(at + CHUNK_BYTES, size)
+                self._wait(slot, start + end, needed)
+                under_way.append(remote[at:end].read(fresh[at:end]))
+                if len(under_way) > _UNDER_WAY:
+                    _finish(under_way.popleft(), needed)
+            while under_way:
+                _finish(under_way.popleft(), needed)
+        except TensorwireError as error:
+            raise RefusedError(f"the sender's memory cannot be read: {error}") from None
+        self._tell(slot, envelope.turn)
+        return fresh.take()
+
+    def _find(self, envelope: Envelope) -> tuple[int, RemoteRegion]:
+        slot, turn = envelope.slot, envelope.turn
+        if len(envelope.pieces) != 1 or envelope.pieces[0][0] != BODY:
+            raise RefusedError("what is to be read is one message")
+        _, offset, size = envelope.pieces[0]
+        if slot >= SLOTS or offset:
+            raise RefusedError(f"slot {slot} of {SLOTS}, from byte {offset}")
+        if not 0 < size <= self._most_bytes:
+            raise RefusedError(f"a message of {size} bytes, and pool_bytes is {self._most_bytes}")
+        with self._lock:
+            if turn <= self._turns.get(slot, 0) or turn + size >= 1 << 63:
+                raise RefusedError(f"turn {turn} of slot {slot} was used before")
+            known = self._regions.get(slot)
+            if known is None or known[0] != envelope.serial:
+                known = envelope.serial, self._look_up(envelope.serial)
+                self._regions[slot] = known
+            remote = known[1]
+            if size > remote.size_bytes:
+                raise RefusedError(f"{size} bytes in memory of {remote.size_bytes}")
+            self._turns[slot] = turn
+        return size, remote
+
+    def _look_up(self, serial: int) -> RemoteRegion:
+        try:
+            return self._peer.region(offer_name(serial), timeout_s=_LOOKUP_S)
+        except (LookupError, TensorwireError) as error:
+            raise RefusedError(f"there is no {offer_name(serial)}: {error}") from None
+
+    def _wait(self, slot: int, staged: int, needed: Callable[[], bool]) -> None:
+        word = self._board.word(8 * (_STAGED + slot))
+        until = time.monotonic() + _STALLED_S
+        while word.value < staged:
+            try:
+                word.wait_until(staged, _SLICE_S, peer=self._peer)
+            except TimeoutError:
+                if not needed():
+                    raise RefusedError("nobody needs the message any more") from None
+                if time.monotonic() > until:
+                    text = f"the sender has not come further for {_STALLED_S} s"
+                    raise RefusedError(text) from None
+
+    def _tell(self, slot: int, turn: int) -> None:
+        """The sender may use the memory again."""
+        with self._telling:
+            self._count += 1
+            try:
+                self._other_board.word(8 * (1 + slot)).set(turn)
+                self._other_board.word(0).set(self._count)
+            except TensorwireError:
+                pass  # the attachment is over, and nobody waits
+
+
+def _finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
+    """Waits for a chunk."""
+    while True:
+        try:
+            transfer.wait(_SLICE_S)
+            return
+        except TimeoutError:
+            if not needed():
+                raise RefusedError("nobody needs the message any more") from None

@@ -1,0 +1,428 @@
+"""Large messages of the runtime by rendezvous, and the threshold: measured, adapted, or set."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
+from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
+
+from tensorwire import rpc
+from tensorwire.rpc import envelope as envelopes
+from tensorwire.rpc.attachment import THRESHOLDS
+from tensorwire.rpc.negotiation import MARK
+from tensorwire.rpc.rendezvous import CHUNK_BYTES
+from tensorwire.rpc.runtime import measuring
+from tensorwire.rpc.runtime.call import RuntimeCall
+from tensorwire.rpc.threshold import LEAST_BYTES, Threshold
+
+UNLIMITED = [("grpc.max_receive_message_length", -1)]
+WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
+ABOUT = ("client", "shm")
+VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
+
+
+@pytest.fixture(params=WIRES)
+def wire(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def both(wire: str) -> Iterator[Ends]:
+    """Ends whose messages go by rendezvous from 1000 bytes on."""
+    made = between(wire, threshold_bytes=1000)
+    yield made
+    made.close()
+
+
+def between(wire: str, **given: Any) -> Ends:
+    keywords = {"transports": (wire,), "runtime": True, **given}
+    return Ends(System(wire, keywords, keywords))
+
+
+def message(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def offers(attachment: Any) -> Any:
+    return attachment.rendezvous.offers
+
+
+def nothing_is_offered(channel: Any, server: Any) -> bool:
+    return all(offers(each).used == 0 for each in (channel.attachment, *server.attachments))
+
+
+def test_messages_of_all_sizes_both_ways(both: Ends) -> None:
+    both.methods = {
+        "/t/m": UU(echo),
+        "/t/su": SU(lambda requests, context: b"".join(requests)),
+        "/t/us": US(lambda request, context: iter([request, b"", request])),
+        "/t/ss": SS(echo_all),
+    }
+    channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
+    call = channel.unary_unary("/t/m")
+    assert call(message(999)) == message(999)
+    assert channel.rendezvous_bytes == 1000
+    ends = [channel.attachment, *both.server.attachments]
+    assert [offers(each).leased_bytes for each in ends] == [0, 0]
+    for size in (1000, 70_000, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 12_345):
+        sent = message(size)
+        assert call(sent) == call.future(sent).result(LONG_S) == sent
+        assert all(offers(each).leased_bytes >= size for each in ends)
+    big, small = message(CHUNK_BYTES + 7), message(5)
+    assert channel.stream_unary("/t/su")(iter([big, small, big])) == big + small + big
+    assert list(channel.unary_stream("/t/us")(big)) == [big, b"", big]
+    mixed = [big, small, b"", big, message(1000), big]
+    assert list(channel.stream_stream("/t/ss")(iter(mixed))) == mixed
+    assert channel.runtime == both.system.name
+    wait_for(lambda: nothing_is_offered(channel, both.server))
+
+
+def test_a_message_that_only_looks_like_an_envelope(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo)}
+    call = both.serve().channel().unary_unary("/t/m")
+    for size in (20, 2000):
+        sent = envelopes.MAGIC + b"\x02" + message(size)
+        assert call(sent) == sent
+
+
+def test_who_does_not_read_holds_the_sender_up(both: Ends) -> None:
+    sent = []
+
+    def many(request: bytes, context: Any) -> Iterator[bytes]:
+        for number in range(12):
+            sent.append(number)
+            yield message(100_000)
+
+    both.methods = {"/t/us": US(many)}
+    both.system = between(both.system.name, threshold_bytes=1000, patience_s=LONG_S).system
+    channel = both.serve().channel()
+    stream = channel.unary_stream("/t/us")(b"")
+    wait_for(lambda: len(sent) >= 3)
+    time.sleep(0.2)
+    assert len(sent) == 3  # two are offered, and the third waits for memory
+    assert [len(each) for each in stream] == [100_000] * 12
+    wait_for(lambda: nothing_is_offered(channel, both.server))
+    assert offers(both.server.attachments[0]).leased_bytes < 400_000
+
+
+def test_calls_that_end_early_give_their_memory_back(both: Ends) -> None:
+    goes_on = threading.Event()
+
+    def waits(requests: Iterator[bytes], context: Any) -> bytes:
+        goes_on.wait(LONG_S)
+        return b""
+
+    def raises(request: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode.ABORTED, "no")
+        raise AssertionError
+
+    both.methods = {
+        "/t/su": SU(waits),
+        "/t/abort": UU(raises),
+        "/t/us": US(lambda request, context: (request for _ in range(3))),
+    }
+    channel = both.serve().channel()
+    call = channel.stream_unary("/t/su").future(message(5000) for _ in range(2))
+    wait_for(lambda: channel.attachment is not None and offers(channel.attachment).used == 2)
+    call.cancel()
+    goes_on.set()
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/t/abort")(message(5000))
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    stream = channel.unary_stream("/t/us")(message(5000))
+    assert next(stream) == message(5000)
+    stream.cancel()
+    wait_for(lambda: nothing_is_offered(channel, both.server))
+
+
+def test_no_more_memory_than_both_ends_grant(both: Ends) -> None:
+    """What does not fit travels otherwise."""
+    both.methods = {"/t/m": UU(echo)}
+    keywords = {"transports": (both.system.name,), "runtime": True, "threshold_bytes": 1000}
+    both.system = System("", {**keywords, "pool_bytes": 1 << 20}, keywords)
+    channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
+    call = channel.unary_unary("/t/m")
+    assert call(message(3 << 20)) == message(3 << 20)
+    assert call(message(1 << 19)) == message(1 << 19)
+    ends = [channel.attachment, *both.server.attachments]
+    assert all(1 << 19 <= offers(each).leased_bytes <= 1 << 20 for each in ends)
+
+
+def test_limits_do_not_depend_on_what_was_measured(wire: str) -> None:
+    """A message that is too long for frames is so below every threshold that is not the user's."""
+    ends = between(wire)
+    ends.methods = {"/t/m": UU(lambda request, context: bytes(len(request) // 10 * 10))}
+    limit = [("grpc.max_receive_message_length", 100_000)]
+    channel = ends.serve(options=limit).channel(options=UNLIMITED)
+    call = channel.unary_unary("/t/m")
+    call(b"")
+    for size in (LEAST_BYTES, 1 << 17):
+        for each in (channel.attachment, *ends.server.attachments):
+            each.rendezvous.threshold.measured(size)
+        assert len(call(bytes(100_000))) == 100_000
+        with pytest.raises(grpc.RpcError) as caught:
+            call(bytes(100_001))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max (100001 vs. 100000)" in caught.value.details()
+    ends.close()
+
+
+def test_an_asyncio_end_has_none(wire: str) -> None:
+    """Its event loop would have to wait for the other end."""
+
+    async def main() -> None:
+        server = rpc.aio.server(runtime=True, transports=(wire,), threshold_bytes=1000)
+
+        async def echoes(request: bytes, context: Any) -> bytes:
+            return request
+
+        server.add_generic_rpc_handlers((Methods({"/t/m": UU(echoes)}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+
+        def calls() -> None:
+            target, way = f"127.0.0.1:{port}", {"transports": (wire,), "threshold_bytes": 1000}
+            with rpc.insecure_channel(target, runtime=True, **way) as channel:
+                assert channel.unary_unary("/t/m")(message(300_000)) == message(300_000)
+                assert channel.runtime == wire
+                assert channel.rendezvous_bytes is None
+
+        await asyncio.to_thread(calls)
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+# Hostile ----------------------------------------------------------------------
+
+
+class Liar:
+    """A client that offers what it likes."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.channel = ends.channel()
+        self.channel.unary_unary("/t/m")(message(5000))
+        self.attachment = self.channel.attachment
+        self.rendezvous = self.attachment.rendezvous
+
+    def offered(self, size: int = 100, *, stage: bool = True) -> envelopes.Envelope:
+        pool = offers(self.attachment)
+        lease = pool.take(size, (1023, 7), 0, lambda: True)
+        if stage:
+            self.rendezvous._other_board.word(8 * (513 + lease.slot)).set(lease.turn - 1 + size)
+        pieces = ((0, 0, size),)
+        place = lease.slot, lease.serial, lease.turn
+        return envelopes.Envelope(self.attachment.id, *place, pieces, b"", True)
+
+    def send(self, envelope: envelopes.Envelope, timeout: float = LONG_S) -> Any:
+        client, number = self.attachment.runtime, self.attachment.begin_call()
+        deadline = time.monotonic() + timeout
+        call = RuntimeCall(client, number, deadline, bytes, lambda code: None)
+        client.begin(call, b"/t/m", (), envelopes.seal(envelope))
+        call.wait_blocking()
+        return call.result()
+
+    def send_by_grpcio(self, envelope: envelopes.Envelope) -> Any:
+        call = self.channel.inner.unary_unary("/t/m")
+        mark = envelopes.mark(self.attachment.id, 1023, 1)
+        return call(envelopes.seal(envelope), metadata=((MARK, mark),))
+
+
+def test_offers_that_lie_are_refused(both: Ends) -> None:
+    served = []
+
+    def method(request: bytes, context: Any) -> bytes:
+        served.append(len(request))
+        return b"yes"
+
+    both.methods = {"/t/m": UU(method)}
+    liar, honest = Liar(both.serve()), both.channel()
+    for changes in (
+        {"slot": 512},
+        {"slot": (1 << 32) - 1},
+        {"serial": 77},
+        {"turn": 0},
+        {"turn": (1 << 63) - 1},
+        {"pieces": ((0, 8, 100),)},
+        {"pieces": ((0, 0, 0),)},
+        {"pieces": ((0, 0, 1 << 20),)},
+        {"pieces": ((0, 0, 1 << 50),)},
+        {"pieces": ((5, 0, 100),)},
+        {"pieces": ((0, 0, 50), (5, 50, 50))},
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            liar.send(dataclasses.replace(liar.offered(), **changes))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
+        assert honest.unary_unary("/t/m")(message(5000)) == b"yes"
+    assert set(served) == {5000}
+    good = liar.offered()
+    assert liar.send(good) == b"yes"
+    assert served[-1] == 100
+    with pytest.raises(grpc.RpcError) as caught:  # a second time
+        liar.send(good)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_who_offers_and_does_not_go_on_holds_no_thread(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo)}
+    liar = Liar(both.serve(workers=1))
+    with pytest.raises(grpc.RpcError) as caught:
+        liar.send(liar.offered(stage=False), timeout=0.5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert both.channel().unary_unary("/t/m")(message(5000), timeout=LONG_S) == message(5000)
+
+
+def test_an_offer_to_who_has_agreed_on_none(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo)}
+    liar = Liar(both.serve())
+    with pytest.raises(grpc.RpcError) as caught:
+        liar.send_by_grpcio(liar.offered())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (end,) = both.server.attachments
+    end.rendezvous = None
+    with pytest.raises(grpc.RpcError) as caught:
+        liar.send(liar.offered())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# The threshold ----------------------------------------------------------------
+
+
+def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
+    ends = between(wire)
+    ends.methods = {"/t/m": UU(echo)}
+    channel = ends.serve().channel()
+    assert channel.rendezvous_bytes is None
+    channel.unary_unary("/t/m")(b"")
+    found = channel.rendezvous_bytes
+    assert LEAST_BYTES <= found <= THRESHOLDS[wire]
+    assert found & (found - 1) == 0
+    (there,) = ends.server.attachments
+    channel.attachment.rendezvous.threshold.measured(LEAST_BYTES * 2)
+    wait_for(lambda: there.rendezvous.threshold.size_bytes == LEAST_BYTES * 2)
+    ends.close()
+
+
+@pytest.mark.parametrize("side", ["channel", "server"])
+def test_a_threshold_of_the_user_is_kept(wire: str, side: str) -> None:
+    plain = {"transports": (wire,), "runtime": True}
+    given = {**plain, "threshold_bytes": 12_345}
+    ends = Ends(System("", *((given, plain) if side == "channel" else (plain, given))))
+    ends.methods = {"/t/m": UU(echo)}
+    channel = ends.serve().channel()
+    channel.unary_unary("/t/m")(message(20_000))
+    (there,) = ends.server.attachments
+    here, there = channel.attachment.rendezvous.threshold, there.rendezvous.threshold
+    set_one, other = (here, there) if side == "channel" else (there, here)
+    set_one.measured(1 << 16)
+    assert set_one.size_bytes == 12_345
+    assert set_one.fixed
+    assert not other.fixed
+    ends.close()
+
+
+def test_a_threshold_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "30000")
+    ends = between("shm")
+    ends.methods = {"/t/m": UU(echo)}
+    channel = ends.serve().channel()
+    channel.unary_unary("/t/m")(b"")
+    assert channel.rendezvous_bytes == 30_000
+    assert ends.server.attachments[0].rendezvous.threshold.size_bytes == 30_000
+    ends.close()
+    given = between("shm", threshold_bytes=40_000)
+    given.methods = {"/t/m": UU(echo)}
+    channel = given.serve().channel()
+    channel.unary_unary("/t/m")(b"")
+    assert channel.rendezvous_bytes == 40_000  # who asks for it here has said more
+    given.close()
+
+
+@pytest.mark.parametrize("value", ["-1", "1 MiB", "1e6", "²"])
+def test_a_threshold_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    makers: list[Callable[[], object]] = [
+        lambda: rpc.insecure_channel("localhost:1"),
+        lambda: rpc.server(ThreadPoolExecutor(1)),
+        lambda: rpc.aio.server(),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=f"{VARIABLE} is a number of bytes"):
+            make()
+
+
+class Path:
+    """A path with a clock of its own: frames take 10 ns a byte, rendezvous a fixed time."""
+
+    def __init__(self, offered_s: float) -> None:
+        self.offered_s = offered_s
+        self.now = 5.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def probe(self, size_bytes: int, *, offered: bool, timeout_s: float) -> bool:
+        took = self.offered_s if offered else size_bytes * 1e-8
+        self.now += min(took, timeout_s)
+        return took <= timeout_s
+
+
+@pytest.mark.parametrize(
+    ("offered_s", "most", "found"),
+    [
+        (0.0, 1 << 18, LEAST_BYTES),
+        (0.0005, 1 << 18, 1 << 16),
+        (0.001, 1 << 14, 1 << 14),  # no lower one is known
+        (0.02, 1 << 18, None),  # it would take too long
+        (1.0, 1 << 18, None),
+    ],
+)
+def test_measuring_finds_where_the_lines_cross(
+    offered_s: float, most: int, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(offered_s)
+    monkeypatch.setattr(measuring, "time", path)
+    assert measuring.measure(path, most) == found
+    assert path.now <= 5.06
+
+
+def observe(threshold: Threshold, size: int, framed_s: float, offered_s: float, calls: int) -> None:
+    for _ in range(calls):
+        by = threshold.passed(size)
+        threshold.observe(size, by, offered_s if by else framed_s)
+
+
+def test_the_threshold_follows_what_calls_take() -> None:
+    told: list[int] = []
+    threshold = Threshold(1 << 18, fixed=False, about=ABOUT)
+    threshold.changed = told.append
+    threshold.measured(1 << 16)
+    observe(threshold, 40_000, framed_s=2.0, offered_s=1.0, calls=400)
+    assert threshold.size_bytes == 1 << 15
+    observe(threshold, 40_000, framed_s=1.0, offered_s=2.0, calls=400)
+    assert threshold.size_bytes == 1 << 16
+    observe(threshold, 40_000, framed_s=1.0, offered_s=1.0, calls=400)  # as good: it stays
+    observe(threshold, 1 << 20, framed_s=1.0, offered_s=9.0, calls=400)  # far from it
+    assert threshold.size_bytes == 1 << 16
+    assert told == [1 << 16, 1 << 15, 1 << 16]
+
+
+def test_the_threshold_stays_within_its_bounds() -> None:
+    threshold = Threshold(1 << 18, fixed=False, about=ABOUT)
+    threshold.measured(1)
+    assert threshold.size_bytes == LEAST_BYTES
+    threshold.measured(1 << 30)
+    assert threshold.size_bytes == 1 << 18
+    assert all(threshold.passed(1 << 18) for _ in range(100))
+    fixed = Threshold(1000, fixed=True, about=ABOUT)
+    fixed.measured(LEAST_BYTES)
+    observe(fixed, 999, framed_s=2.0, offered_s=1.0, calls=400)
+    assert fixed.size_bytes == 1000
+    assert not any(fixed.passed(999) for _ in range(100))
