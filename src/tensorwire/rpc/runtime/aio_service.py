@@ -135,7 +135,7 @@ class AioService(AnyService):
         traced = observed.watched("server", arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
         performance = AioPerformance(
-            end.attachment, end.caller, call, handler, self._pool, traced, self.limits.send_bytes
+            end.attachment, end.caller, call, handler, self.pool, traced, self.limits.send_bytes
         )
         try:
             if call.is_active():

@@ -45,8 +45,9 @@ from .frames import (
     parse_credit,
     short_frame,
 )
-from .line import LOOK_S, MOST_BACKLOG, Line
+from .line import Line
 from .options import MessageLimits
+from .runner import Runner
 from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -62,6 +63,7 @@ class ServerEnd:
         limits: of messages.
         mutex: guards the state of calls.
         callbacks: for threads that must not be held up.
+        runner: who reads, and runs quick calls.
 
     Args:
         service: of the server.
@@ -91,17 +93,11 @@ class ServerEnd:
         self._calls: dict[int, IncomingCall] = {}
         self._probe: list[bytes] = []
         self.line = Line(node, memory, other, peer, self, patient=patient)
+        self.runner = Runner(self.line, service.pool)
 
     def start(self) -> None:
         """Begins to read."""
-        threading.Thread(target=self._run, name="tensorwire-rpc-serve", daemon=True).start()
-
-    def _run(self) -> None:
-        line = self.line
-        while not line.is_over:
-            line.read(None)
-            while line.backlog > MOST_BACKLOG and not line.is_over:
-                time.sleep(LOOK_S)
+        threading.Thread(target=self.runner.serve, name="tensorwire-rpc-serve", daemon=True).start()
 
     @property
     def active(self) -> int:
@@ -226,6 +222,7 @@ class AnyService:
 
     Attributes:
         limits: of messages.
+        pool: as given.
 
     Args:
         pool: the user's threads.
@@ -238,7 +235,7 @@ class AnyService:
         self, pool: Any, handlers: Sequence[Any], most: int | None, limits: MessageLimits
     ) -> None:
         self.limits = limits
-        self._pool = pool
+        self.pool = pool
         self._generic = list(handlers)
         self._registered: dict[str, Any] = {}
         self._most = most
@@ -394,12 +391,20 @@ class Service(AnyService):
     def _submit(
         self, context: contextvars.Context, end: ServerEnd, call: IncomingCall, handler: Any
     ) -> None:
-        pool = _pool_of(handler) or self._pool
+        pool = _pool_of(handler)
+        if pool is None and call.once and end.runner.takes(call.method):
+            run = partial(context.run, self._run, end, call, handler)
+            end.runner.add(run, partial(self._gone, call))
+            return
         try:
-            pool.submit(context.run, self._run, end, call, handler)
+            (pool or self.pool).submit(context.run, self._run, end, call, handler)
         except RuntimeError as error:
-            self._ran()
-            call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
+            self._gone(call, error)
+
+    def _gone(self, call: IncomingCall, error: Exception) -> None:
+        """The pool takes nothing any more."""
+        self._ran()
+        call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
 
     def _ran(self) -> None:
         with self._lock:
@@ -414,6 +419,7 @@ class Service(AnyService):
         performance = Performance(
             end.attachment, call, context, handler, traced, self.limits.send_bytes
         )
+        began = time.monotonic()
         try:
             if call.is_active():
                 performance.run()
@@ -421,6 +427,7 @@ class Service(AnyService):
             _LOG.exception("a call could not be carried out")
             call.fail(_Code.INTERNAL, f"the call could not be carried out: {error}")
         finally:
+            end.runner.took(call.method, time.monotonic() - began)
             if traced is not None:
                 outcome = "answered" if performance.answered else "not answered"
                 traced.ended(began_ns, "over" if handler.response_streaming else outcome)

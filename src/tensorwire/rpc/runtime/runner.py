@@ -1,0 +1,175 @@
+"""Quick calls of a client are run by one thread of the user's pool, which reads the next ones too.
+
+What costs most in a small call is to hand it from the thread that reads to another one, and to wake
+both. So a thread of the pool that has answered goes on reading for a moment, and runs what has come
+by itself. That is only for methods whose servicers were quick lately. Where one is not, after all,
+the thread that otherwise reads finds out within milliseconds, and everything goes on without the
+thread that is held up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .flow import open_latch
+from .line import LOOK_S, MOST_BACKLOG, Line
+
+QUICK_S = 0.0005
+"""A servicer that takes longer is not quick."""
+
+_LINGER_S = 0.0005
+_STUCK_S = 0.002
+_LONGEST_S = 0.1
+_TRUSTED, _MOST_TRUST, _DISTRUST = 4, 12, 6
+_MOST_METHODS = 1024  # a client may name any that a generic handler takes
+_FRUITLESS, _TRY_EVERY = 4, 16
+
+
+class Runner:
+    """Who reads the line of one client, and who runs its calls. At most one thread reads at a time.
+
+    Args:
+        line: of the client.
+        pool: the user's threads.
+    """
+
+    def __init__(self, line: Line, pool: Any) -> None:
+        self._line = line
+        self._pool = pool
+        # Whether others wait for a thread is seen in the pool; one that cannot say runs each call.
+        queue = getattr(pool, "_work_queue", None)
+        self._others: Callable[[], bool] | None = getattr(queue, "empty", None)
+        if not isinstance(pool, ThreadPoolExecutor):
+            self._others = None
+        self._turn = threading.Lock()
+        self._ready: deque[tuple[Callable[[], object], Callable[[Exception], object]]] = deque()
+        self._trust: dict[str, int] = {}
+        self._running = False
+        self._stuck = False
+        self._parked = threading.Lock()
+        self._count = 0
+        self._fruitless = 0
+
+    def took(self, method: str, seconds: float) -> None:
+        """A servicer of a method has run for so long."""
+        trust = self._trust.get(method, 0)
+        if seconds > QUICK_S:
+            if trust:
+                self._trust[method] = max(trust - _DISTRUST, 0)
+        elif trust < _MOST_TRUST and (trust or len(self._trust) < _MOST_METHODS):
+            self._trust[method] = trust + 1
+
+    def takes(self, method: str) -> bool:
+        """Whether a call is added here, and not given to the pool. In the thread that reads."""
+        if self._others is None or self._stuck:
+            return False
+        return self._trust.get(method, 0) >= _TRUSTED
+
+    def add(self, run: Callable[[], object], gone: Callable[[Exception], object]) -> None:
+        """Has a call run. In the thread that reads, after `takes`.
+
+        Args:
+            run: runs it; raises nothing.
+            gone: ends it, because the pool takes nothing any more.
+        """
+        self._ready.append((run, gone))
+
+    def serve(self) -> None:
+        """Reads until the line is over, in a thread of its own."""
+        line = self._line
+        while not line.is_over:
+            while self._ready and not line.is_over:
+                self._start()
+            with self._turn:
+                line.read(None)
+            while line.backlog > MOST_BACKLOG and not line.is_over:
+                time.sleep(LOOK_S)
+
+    def _start(self) -> None:
+        """Has a thread of the pool run what is ready, and waits until that leaves."""
+        self._parked.acquire(blocking=False)
+        self._running = True
+        try:
+            self._pool.submit(self._run)
+        except RuntimeError as error:
+            self._running = False
+            while self._ready:
+                self._ready.popleft()[1](error)
+            return
+        seen = -1
+        while self._running and not self._line.is_over:
+            if self._parked.acquire(timeout=_STUCK_S):
+                continue
+            before, seen = seen, self._count
+            if before == seen and not self._turn.locked():
+                self._go_on_without()
+
+    def _go_on_without(self) -> None:
+        """The thread that runs calls is held up by one, or has not come to the first."""
+        self._stuck = True
+        try:
+            while self._running and not self._line.is_over:
+                self._hand_over()
+                if not self._turn.acquire(blocking=False):
+                    return  # it reads again
+                try:
+                    self._line.read(_STUCK_S)
+                finally:
+                    self._turn.release()
+        finally:
+            self._stuck = False
+
+    def _hand_over(self) -> None:
+        """Gives to the pool what waits for the thread that is held up."""
+        while True:
+            try:
+                run, gone = self._ready.popleft()
+            except IndexError:
+                return
+            try:
+                self._pool.submit(run)
+            except RuntimeError as error:
+                gone(error)
+
+    def _run(self) -> None:
+        """In a thread of the pool: runs what is ready, and what comes right after it."""
+        until = time.monotonic() + _LONGEST_S
+        try:
+            while True:
+                while True:
+                    try:
+                        run, _ = self._ready.popleft()
+                    except IndexError:
+                        break
+                    self._count += 1
+                    run()
+                if not self._lingers(until) or not self._turn.acquire(blocking=False):
+                    return
+                try:
+                    self._line.read(_LINGER_S)
+                finally:
+                    self._turn.release()
+                if not self._ready:
+                    self._fruitless += 1
+                    return
+                self._fruitless = 0
+        finally:
+            self._running = False
+            open_latch(self._parked)
+
+    def _lingers(self, until: float) -> bool:
+        """Whether to read for a moment: calls come quickly, and nobody else needs the thread."""
+        line = self._line
+        if line.is_over or self._others is None or not self._others():
+            return False
+        if line.backlog > MOST_BACKLOG or time.monotonic() > until:
+            return False
+        if self._fruitless >= _FRUITLESS:
+            self._fruitless += 1
+            return self._fruitless % _TRY_EVERY == 0
+        return True
