@@ -446,9 +446,9 @@ def rpc(
     """What do large messages cost in gRPC, and what with tensorwire.rpc?
 
     One client and one servicer that gives back what it got; both read the whole payload. Beside raw
-    bytes over grpcio: the same over tensorwire.rpc, arrays as messages, and the limit, memcpy. All
-    take turns, over shared memory (grpcio: a unix socket) and TCP. Some five minutes; other work on
-    the machine spoils the figures.
+    bytes over grpcio: the same over tensorwire.rpc and its runtime, arrays as messages, torch RPC,
+    and the limit, memcpy. All take turns, over shared memory (grpcio: a unix socket) and TCP. Some
+    twenty minutes; other work on the machine spoils the figures.
 
     \b
     A look, less than a minute:
@@ -464,8 +464,9 @@ def rpc(
         raise click.UsageError(f"--sizes: {wrong[0]} is no multiple of 8")
     settings = rpc_bench.RpcSettings()
     if quick:
+        cases = cases or (rpc_names.UNARY, rpc_names.CROWD)
         small = (8, 1 << 20, 16 << 20)
-        settings = rpc_bench.RpcSettings(small, cases=(rpc_names.UNARY,), rounds=6, block_s=0.1)
+        settings = rpc_bench.RpcSettings(small, rounds=6, block_s=0.1, torch=False)
     settings = chosen(settings, wires=wires, cases=cases, sizes=sizes)
     carry_out(
         partial(rpc_bench.run, settings), print_report, lambda report, path: None,

@@ -3,19 +3,20 @@
 One client, one servicer that gives back what it got, each in a process; both read the whole
 payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the same program with
 the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and calls go by frames in
-memory instead of HTTP/2. memcpy: a copy there and one back, and a look at each, in one process. All
-take turns, block by block. A call moves its payload twice; of a stream of answers a row is one
-message of eight. clients16: sixteen threads of one client call at a time, with 8 bytes; the CPU
-time of both processes by calls is what counts.
+memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its own. memcpy: a copy
+there and one back, and a look at each, in one process. All take turns, block by block. A call moves
+its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream: the
+same in event loops. uniform, random, skew: messages of ten buffers, as fields of bytes or as
+arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one client call at a time,
+with 8 bytes; the CPU time of both processes by calls is what counts.
 
-Not measured: other sizes of pools and threads, clients in several processes, asyncio, protobuf
-around the bytes (which costs grpcio, `bytes` and `runtime` the same copies).
+Not measured: other sizes of pools and threads, clients in several processes, streams of requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tensorwire.bench import machine
@@ -26,22 +27,30 @@ from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
 
 from .rpc_names import (
+    AIO_STREAM,
     BYTES,
     CASES,
     CROWD,
+    CROWDS,
     GRPCIO,
     MEMCPY,
     RUNTIME,
+    RUNTIME_TENSOR,
+    SCHEMES,
+    SKEW,
     STREAM,
     SYSTEMS,
     TENSOR,
+    TORCH,
     UNARY,
     WIRES,
-)  # fmt: skip
+)
 
 THRESHOLD_BYTES = 1 << 18
 SMALL_BYTES = 4096
 _CROWD_BYTES = 8
+_LEAST_STREAMED = 4096
+_FEW_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +60,16 @@ class RpcSettings:
     Attributes:
         sizes: of payload, in bytes; multiples of 8.
         wires, cases: of `WIRES` and `CASES`.
-        rounds: blocks of each system; one pair of times each.
+        rounds: blocks of each system; one pair of times each. Of the longest messages fewer.
+        torch: torch RPC is a system too, where it is installed.
         block_s: about how long a block of grpcio takes.
     """
 
-    sizes: Sequence[int] = (8, 4096, 1 << 16, MIB, 16 * MIB, 64 * MIB)
+    sizes: Sequence[int] = (8, 4096, 1 << 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
     wires: Sequence[str] = WIRES
     cases: Sequence[str] = CASES
     rounds: int = 16
+    torch: bool = True
     block_s: float = 0.2
 
 
@@ -74,73 +85,133 @@ def run(settings: RpcSettings, tell: Told) -> Report:
         "warnings": machine.warnings_about(about),
     }
     report = Report("rpc", about, settings=described)
-    questions = [
-        (wire, case, size)
-        for wire in settings.wires
-        for case in settings.cases
-        for size in settings.sizes
-        if case == UNARY or size >= THRESHOLD_BYTES
-    ]
+    questions = list(_questions(settings))
+    torch = _TorchPairs()
     try:
         with ProcessPair(f"{__package__}.rpc_pair", {"wires": list(settings.wires)}) as pair:
             for number, (wire, case, size) in enumerate(questions):
                 tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
-                _measure(report, pair, settings, wire, case, size)
-            for wire in settings.wires:
-                tell(len(questions), len(questions), f"{wire} {CROWD}")
-                _measure_crowd(report, pair, settings, wire)
+                if case in CROWDS:
+                    _measure_crowd(report, pair, settings, wire, case)
+                else:
+                    _measure(report, pair, torch, settings, wire, case, size)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     except PairError as error:
         report.rows += [
             Row("rpc", f"{wire}.{case}", system, size, note=str(error))
             for wire, case, size in questions
-            for system in SYSTEMS
+            for system in _systems(settings, case)
             if report.find(f"{wire}.{case}", system, size) is None
         ]
+    finally:
+        torch.close()
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [bar.judge(report) for bar in BARS]
     report.verdicts += [judge(report, wire) for judge in (_tail, _crowd_cpu) for wire in WIRES]
     return report
 
 
-def _measure_crowd(report: Report, pair: ProcessPair, settings: RpcSettings, wire: str) -> None:
-    systems = (GRPCIO, RUNTIME)
+def _questions(settings: RpcSettings) -> Iterator[tuple[str, str, int]]:
+    for wire in settings.wires:
+        for case in settings.cases:
+            if case in CROWDS:
+                yield wire, case, _CROWD_BYTES
+            elif case in SCHEMES:
+                yield wire, case, _scheme_bytes(case)
+            else:
+                for size in settings.sizes:
+                    if case not in (STREAM, AIO_STREAM) or size >= _LEAST_STREAMED:
+                        yield wire, case, size
+
+
+def _scheme_bytes(case: str) -> int:
+    from .rpc_payloads import total_bytes  # which imports grpcio
+
+    return total_bytes(case)
+
+
+def _systems(settings: RpcSettings, case: str) -> tuple[str, ...]:
+    return tuple(each for each in SYSTEMS[case] if settings.torch or each != TORCH)
+
+
+class _TorchPairs:
+    """The processes of torch RPC, one pair for each wire, which begin when they are asked for."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, ProcessPair] = {}
+
+    def time(self, wire: str, size: int, count: int) -> list[float]:
+        """Seconds of each call; PairError if there are none."""
+        pair = self._pairs.get(wire)
+        if pair is None or pair.closed:
+            pair = self._pairs[wire] = ProcessPair(f"{__package__}.rpc_torch", {"wire": wire})
+        found: list[float] = pair.call("time", size, count)
+        return found
+
+    def close(self) -> None:
+        """Ends them."""
+        for pair in self._pairs.values():
+            pair.close()
+
+
+def _measure_crowd(
+    report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str
+) -> None:
+    systems = SYSTEMS[case]
     rounds: dict[str, list[tuple[list[float], float, float]]] = {each: [] for each in systems}
     for _ in range(settings.rounds):
         for system in systems:
-            found = pair.call("crowd", wire, system, _CROWD_BYTES, settings.block_s)
+            found = pair.call("crowd", wire, system, _CROWD_BYTES, settings.block_s, CROWDS[case])
             rounds[system].append(found)
     for system, each in rounds.items():
         samples = [sample for times, _, _ in each for sample in times]
         local, remote = median([one[1] for one in each]), median([one[2] for one in each])
         report.rows.append(
-            Row("rpc", f"{wire}.{CROWD}", system, _CROWD_BYTES).timed(
+            Row("rpc", f"{wire}.{case}", system, _CROWD_BYTES).timed(
                 samples, cpu_seconds_local=local, cpu_seconds_remote=remote
             )
         )
 
 
 def _measure(
-    report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str, size: int
+    report: Report,
+    pair: ProcessPair,
+    torch: _TorchPairs,
+    settings: RpcSettings,
+    wire: str,
+    case: str,
+    size: int,
 ) -> None:
     name = f"{wire}.{case}"
     probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
     count = max(1, min(200, int(settings.block_s / probe)))
-    blocks: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
-    for _ in range(settings.rounds):
-        for system in SYSTEMS:
-            blocks[system].append(pair.call("time", wire, case, system, size, count))
+    blocks: dict[str, list[list[float]]] = {each: [] for each in _systems(settings, case)}
+    missing = ""
+    rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
+    for _ in range(rounds):
+        for system, times in blocks.items():
+            if system != TORCH:
+                times.append(pair.call("time", wire, case, system, size, count))
+            elif not missing:
+                try:
+                    times.append(torch.time(wire, size, count))
+                except PairError as error:
+                    missing = str(error)
     middles = {system: [median(block) for block in each] for system, each in blocks.items()}
     for system, each in blocks.items():
+        if system == TORCH and missing:
+            report.rows.append(Row("rpc", name, system, size, note=missing))
+            continue
         samples = [sample for block in each for sample in block]
         row = Row("rpc", name, system, size).timed(samples, moves=True)
-        if case == UNARY and row.gb_per_s is not None:
+        if case not in (STREAM, AIO_STREAM) and row.gb_per_s is not None:
             row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
         if system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
-    for system in (each for each in SYSTEMS if each not in (GRPCIO, MEMCPY)):
+        if system in (GRPCIO, MEMCPY):
+            continue
         ratio = paired_ratio(middles[GRPCIO], middles[system])
         if ratio is not None:
             found = (ratio.median, ratio.interval, ratio.pairs)
@@ -183,10 +254,10 @@ def _crowd_cpu(report: Report, wire: str) -> Verdict:
 BARS = (
     *(
         _against("shm", system, bar, size, size)
-        for system in (BYTES, TENSOR)
+        for system in (BYTES, TENSOR, RUNTIME)
         for size, bar in ((MIB, 3.0), (16 * MIB, 5.0), (64 * MIB, 8.0))
     ),
-    *(_against("tcp", system, 1.2, MIB, float("inf")) for system in (BYTES, TENSOR)),
+    *(_against("tcp", system, 1.2, MIB, float("inf")) for system in (BYTES, TENSOR, RUNTIME)),
     Bar("shm tensors of memcpy, from 64 MiB", ">=", 0.8, "", f"shm.{UNARY}", TENSOR,
         least=64 * MIB),
     Bar("shm tensors of memcpy, streamed, from 64 MiB", ">=", 0.8, "", f"shm.{STREAM}", TENSOR,
@@ -196,6 +267,8 @@ BARS = (
             f"{wire}.{UNARY}", RUNTIME, most=SMALL_BYTES, rival=GRPCIO)
         for wire, bar in (("shm", 4.0), ("tcp", 2.0))
     ),
+    Bar("shm runtime, arrays of skew sizes against grpcio's bytes", ">=", 8.0, "x as fast",
+        f"shm.{SKEW}", RUNTIME_TENSOR, rival=GRPCIO),
     *(
         Bar(f"{wire} below the threshold, against grpcio", ">=", EQUAL, "", f"{wire}.{UNARY}",
             BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO)

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
-SYSTEMS = (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY)
-UNARY, STREAM = "unary", "stream"
-CASES = (UNARY, STREAM)
-CLIENTS = 16
-"""Threads that call at a time in the case of many clients."""
-CROWD = f"clients{CLIENTS}"
+RUNTIME_TENSOR, TORCH = "runtime-tensor", "torch-rpc"
+UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
+UNIFORM, RANDOM, SKEW = "uniform", "random", "skew"
+CLIENTS = (1, 4, 16)
+"""Threads that call at a time."""
+CROWDS = {f"clients{count}": count for count in CLIENTS}
+CROWD = f"clients{CLIENTS[-1]}"
+SCHEMES = (UNIFORM, RANDOM, SKEW)
+SIZED = (UNARY, STREAM, AIO, AIO_STREAM)
+"""Cases with one buffer, of each size."""
+CASES = (*SIZED, *SCHEMES, *CROWDS)
 WIRES = ("shm", "tcp")
+
+SYSTEMS = {
+    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, MEMCPY),
+    STREAM: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
+    AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),
+    AIO_STREAM: (GRPCIO, BYTES, RUNTIME, MEMCPY),
+    **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, MEMCPY)),
+    **dict.fromkeys(CROWDS, (GRPCIO, BYTES, RUNTIME)),
+}
+"""By case, the rival first and the limit last."""

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from tensorwire.cli import main
+from tensorwire_benchmarks import rpc, rpc_names
 
 
 def test_some_rows_of_everything(tmp_path: Path) -> None:
@@ -15,9 +17,9 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     cases = {(row["case"], row["system"], row["bytes"]) for row in report["rows"]}
-    systems = ("grpcio", "bytes", "tensor", "runtime", "memcpy")
+    systems = ("grpcio", "bytes", "tensor", "runtime", "memcpy")  # torch RPC takes long to begin
     unary = {("shm.unary", system, size) for size in (8, 1 << 20) for system in systems}
-    crowd = {("shm.clients16", system, 8) for system in ("grpcio", "runtime")}
+    crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime")}
     assert cases == unary | crowd
     assert all(row["seconds_median"] > 0 for row in report["rows"])
     assert len(report["comparisons"]) == 6
@@ -28,6 +30,22 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
     assert met["shm runtime, p99 of small calls by grpcio's"] is not None
     assert met["shm runtime, calls of 16 clients for each CPU second, by grpcio's"] is not None
     assert met["tcp runtime, p99 of small calls by grpcio's"] is None
+
+
+@pytest.mark.slow
+def test_every_case(tmp_path: Path) -> None:
+    """All systems of all cases have rows, torch RPC among them."""
+    settings = rpc.RpcSettings((8, 1 << 16), wires=("shm",), rounds=1, block_s=0.01)
+    report = rpc.run(settings, lambda *_: None)
+    found = {(row.case, row.system) for row in report.rows}
+    assert found == {
+        (f"shm.{case}", system) for case in rpc_names.CASES for system in rpc_names.SYSTEMS[case]
+    }
+    assert [row for row in report.rows if not row.measured] == []
+    total = {row.bytes for row in report.rows if row.case == "shm.skew"}
+    assert total == {6 * (1 << 20) + 3 * (10 << 10) + 16}
+    rivals = {each.system for each in report.comparisons if each.case == "shm.aio"}
+    assert rivals == {"bytes", "runtime"}
 
 
 def test_sizes_that_cannot_be() -> None:

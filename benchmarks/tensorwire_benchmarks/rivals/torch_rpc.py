@@ -35,7 +35,8 @@ def fetch() -> Any:
     return _held["tensor"]
 
 
-def _join(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
+def join_pair(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
+    """Joins the two processes; torch, and its module of RPC."""
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +62,7 @@ class Driver(RivalDriver):
         super().__init__(link, options)
         port = free_port()
         link.send(("join", port, options["wire"]))
-        self._torch, self._rpc = _join("driver", 0, port, options["wire"])
+        self._torch, self._rpc = join_pair("driver", 0, port, options["wire"])
         path = "uv transport, basic channel" if options["wire"] == "tcp" else "its own choice"
         self._note = f"rpc_sync over TensorPipe, {path}"
 
@@ -83,7 +84,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     del options
 
     def join(port: int, wire: str) -> None:
-        _join("target", 1, port, wire)
+        join_pair("target", 1, port, wire)
 
     serve_messages(link, {"join": join})
     os._exit(0)
