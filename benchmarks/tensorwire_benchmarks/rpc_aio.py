@@ -80,7 +80,7 @@ class AioServers:
         self._thread.join()
 
 
-class AioClient:
+class AioCalls:
     """A client's calls, in an event loop that runs while they are made.
 
     Args:

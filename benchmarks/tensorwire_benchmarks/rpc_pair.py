@@ -24,7 +24,7 @@ from tensorwire.bench.harness import time_each
 from tensorwire.bench.processes import serve_messages
 
 from . import rpc_payloads as payloads
-from .rpc_aio import UNLIMITED, AioClient, AioServers
+from .rpc_aio import UNLIMITED, AioCalls, AioServers
 from .rpc_names import (
     AIO,
     AIO_STREAM,
@@ -154,7 +154,7 @@ class Driver:
                 (wire, GRPCIO): plain, (wire, BYTES): ours, (wire, TENSOR): ours,
                 (wire, RUNTIME): frames, (wire, RUNTIME_TENSOR): frames,
             }  # fmt: skip
-        self._aio = AioClient(of_aio, options["wires"], read)
+        self._aio = AioCalls(of_aio, options["wires"], read)
 
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""

@@ -203,6 +203,8 @@ class RpcAttachment:
 
     def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the other end may never see; see `Pool.retire`."""
+        if self._pid != os.getpid():
+            return  # the memory is the parent's, and not mapped here
         self.leases_there.retire(leases, call)
         if self.rendezvous is not None:
             self.rendezvous.offers.retire(leases, call)
