@@ -1,5 +1,6 @@
 """The systems that every test of conformance runs on, and the server that they talk to."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ TCP = {"threshold_bytes": EVERYTHING, "transports": ("tcp",)}
 # The runtime: payload by leases over shm, in pieces of frames over tcp.
 RUNTIME_SHM = {**SHM, "runtime": True}
 RUNTIME_TCP = {"transports": ("tcp",), "runtime": True}
+RUNTIME_RDMA = {"threshold_bytes": EVERYTHING, "transports": ("rdma",), "runtime": True}
 SYSTEMS = (
     System("shm", SHM, SHM),
     System("tcp", TCP, TCP),
@@ -48,6 +50,11 @@ SYSTEMS = (
     System("our channel, grpcio's server", SHM, None),
     System("grpcio's channel, our server", None, SHM),
 )
+
+
+# Where a device is: in an emulated machine, for tests/rdma/test_machines_rpc.py.
+if os.environ.get("TENSORWIRE_TESTS_RPC_RDMA"):
+    SYSTEMS = (*SYSTEMS, System("runtime over rdma", RUNTIME_RDMA, RUNTIME_RDMA))
 
 
 @dataclass

@@ -48,7 +48,6 @@ RUNTIME_VERSION = 3
 
 _MOST_BYTES = 4096
 _CONNECT_S = 5.0
-_CARRY = ("shm", "tcp")  # by which calls go
 _READY = "ready"
 _LONGEST_PAUSE_S = 60.0
 
@@ -219,7 +218,7 @@ class Registry:
                 lent_bytes=lent_bytes,
                 is_client=False,
             )
-            if service and ring and caller and attachment.transport in _CARRY:
+            if service and ring and caller:
                 peer = attachment.peer
                 other = checked(peer.wait_region(RING, timeout_s=_CONNECT_S))
                 if meeting is not None:
@@ -323,7 +322,7 @@ def connect(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
         peer.wait_region(_READY, timeout_s=least_s)
-        if ring is not None and limits and attachment.transport in _CARRY:
+        if ring is not None and limits:
             other = checked(peer.region(RING, timeout_s=least_s))
             client = attachment.runtime = new_client(node, ring, other, peer, limits)
             if meeting is not None:
@@ -375,10 +374,8 @@ class AttachmentKeeper:
         """Why calls do not go by the runtime."""
         if not self.carries:
             return self._terms.runtime.reason
-        if (attachment := self.ready) is None:
+        if self.ready is None:
             return self.reason
-        if attachment.transport not in _CARRY:
-            return f"calls do not go by {attachment.transport}"
         return "the server does not offer the runtime"
 
     @property
