@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -117,6 +118,54 @@ std::vector<std::pair<const std::byte*, uint64_t>> part_of(const Content& conten
   return found;
 }
 
+// How one thread waits. A request wakes one of those that wait, where poll(2) would wake all.
+class Mount::Waiter {
+ public:
+  Waiter(int device, int ended) : device_(device), ended_(ended) {
+    epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+    epoll_event requests{EPOLLIN | EPOLLEXCLUSIVE, {.fd = device}}, end{EPOLLIN, {.fd = ended}};
+    if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, device, &requests) == 0 &&
+        ::epoll_ctl(epoll_, EPOLL_CTL_ADD, ended, &end) == 0) {
+      return;
+    }
+    if (epoll_ >= 0) ::close(epoll_);
+    epoll_ = -1;  // no descriptor is left: it is woken with others
+  }
+  ~Waiter() {
+    if (epoll_ >= 0) ::close(epoll_);
+  }
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+
+  // Waits until there may be a request; false when `end` was called.
+  bool wait() {
+    epoll_event found[2];
+    pollfd waits[] = {{device_, POLLIN, 0}, {ended_, POLLIN, 0}};
+    int count;
+    while ((count = epoll_ < 0 ? ::poll(waits, 2, -1) : ::epoll_wait(epoll_, found, 2, -1)) < 0) {
+      if (errno != EINTR) return false;
+    }
+    if (epoll_ < 0) return waits[1].revents == 0;
+    return std::none_of(found, found + count,
+                        [this](const epoll_event& each) { return each.data.fd == ended_; });
+  }
+
+ private:
+  int device_, ended_, epoll_;
+};
+
+std::unique_ptr<Mount::Waiter> Mount::waiter() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!waiters_.empty()) {
+      auto found = std::move(waiters_.back());
+      waiters_.pop_back();
+      return found;
+    }
+  }
+  return std::make_unique<Waiter>(device_, ended_);
+}
+
 Mount::Mount(const std::string& path, uint32_t uid, uint32_t gid) : path_(path) {
   device_ = open_device();
   ended_ = ::eventfd(0, EFD_CLOEXEC);
@@ -165,14 +214,16 @@ void Mount::end() {
 }
 
 std::optional<Request> Mount::next() {
+  auto mine = waiter();
+  auto found = next(*mine);
+  std::lock_guard lock(mutex_);
+  waiters_.push_back(std::move(mine));
+  return found;
+}
+
+std::optional<Request> Mount::next(Waiter& waiter) {
   auto buffer = std::make_unique_for_overwrite<char[]>(kBufferBytes);
-  for (;;) {
-    pollfd waits[] = {{device_, POLLIN, 0}, {ended_, POLLIN, 0}};
-    if (::poll(waits, 2, -1) < 0) {
-      if (errno == EINTR) continue;
-      return std::nullopt;
-    }
-    if (waits[1].revents != 0) return std::nullopt;
+  while (waiter.wait()) {
     ssize_t size = ::read(device_, buffer.get(), kBufferBytes);
     if (size < 0) {
       if (errno == EINTR || errno == EAGAIN || errno == ENOENT) continue;  // ENOENT: given up
@@ -186,6 +237,7 @@ std::optional<Request> Mount::next() {
         header.opcode, header.unique, header.nodeid,
         std::string(buffer.get() + sizeof header, static_cast<size_t>(size) - sizeof header)};
   }
+  return std::nullopt;
 }
 
 bool Mount::answered_here(const char* data, size_t size) {

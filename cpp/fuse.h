@@ -76,6 +76,10 @@ class Mount {
   void end();
 
  private:
+  class Waiter;
+
+  std::unique_ptr<Waiter> waiter();
+  std::optional<Request> next(Waiter& waiter);
   bool answered_here(const char* data, size_t size);
   void initialise(const char* data, size_t size);
 
@@ -86,6 +90,7 @@ class Mount {
   std::once_flag end_;
   std::atomic<int> backs_ = -1;
   std::mutex mutex_;
+  std::vector<std::unique_ptr<Waiter>> waiters_;  // of threads that do not wait just now
   std::unordered_map<uint64_t, std::shared_ptr<const Content>> served_;
 };
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from tensorwire._core import fuse as core_fuse
 from tensorwire.errors import UnavailableError
 
-from .errors import refuse
+from .errors import as_os_errors, refuse
 from .fuse_messages import (
     CHANGING,
     DIRECT_IO,
@@ -138,8 +138,9 @@ class JobMount:
         self._under_way: dict[int, threading.Event] = {}  # requests; set: it was interrupted
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        for _ in range(_THREADS):
-            self._add_thread()
+        with self._lock:
+            for _ in range(_THREADS):
+                self._add_thread()
         threading.Thread(target=self._watch, name="tensorwire-polls", daemon=True).start()
 
     @property
@@ -169,10 +170,11 @@ class JobMount:
     # ---- requests
 
     def _add_thread(self) -> None:
+        """The lock is held; only a thread that has started can be waited for."""
         thread = threading.Thread(target=self._run, name="tensorwire-fuse", daemon=True)
-        self._threads.add(thread)
         self._idle += 1
         thread.start()
+        self._threads.add(thread)
 
     def _run(self) -> None:
         while (request := self._mount.next()) is not None:
@@ -354,8 +356,9 @@ class JobMount:
         if not node.is_of_version or node.content is None:
             return handle.content.read(offset, offset + size)
         with node.lock:
-            if node.buffers is None and node.content.is_whole:
-                node.buffers = [handle.content.read()]
+            if node.buffers is None and node.content.whole is not None:
+                with as_os_errors(node.entry.path):
+                    node.buffers = [node.content.whole()]
             if node.buffers is not None:
                 self._mount.serve(number, node.buffers)
             return handle.content.read(offset, offset + size)

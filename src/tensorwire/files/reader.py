@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tensorwire.errors import (
     BusyError,
@@ -22,6 +24,7 @@ from tensorwire.errors import (
 )
 from tensorwire.membership import read_status, reader_name
 from tensorwire.memory import Node, Peer, RemoteMailbox, RemoteRegion
+from tensorwire.parameters import Bytes
 from tensorwire.parameters.checkpoint_files import INDEX, INDEX_PLACES, Index, read_index
 from tensorwire.parameters.reading import HEART_S, Ask, AskKind, Copied
 from tensorwire.parameters.snapshot import Reply, RequestOutcome
@@ -182,13 +185,41 @@ class JobReader:
             PeerLostError: the job is over, or a server is gone.
         """
         stop = tensor.size_bytes if stop is None else stop
+        data = b""
+
+        def copy() -> None:
+            nonlocal data
+            data = tensor.copy(start, stop, header)
+
+        version = self._read_live(tensor, start, stop, copy)
+        if version is not None:
+            return Read(data, version)
+        with self.snapshot(tensor.store.number, whole=tensor.state is not None) as snapshot:
+            data = b"".join([header, snapshot.tensor_bytes(tensor)[start:stop]])
+            return Read(data, snapshot.version)
+
+    def read_into(self, tensor: StoredTensor, target: Bytes) -> int:
+        """Likewise all of a tensor, into memory of its size; returns the version."""
+        version = self._read_live(
+            tensor, 0, tensor.size_bytes, lambda: tensor.copy_into(0, tensor.size_bytes, target)
+        )
+        if version is not None:
+            return version
+        with self.snapshot(tensor.store.number, whole=tensor.state is not None) as snapshot:
+            target[:] = np.frombuffer(snapshot.tensor_bytes(tensor), np.uint8)
+            return snapshot.version
+
+    def _read_live(
+        self, tensor: StoredTensor, start: int, stop: int, copy: Callable[[], None]
+    ) -> int | None:
+        """Copies bytes as they are now until they are of one version; None: they always move."""
         deadline, tries, pause = time.monotonic() + self.timeout_s, 0, 1e-4
         while tensor.is_live:
             before = tensor.settled_version(start, stop)
             if before is not None:
-                data = tensor.copy(start, stop, header)
+                copy()
                 if tensor.settled_version(start, stop) == before:
-                    return Read(data, before)
+                    return before
                 tries += 1
                 if tries == _TRIES:
                     break
@@ -199,9 +230,7 @@ class JobReader:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
-        with self.snapshot(tensor.store.number, whole=tensor.state is not None) as snapshot:
-            data = b"".join([header, snapshot.tensor_bytes(tensor)[start:stop]])
-            return Read(data, snapshot.version)
+        return None
 
     def snapshot(
         self, store: int = 0, *, version: int | None = None, whole: bool = False

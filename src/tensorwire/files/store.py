@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Peer, RemoteRegion
-from tensorwire.parameters import Layout, Share, TensorSpec
+from tensorwire.parameters import Bytes, Layout, Share, TensorSpec
 from tensorwire.parameters.hold import held_version
 from tensorwire.parameters.reading import (
     FIRST_VERSION,
@@ -162,23 +162,37 @@ class StoredTensor:
 
     def copy(self, start: int, stop: int, header: bytes = b"") -> bytes:
         """Its bytes [start, stop) as they are now, behind a header; perhaps of several versions."""
-        first = self.store.layout.places[self.index].start
         pieces: list[bytes | memoryview] = [header]
         under_way = []
-        for server, begin, end in parts_of(self.store.shares, first + start, first + stop):
-            place = self.store.place(server, self._part)
-            assert place is not None
-            at = place.at + begin - self.store.shares[server].start
-            source = self.store.region(place)[at : at + end - begin]
+        for source in self._sources(start, stop):
             if source.mapped:
                 pieces.append(source.memoryview())
             else:
-                target = np.empty(end - begin, np.uint8)
+                target = np.empty(source.size_bytes, np.uint8)
                 under_way.append(source.read(target))
                 pieces.append(target.data)
         for transfer in under_way:
             transfer.wait(60.0)
         return b"".join(pieces)
+
+    def copy_into(self, start: int, stop: int, target: Bytes) -> None:
+        """Likewise, into memory of that size."""
+        under_way, at = [], 0
+        for source in self._sources(start, stop):
+            end = at + source.size_bytes
+            under_way.append(source.read(target[at:end]))
+            at = end
+        for transfer in under_way:
+            transfer.wait(60.0)
+
+    def _sources(self, start: int, stop: int) -> Iterator[RemoteRegion]:
+        """Where its bytes [start, stop) lie, one piece behind the other."""
+        first = self.store.layout.places[self.index].start
+        for server, begin, end in parts_of(self.store.shares, first + start, first + stop):
+            place = self.store.place(server, self._part)
+            assert place is not None
+            at = place.at + begin - self.store.shares[server].start
+            yield self.store.region(place)[at : at + end - begin]
 
     def _servers(self, start: int, stop: int) -> list[int]:
         """Those that have a part of it; of nothing, server 0."""

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from tensorwire.parameters.model_file import model_file
 
 from .checkpoints import CHECKPOINTS, CheckpointDesk, checkpoints_folder
@@ -265,12 +267,24 @@ class _Array(Item):
     def _live(self) -> FileContent:
         """Read when it is read first, all of it if not all is asked for: of one version."""
         size = len(self._header) + self._tensor.size_bytes
-        kept: list[bytes] = []
+        kept: list[bytes | memoryview] = []
+
+        def whole() -> bytes | memoryview:
+            if not kept:
+                # Such memory of numpy has huge pages: a fresh one costs half as much as of `bytes`.
+                data = np.empty(size, np.uint8)
+                base = len(self._header)
+                data[:base] = np.frombuffer(self._header, np.uint8)
+                self.tree.reader.read_into(self._tensor, data[base:])
+                kept.append(data.data.toreadonly())
+            return kept[0]
 
         def read(start: int, stop: int) -> bytes:
             if not kept:
                 kept.append(self.tree.reader.read(self._tensor, header=self._header).data)
-            return kept[0] if (start, stop) == (0, size) else kept[0][start:stop]
+            if isinstance(kept[0], bytes) and (start, stop) == (0, size):
+                return kept[0]
+            return bytes(kept[0][start:stop])
 
         def read_part(start: int, stop: int) -> bytes:
             base, head = len(self._header), self._header[start:stop]
@@ -279,7 +293,7 @@ class _Array(Item):
             first, last = max(start - base, 0), stop - base
             return self.tree.reader.read(self._tensor, first, last, head).data
 
-        return FileContent(size, read, None, kept.clear, self.path, read_part, is_whole=True)
+        return FileContent(size, read, None, kept.clear, self.path, read_part, whole=whole)
 
 
 class _ModelItem(Item):

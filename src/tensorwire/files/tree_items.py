@@ -56,7 +56,7 @@ class FileContent:
         size_bytes: of it.
         version: of it; None: it has none.
         buffers: called while it is open, all of it as memory, one piece behind the other; or None.
-        is_whole: the first read reads all of it, and keeps that.
+        whole: reads all of it, where the first read does that and keeps it; else None.
         backing: called while it is open, a file of this host with just this content, for reading;
             or None.
     """
@@ -70,10 +70,10 @@ class FileContent:
         path: str = "",
         read_part: Callable[[int, int], bytes] | None = None,
         buffers: Callable[[], list[bytes | memoryview] | None] = lambda: None,
-        is_whole: bool = False,
+        whole: Callable[[], bytes | memoryview] | None = None,
         backing: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.buffers, self.is_whole, self.backing = buffers, is_whole, backing
+        self.buffers, self.whole, self.backing = buffers, whole, backing
         self.size_bytes, self.version = size_bytes, version
         self._read, self._close, self._path = read, close, path
         self._read_part = read_part or read
