@@ -63,7 +63,7 @@ test-all: test-needs ## run all Python tests that need no emulated machine and n
 
 .PHONY: test-needs
 test-needs: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench
-	@$(NEED) ?ip ?tc ?fio ?rsync
+	@$(NEED) ?ip ?tc ?fio ?rsync ?passthrough
 
 test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
 	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \
@@ -115,6 +115,7 @@ SLOWER_frame := 1
 SLOWER_handshake := 1
 SLOWER_service := 50
 SLOWER_answers := 50
+SLOWER_fuse := 20
 
 # New finds go to build/corpus; a crash leaves its input in build/fuzz. Kept is what reaches a new
 # edge, without how often: some hundred small files.
