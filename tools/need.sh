@@ -25,6 +25,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     tc) command -v tc ;;
     fio) command -v fio ;;
     rsync) command -v rsync ;;
+    passthrough) pkg-config --exists fuse3 &&
+      [[ -e /usr/share/doc/libfuse3-dev/examples/passthrough_ll.c ]] ;;
     slurm) PATH=$PATH:/usr/sbin:/sbin; command -v slurmctld && command -v slurmd && command -v srun ;;
     openmpi) command -v mpirun.openmpi ;;
     mpich) command -v mpiexec.mpich ;;
@@ -49,6 +51,7 @@ packages() {
     ip | tc) echo iproute2 ;;
     fio) echo fio ;;
     rsync) echo rsync ;;
+    passthrough) echo libfuse3-dev pkg-config ;;
     slurm) echo slurmctld slurmd slurm-client ;;
     openmpi) echo openmpi-bin ;;
     mpich) echo mpich ;;

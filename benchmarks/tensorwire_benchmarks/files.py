@@ -1,24 +1,28 @@
 """What does it cost to read a running job as files?
 
-A job of one worker and one server with a model of 512 MiB stands still; in the last case one of
-64 MiB trains. Each way takes turns with what it is measured beside.
+A job of one worker and one server with a model of 512 MiB stands still; in the case of training
+one of 64 MiB trains. Each way takes turns with what it is measured beside.
 
 parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a fresh `bytes` (the
 limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
 sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
 taken until its tensors are here, beside torch.save to tmpfs and torch.load; snapshot_read: and
-every byte of them is read, on both sides. mount: the parameter by a mount, opened anew, of which
-the kernel has kept nothing, beside tmpfs; mount_random: 4 KiB of it, likewise. training: steps per
-second while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
+every byte of them is read, on both sides. mount: the parameter by a mount whose process answers
+each read, opened anew, of which the kernel has kept nothing, beside tmpfs and beside libfuse's
+passthrough_ll on tmpfs; mount_random: 4 KiB of it, likewise; mount_mapped: the model by a mount
+that the kernel maps itself, beside the same file on tmpfs. step: steps of a job whose second worker
+is a program in C that reads and writes files, beside one of Python. training: steps per second
+while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
 
 Not measured: TCP, other hosts; what the kernel has kept of a file of a mount, which is as fast as
-tmpfs. Where nothing can be mounted the cases of a mount are left out, with a warning.
+tmpfs. What cannot be measured here is left out, with a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,20 +42,32 @@ from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
 from tensorwire.files import SealedModel
-from tensorwire.membership import running_servers
 
-MIB = 1 << 20
-OURS, COPY, TMPFS, TORCH, ALONE = "tensorwire", "copy", "tmpfs", "torch", "alone"
-PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, MOUNT, MOUNT_RANDOM, TRAINING = CASES = (
+from .files_jobs import running_job
+from .files_mount import MountWays, why_no_mount, why_no_passthrough
+from .files_steps import measure_steps
+from .files_timing import (
+    ALONE,
+    COPY,
+    MIB,
+    OURS,
+    PASSTHROUGH,
+    SMALL_BYTES,
+    TMPFS,
+    TORCH,
+    Way,
+    timed,
+)
+
+CASES = (
+    PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, MOUNT, MOUNT_RANDOM, MOUNT_MAPPED, STEP,
+    TRAINING,
+) = (
     "parameter", "random", "mapped", "snapshot", "snapshot_read", "mount", "mount_random",
-    "training",
+    "mount_mapped", "step", "training",
 )  # fmt: skip
-_SMALL_BYTES = 4096
+_BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_MAPPED, STEP)
 _READ_BYTES_PER_S = 100e6
-_START_S = 120.0
-
-Way = Callable[[], float]
-"""Does it once; the seconds that it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +79,16 @@ class FilesSettings:
         large_mib: of the parameter that is read.
         total_mib: of the model.
         rounds: how often each way takes its turn.
-        window_s: of each turn of training.
+        window_s: of each turn of training, also by files.
+        step_bytes: the sizes of the models that are trained by files.
     """
 
     cases: Sequence[str] = CASES
     large_mib: int = 64
     total_mib: int = 512
     rounds: int = 16
-    window_s: float = 4.0
+    window_s: float = 2.0
+    step_bytes: Sequence[int] = (SMALL_BYTES, 16 * MIB)
 
 
 def run(settings: FilesSettings, tell: Told) -> Report:
@@ -85,25 +103,44 @@ def run(settings: FilesSettings, tell: Told) -> Report:
         "warnings": machine.warnings_about(about),
     }
     report = Report("files", about, settings=described)
-    left_out: list[str] = []
-    if reason := _why_no_mount():
-        left_out = [case for case in settings.cases if case in (MOUNT, MOUNT_RANDOM)]
-        described["warnings"] += [f"{case} is left out: {reason}" for case in left_out]
+    cases = [case for case in settings.cases if not is_left_out(report, case)]
     try:
-        still = [case for case in settings.cases if case not in (TRAINING, *left_out)]
-        for cases in (still, [TRAINING] if TRAINING in settings.cases else []):
-            if cases:
-                total_mib = settings.total_mib if cases is still else settings.large_mib
+        if STEP in cases:
+            tell(0, len(cases), STEP)
+            for size in settings.step_bytes:
+                pairs = max(6, settings.rounds // 2)
+                measure_steps(report, STEP, size, pairs, settings.window_s)
+        still = [case for case in cases if case not in (TRAINING, STEP)]
+        for several in (still, [TRAINING] if TRAINING in cases else []):
+            if several:
+                total_mib = settings.total_mib if several is still else settings.large_mib
                 with (
                     tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-                    _job(Path(folder), settings.large_mib, total_mib) as address,
-                ):
-                    _measure_all(report, settings, cases, Path(folder), address, tell)
+                    running_job(
+                        Path(folder), ("--workers", "1"), "files_worker.py", settings.large_mib,
+                        total_mib,
+                    ) as address,
+                ):  # fmt: skip
+                    _measure_all(report, settings, several, Path(folder), address, tell)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [bar.judge(report) for bar in BARS]
     return report
+
+
+def is_left_out(report: Report, case: str) -> bool:
+    """Whether a case cannot be measured here; then a row and a warning say why."""
+    reason = why_no_mount() if case in _BY_MOUNT else ""
+    if case == STEP and shutil.which("cc") is None:
+        reason = reason or "there is no C compiler (cc)"
+    if reason:
+        report.settings["warnings"].append(f"{case} is left out: {reason}")
+        report.rows.append(Row("files", case, OURS, 0, note=reason))
+    elif case in (MOUNT, MOUNT_RANDOM) and (missing := why_no_passthrough()):
+        report.settings["warnings"].append(f"{case} is not beside {PASSTHROUGH}: {missing}")
+        report.rows.append(Row("files", case, PASSTHROUGH, 0, note=missing))
+    return bool(reason)
 
 
 def _measure_all(
@@ -118,18 +155,23 @@ def _measure_all(
     total = settings.total_mib // settings.large_mib * settings.large_mib * MIB
     makes: dict[str, tuple[int, Callable[[], Mapping[str, Way]]]] = {
         PARAMETER: (settings.large_mib * MIB, ways.parameter),
-        RANDOM: (_SMALL_BYTES, ways.random),
+        RANDOM: (SMALL_BYTES, ways.random),
         MAPPED: (settings.large_mib * MIB, ways.mapped),
         SNAPSHOT: (total, partial(ways.snapshot, False)),
         SNAPSHOT_READ: (total, partial(ways.snapshot, True)),
-        MOUNT: (settings.large_mib * MIB, ways.mount),
-        MOUNT_RANDOM: (_SMALL_BYTES, ways.mount_random),
+        MOUNT: (settings.large_mib * MIB, ways.mounts.all),
+        MOUNT_RANDOM: (SMALL_BYTES, ways.mounts.random),
+        MOUNT_MAPPED: (settings.large_mib * MIB, ways.mount_mapped),
     }
     with contextlib.closing(ways):
         for case in cases:
             tell(settings.cases.index(case), len(settings.cases), case)
             if case == TRAINING:
                 _measure_training(report, settings, folder, ways)
+            elif case == MOUNT_MAPPED and not ways.mounts.passes_through():
+                note = "the kernel passes nothing through here: it asks the mount for each page"
+                report.settings["warnings"].append(f"{case} is left out: {note}")
+                report.rows.append(Row("files", case, OURS, 0, note=note))
             else:
                 size, make = makes[case]
                 _measure(report, case, size, make(), settings.rounds)
@@ -159,17 +201,17 @@ def _measure_training(report: Report, settings: FilesSettings, folder: Path, way
     """Time per step with a reader and without, window by window."""
     (folder / "train").touch()
     steps: dict[str, list[float]] = {OURS: [], ALONE: []}
-    moved = 0
+    rates: list[float] = []
     _steps_in(folder, settings.window_s)
-    for _ in range(max(6, settings.rounds // 2)):
-        for system in (ALONE, OURS):
-            with ways.reading(system == OURS) as count:
+    for turn in range(max(6, 3 * settings.rounds // 2)):
+        # The order changes, so that a machine that becomes slower or faster is no difference.
+        for system in (ALONE, OURS) if turn % 2 else (OURS, ALONE):
+            with ways.reading(rates if system == OURS else None):
                 steps[system].append(_steps_in(folder, settings.window_s))
-            moved += count[0]
     (folder / "train").unlink()
-    rate = moved / (len(steps[OURS]) * settings.window_s)
     for system, each in steps.items():
-        note = f"beside a reader of {rate / 1e6:.0f} MB/s" if system == OURS else ""
+        rate = f"{min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f}"
+        note = f"beside a reader of {rate} MB/s" if system == OURS else ""
         report.rows.append(Row("files", TRAINING, system, 0, note=note).timed(each))
     ratio = paired_ratio(steps[ALONE], steps[OURS])
     if ratio is not None:
@@ -192,22 +234,20 @@ class _Ways:
         self._start = len(data) - large_bytes
         self._random = np.random.default_rng(0)
         self._kept: SealedModel | None = None
-        self._mounting: subprocess.Popen[str] | None = None
+        self.mounts = MountWays(folder, address, self._path, self._file, self._start, large_bytes)
 
     def close(self) -> None:
-        """Ends the connection, and the mount."""
+        """Ends the connection, and the mounts."""
+        self.mounts.close()
         self._fs.close()
-        if self._mounting is not None:
-            with self._mounting as process:
-                process.terminate()
 
     def parameter(self) -> Mapping[str, Way]:
         """The whole parameter."""
         memory = np.fromfile(self._file, np.uint8).data
         return {
-            OURS: lambda: _timed(lambda: self._fs.cat_file(self._path)),
-            COPY: lambda: _timed(lambda: bytes(memory)),
-            TMPFS: lambda: _timed(self._file.read_bytes),
+            OURS: lambda: timed(lambda: self._fs.cat_file(self._path)),
+            COPY: lambda: timed(lambda: bytes(memory)),
+            TMPFS: lambda: timed(self._file.read_bytes),
         }
 
     def random(self) -> Mapping[str, Way]:
@@ -215,14 +255,14 @@ class _Ways:
         descriptor = os.open(self._file, os.O_RDONLY)
 
         def ours(at: int) -> object:
-            return self._fs.cat_file(self._path, at, at + _SMALL_BYTES)
+            return self._fs.cat_file(self._path, at, at + SMALL_BYTES)
 
         def theirs(at: int) -> object:
-            return os.pread(descriptor, _SMALL_BYTES, at)
+            return os.pread(descriptor, SMALL_BYTES, at)
 
         def mean(read: Callable[[int], object]) -> float:
-            places = self._random.integers(0, self._large - _SMALL_BYTES, 200) + self._start
-            return _timed(lambda: [read(int(at)) for at in places]) / len(places)
+            places = self._random.integers(0, self._large - SMALL_BYTES, 200) + self._start
+            return timed(lambda: [read(int(at)) for at in places]) / len(places)
 
         return {OURS: lambda: mean(ours), TMPFS: lambda: mean(theirs)}
 
@@ -243,9 +283,26 @@ class _Ways:
 
         self._kept = model
         return {
-            OURS: lambda: _timed(lambda: read(model.path)),
-            TMPFS: lambda: _timed(lambda: read(str(file))),
+            OURS: lambda: timed(lambda: read(model.path)),
+            TMPFS: lambda: timed(lambda: read(str(file))),
         }
+
+    def mount_mapped(self) -> Mapping[str, Way]:
+        """One tensor of the model in a mount, which the kernel maps itself, opened anew."""
+        from safetensors import safe_open
+
+        mounted = self.mounts.folder() / "model.safetensors"
+        file = self._folder / "model.safetensors"
+        file.write_bytes(mounted.read_bytes())
+
+        def read(path: Path) -> None:
+            with safe_open(path, framework="np") as opened:
+                opened.get_tensor("p0").sum()
+
+        held = os.open(mounted, os.O_RDONLY)  # as the sealed model: the snapshot is there
+        self.mounts.at_end(partial(os.close, held))
+        paths = {OURS: mounted, TMPFS: file}
+        return {system: partial(timed, partial(read, path)) for system, path in paths.items()}
 
     def snapshot(self, read: bool) -> Mapping[str, Way]:
         """All of a version, from the wish until its tensors are here; `read`: every byte of them.
@@ -274,66 +331,13 @@ class _Ways:
             torch.save(tensors, file)
             use(torch.load(file))
 
-        return {OURS: lambda: _timed(ours), TORCH: lambda: _timed(theirs)}
-
-    def mount(self) -> Mapping[str, Way]:
-        """The whole parameter, by reads of 1 MiB into memory that is there."""
-        target = memoryview(np.ones(self._large + MIB, np.uint8).data)
-        mounted = self._mounted()
-
-        def read(path: Path) -> None:
-            descriptor = os.open(path, os.O_RDONLY)
-            at = 0
-            while count := os.preadv(descriptor, [target[at : at + MIB]], at):
-                at += count
-            os.close(descriptor)
-
-        def way(path: Path) -> Way:
-            return lambda: _timed_cold(path, lambda: read(path))
-
-        return {OURS: way(mounted), TMPFS: way(self._file)}
-
-    def mount_random(self) -> Mapping[str, Way]:
-        """A block somewhere in it; the mean of 200."""
-
-        def way(path: Path) -> Way:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            target = memoryview(bytearray(_SMALL_BYTES))
-
-            def read() -> float:
-                places = self._random.integers(0, self._large - _SMALL_BYTES, 200) + self._start
-                offsets = [int(each) for each in places]
-                all_ = _timed_cold(
-                    path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
-                )
-                return all_ / len(offsets)
-
-            return read
-
-        return {OURS: way(self._mounted()), TMPFS: way(self._file)}
-
-    def _mounted(self) -> Path:
-        """The parameter in a mount, which there is from now on."""
-        folder = self._folder / "mount"
-        if self._mounting is None:
-            folder.mkdir()
-            self._mounting = subprocess.Popen(
-                [sys.executable, "-m", "tensorwire", "mount", str(folder), self._fs.address],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert self._mounting.stdout is not None
-            if "is mounted" not in self._mounting.stdout.readline():
-                raise UnavailableError("the mount of the bench has not started")
-        return folder / self._path
+        return {OURS: lambda: timed(ours), TORCH: lambda: timed(theirs)}
 
     @contextlib.contextmanager
-    def reading(self, busy: bool) -> Iterator[list[int]]:
-        """Somebody reads parameters, 100 MB/s of them, in a process of his own."""
-        count = [0]
-        if not busy:
-            yield count
+    def reading(self, rates: list[float] | None) -> Iterator[None]:
+        """Somebody reads parameters in a process of his own, and at which rate; None: nobody."""
+        if rates is None:
+            yield
             return
         script = Path(__file__).with_name("files_reader.py")
         command = [sys.executable, str(script), self._fs.address, self._path]
@@ -344,34 +348,11 @@ class _Ways:
             if process.stdout.readline() != b"reads\n":
                 raise UnavailableError("the reader of the bench has not started")
             try:
-                yield count
+                yield
             finally:
                 process.stdin.close()
                 told = process.stdout.read()
-        count[0] = int(told)  # or it has failed
-
-
-def _why_no_mount() -> str:
-    """Why nothing can be mounted here; "" if it can."""
-    if os.geteuid() != 0:
-        return "only root may mount what /dev/fuse answers"
-    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "there is no /dev/fuse"
-
-
-def _timed_cold(path: Path, action: Callable[[], object]) -> float:
-    """Likewise, when the kernel has kept nothing of a file; of tmpfs it keeps all."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    found = _timed(action)
-    os.close(descriptor)
-    return found
-
-
-def _timed(action: Callable[[], object]) -> float:
-    """What it makes is thrown away within the time, as a program does that reads on."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+        rates.append(float(told))  # or it has failed
 
 
 def _steps_in(folder: Path, window_s: float) -> float:
@@ -392,34 +373,6 @@ def _steps_in(folder: Path, window_s: float) -> float:
     return (time.perf_counter() - started) / (now - first)
 
 
-@contextlib.contextmanager
-def _job(folder: Path, large_mib: int, total_mib: int) -> Iterator[str]:
-    """A job, standing still; the address of its server."""
-    script = Path(__file__).with_name("files_worker.py")
-    command: list[Any] = [sys.executable, "-m", "tensorwire", "run", "--workers", "1", script]
-    command += [folder, large_mib, total_mib]
-    before = {each.address for each in running_servers()}
-    with subprocess.Popen(list(map(str, command))) as process:
-        try:
-            deadline = time.monotonic() + _START_S
-            while not (folder / "ready").exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise UnavailableError("the job that is to be read has not started")
-                time.sleep(0.05)
-            mine = [
-                each
-                for each in running_servers()
-                if each.address not in before and str(folder) in each.command
-            ]
-            yield mine[0].address
-        finally:
-            (folder / "end").touch()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-
-
 BARS = (
     Bar("fsspec, a parameter, of copying into fresh bytes", ">=", 0.8, "", PARAMETER, OURS,
         least=64 * MIB),
@@ -427,6 +380,16 @@ BARS = (
         least=64 * MIB),
     Bar("a snapshot taken and loaded, against torch.save and torch.load on tmpfs", ">=", 3.0,
         "x as fast", SNAPSHOT, OURS, rival=TORCH, least=400 * MIB),
+    *(
+        Bar(f"{name} of {PASSTHROUGH} on tmpfs", ">=", 0.8, "", case, OURS, rival=PASSTHROUGH,
+            least=least)
+        for case, name, least in (
+            (MOUNT, "plain FUSE, a parameter,", 64 * MIB),
+            (MOUNT_RANDOM, "plain FUSE, 4 KiB,", 0),
+        )
+    ),
+    Bar("a model that a mount passes through, of a mapped file on tmpfs", ">=", 0.95, "",
+        MOUNT_MAPPED, OURS, rival=TMPFS, least=64 * MIB),
     Bar("steps beside a reader of 100 MB/s, of steps alone", ">=", 0.95, "", TRAINING, OURS,
         rival=ALONE),
 )  # fmt: skip

@@ -1,0 +1,187 @@
+"""A parameter read by a mount of ours, beside tmpfs and beside another program that answers FUSE.
+
+That is passthrough_ll, the example of libfuse whose files are those of a folder, here one on tmpfs.
+Debian has its source in libfuse3-dev, and it is compiled here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tensorwire.errors import UnavailableError
+
+from .files_timing import MIB, OURS, PASSTHROUGH, SMALL_BYTES, TMPFS, Way, timed_cold
+
+_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
+_MOUNT_S = 10.0
+
+
+def why_no_mount() -> str:
+    """Why nothing can be mounted here; "" if it can."""
+    if os.geteuid() != 0:
+        return "only root may mount what /dev/fuse answers"
+    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "there is no /dev/fuse"
+
+
+def why_no_passthrough() -> str:
+    """Why libfuse's passthrough_ll cannot be compiled here; "" if it can."""
+    for program, package in (("cc", "a C compiler"), ("pkg-config", "pkg-config")):
+        if shutil.which(program) is None:
+            return f"passthrough_ll is not compiled without {package}"
+    has_library = subprocess.run(["pkg-config", "--exists", "fuse3"], check=False).returncode == 0
+    if not (has_library and _SOURCE.exists()):
+        return "passthrough_ll needs libfuse3-dev with its examples (apt-get install libfuse3-dev)"
+    return ""
+
+
+def compile_c(source: Path, program: Path, *flags: str) -> None:
+    """Raises UnavailableError with what the compiler says."""
+    if shutil.which("cc") is None:
+        raise UnavailableError(f"{source.name} is not compiled without a C compiler (cc)")
+    done = subprocess.run(
+        ["cc", "-O2", "-o", str(program), str(source), *flags],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise UnavailableError(f"{source.name} cannot be compiled: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, address: str) -> Iterator[bool]:
+    """A job in a folder that is made; whether the kernel reads and maps models itself."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "tensorwire", "mount", str(folder), address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if "is mounted" not in process.stdout.readline():
+                raise UnavailableError("the mount of the bench has not started")
+            yield "reads and maps models itself" in process.stdout.readline()
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def passed_through(folder: Path, source: Path) -> Iterator[Path]:
+    """A folder, by passthrough_ll, in another one that is made. It has libfuse's own settings."""
+    program = folder.with_name("passthrough_ll")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "fuse3"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    compile_c(_SOURCE, program, *flags)
+    folder.mkdir()
+    command = [str(program), "-f", "-o", f"source={source}", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + _MOUNT_S
+            while not os.path.ismount(folder):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise UnavailableError("passthrough_ll has mounted nothing")
+                time.sleep(0.02)
+            yield folder
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+            process.terminate()
+
+
+class MountWays:
+    """A parameter by a mount of ours, by passthrough_ll where that is there, and on tmpfs.
+
+    Args:
+        folder: on tmpfs, for what is made.
+        address: of the job.
+        path: of the parameter in the job.
+        file: the same bytes on tmpfs.
+        start: where its elements begin.
+        size_bytes: of them.
+    """
+
+    def __init__(
+        self, folder: Path, address: str, path: str, file: Path, start: int, size_bytes: int
+    ) -> None:
+        self._folder, self._address, self._path, self._file = folder, address, path, file
+        self._start, self._size = start, size_bytes
+        self._random = np.random.default_rng(0)
+        self._open = contextlib.ExitStack()
+        self._passes: bool | None = None
+        self._paths: dict[str, Path] = {}
+
+    def close(self) -> None:
+        """Ends the mounts."""
+        self._open.close()
+
+    def all(self) -> Mapping[str, Way]:
+        """The whole parameter, by reads of 1 MiB into memory that is there."""
+        target = memoryview(np.ones(self._size + MIB, np.uint8).data)
+
+        def read(path: Path) -> None:
+            descriptor = os.open(path, os.O_RDONLY)
+            at = 0
+            while count := os.preadv(descriptor, [target[at : at + MIB]], at):
+                at += count
+            os.close(descriptor)
+
+        def way(path: Path) -> Way:
+            return lambda: timed_cold(path, lambda: read(path))
+
+        return {system: way(path) for system, path in self._mounted().items()}
+
+    def random(self) -> Mapping[str, Way]:
+        """A block somewhere in it; the mean of 200."""
+
+        def way(path: Path) -> Way:
+            descriptor = os.open(path, os.O_RDONLY)
+            self._open.callback(os.close, descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            target = memoryview(bytearray(SMALL_BYTES))
+
+            def read() -> float:
+                places = self._random.integers(0, self._size - SMALL_BYTES, 200) + self._start
+                offsets = [int(each) for each in places]
+                all_ = timed_cold(
+                    path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
+                )
+                return all_ / len(offsets)
+
+            return read
+
+        return {system: way(path) for system, path in self._mounted().items()}
+
+    def folder(self) -> Path:
+        """Our mount, which is there from now on."""
+        made = self._folder / "mount"
+        if self._passes is None:
+            self._passes = self._open.enter_context(mounted(made, self._address))
+        return made
+
+    def passes_through(self) -> bool:
+        """The kernel reads and maps its models itself."""
+        self.folder()
+        return bool(self._passes)
+
+    def at_end(self, action: Callable[[], object]) -> None:
+        """Is called before the mounts are ended."""
+        self._open.callback(action)
+
+    def _mounted(self) -> dict[str, Path]:
+        """The parameter by each system; the mounts are there from now on."""
+        if not self._paths:
+            self._paths = {OURS: self.folder() / self._path, TMPFS: self._file}
+            if not why_no_passthrough():
+                source = self._folder / "source"
+                source.mkdir()
+                (source / self._file.name).write_bytes(self._file.read_bytes())
+                theirs = self._open.enter_context(
+                    passed_through(self._folder / "passthrough", source)
+                )
+                self._paths[PASSTHROUGH] = theirs / self._file.name
+        return self._paths

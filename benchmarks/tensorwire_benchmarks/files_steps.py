@@ -1,0 +1,119 @@
+"""Steps of a job whose second worker is a program in C that has files, beside one of Python.
+
+Two jobs with the same model live at the same time, one with each, and take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorwire.bench.harness import paired_ratio
+from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.errors import UnavailableError
+from tensorwire.files import FileWorker, JobReader
+
+from .files_jobs import running_job
+from .files_mount import compile_c, mounted
+from .files_timing import OURS, PYTHON
+
+_SOURCE = Path(__file__).with_name("files_step.c")
+_STEP_S = 30.0  # for one that does not come
+_LOOK_S = 5e-4
+
+
+class _Job:
+    """A job that trains when it may."""
+
+    def __init__(self, folder: Path, reader: JobReader) -> None:
+        self._train, self._reader = folder / "train", reader
+
+    def step_s(self, window_s: float) -> float:
+        """Seconds per step of a window."""
+        self._train.touch()
+        try:
+            self._next_version()  # those that began before are not counted
+            first, started = self._next_version(), time.perf_counter()
+            while time.perf_counter() - started < window_s:
+                time.sleep(_LOOK_S)
+            last = self._next_version()
+            return (time.perf_counter() - started) / (last - first)
+        finally:
+            self._train.unlink()
+
+    def _next_version(self) -> int:
+        """Waits until a step is made."""
+        store = self._reader.store()
+        before, deadline = store.version(), time.monotonic() + _STEP_S
+        while (now := store.version()) == before:
+            if time.monotonic() > deadline:
+                raise UnavailableError("the job of the bench makes no steps")
+            time.sleep(_LOOK_S)
+        return now
+
+
+@contextlib.contextmanager
+def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_Job]:
+    folder.mkdir()
+    workers = ["--workers", "1", "--file-workers", "1"] if by_files else ["--workers", "2"]
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(
+            running_job(folder, workers, "files_step_worker.py", size_bytes, end_s=0.0)
+        )
+        reader = stack.enter_context(JobReader(address))
+        if by_files:
+            _await_worker(address)
+            program = folder / "files_step"
+            compile_c(_SOURCE, program)
+            stack.enter_context(mounted(folder / "mount", address))
+            command = [str(program), str(folder / "mount"), "1"]
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.terminate)
+        yield _Job(folder, reader)
+
+
+def _await_worker(address: str) -> None:
+    """Until there are the files of the worker of rank 1."""
+    deadline = time.monotonic() + _STEP_S
+    while True:
+        try:
+            return FileWorker(address, 1).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def measure_steps(report: Report, case: str, size_bytes: int, pairs: int, window_s: float) -> None:
+    """Time per step with each worker, window by window.
+
+    Args:
+        report: gets the rows.
+        case: their name.
+        size_bytes: of the model.
+        pairs: of windows.
+        window_s: of each.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made, contextlib.ExitStack() as stack:
+        jobs = {
+            system: stack.enter_context(_job(Path(made) / system, size_bytes, system == OURS))
+            for system in (OURS, PYTHON)
+        }
+        steps: dict[str, list[float]] = {system: [] for system in jobs}
+        for job in jobs.values():
+            job.step_s(window_s)
+        for _ in range(pairs):
+            for system, job in jobs.items():
+                steps[system].append(job.step_s(window_s))
+    notes = {OURS: "a file worker in C by a mount", PYTHON: "a worker of Python"}
+    for system, each in steps.items():
+        note = f"the second worker is {notes[system]}"
+        report.rows.append(Row("files", case, system, size_bytes, note=note).timed(each))
+    ratio = paired_ratio(steps[PYTHON], steps[OURS])
+    if ratio is not None:
+        found = (ratio.median, ratio.interval, ratio.pairs)
+        report.comparisons.append(Comparison(case, size_bytes, OURS, PYTHON, *found))
