@@ -180,6 +180,41 @@ def test_a_checkpoint_is_complete_with_its_metadata(shelf: Shelf) -> None:
     assert shelf.read("c/a") == b"11"
 
 
+def test_a_checkpoint_is_complete_when_its_writer_says_so(shelf: Shelf) -> None:
+    one, two = shelf.writer("one"), shelf.writer("two")
+
+    def complete(who: Writer, name: str = "c") -> int | None:
+        return code_of(lambda: who.desk.complete(f"checkpoints/{name}"))
+
+    assert complete(one) == errno.ENOENT  # nobody writes it
+    one.desk.make_folder("checkpoints/c")
+    assert complete(one) == errno.EINVAL  # it has no files
+    one.write("c/a", b"1")
+    late = one.write("c/b", b"2", finish=False)
+    assert complete(one) == errno.EBUSY  # b is still written
+    late.sync()
+    assert complete(two) == errno.ENOENT  # that does not write it
+    assert complete(one, "c/a") == errno.EPERM
+    assert shelf.tree.names() == []
+    assert complete(one) is None
+    folder = shelf.tree.child("c")
+    assert isinstance(folder, Folder)
+    assert folder.names() == ["a", "b"]
+    assert complete(one) == errno.ENOENT  # it is not written any more
+    one.write("single", b"x", finish=False)
+    assert complete(one, "single") == errno.ENOENT
+    two.desk.make_folder("checkpoints/d")
+    two.write("d/a", b"1").abandon()
+    two.write("d/b", b"1", finish=False).abandon()
+    assert complete(two, "d") == errno.ESTALE
+
+
+def test_what_is_whole_takes_no_more(shelf: Shelf) -> None:
+    writing = shelf.writer().write("a", b"12")
+    assert code_of(lambda: writing.write(2, b"3")) == errno.EPERM
+    assert shelf.read("a") == b"12"
+
+
 def test_who_is_gone_takes_the_unfinished_along(shelf: Shelf) -> None:
     one, two = shelf.writer("one"), shelf.writer("two")
     for each in (one, two):

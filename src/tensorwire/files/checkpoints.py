@@ -40,6 +40,11 @@ _ANSWER_S = 30.0
 _WRITE_S = 60.0
 
 
+def is_checkpoint(path: str) -> bool:
+    """A path is that of a checkpoint, or in one."""
+    return path.startswith(f"{CHECKPOINTS}/")
+
+
 class CheckpointDesk:
     """Where this process asks a job for memory for checkpoints. Any thread.
 
@@ -65,6 +70,10 @@ class CheckpointDesk:
         number = int(self.ask(path, do="make", path=_inner(path))["number"])
         made = self._open[path] = CheckpointWriting(self, path, number)
         return made
+
+    def complete(self, path: str) -> None:
+        """All files of a checkpoint that this process and others write are there."""
+        self.ask(path, do="complete", path=_inner(path))
 
     def rename(self, path: str, to: str) -> None:
         """A file that this process and others write gets another name in its checkpoint."""
@@ -159,6 +168,8 @@ class CheckpointWriting(FileWriting):
     def write(self, offset: int, data: Any) -> int:
         """Writes bytes behind those that are written; returns how many."""
         self._check()
+        if self._over:
+            raise refuse(errno.EPERM, self._path, "it was closed before, and is whole")
         if offset != self._size:
             raise refuse(errno.ESPIPE, self._path, "a checkpoint is written from start to end")
         source = np.frombuffer(data, np.uint8)
@@ -173,6 +184,16 @@ class CheckpointWriting(FileWriting):
                 self._send()
         self._size += len(source)
         return len(source)
+
+    @property
+    def size_bytes(self) -> int:
+        """That were written."""
+        return self._size
+
+    @property
+    def failed(self) -> bool:
+        """Some bytes could not be written: its checkpoint is not to be."""
+        return self._failure is not None
 
     def truncate(self, size: int) -> None:
         """It begins empty."""

@@ -21,7 +21,7 @@ from fsspec.utils import stringify_path
 
 from tensorwire.memory.handle import split_address
 
-from .checkpoints import CHECKPOINTS
+from .checkpoints import is_checkpoint
 from .errors import as_os_errors, refuse
 from .reader import JobReader
 from .tree import Tree
@@ -214,7 +214,7 @@ class TensorwireFileSystem(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader | io.BufferedWriter:
         if mode == "wb":
             tree = self.tree
-            writing = tree.desk.write(path) if _is_checkpoint(path) else tree.open_for_writing(path)
+            writing = tree.desk.write(path) if is_checkpoint(path) else tree.open_for_writing(path)
             writing.truncate(0)
             return WritableStream(WritableFile(writing), _BUFFER_BYTES)
         if mode != "rb":
@@ -250,7 +250,7 @@ class TensorwireFileSystem(AbstractFileSystem):
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As `mkdir`; nothing is done where another folder is there."""
         path = self._strip_protocol(path)
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             if not (exist_ok and self.isdir(path)):
                 raise _read_only(path)
         elif not exist_ok and self.exists(path):
@@ -264,7 +264,7 @@ class TensorwireFileSystem(AbstractFileSystem):
 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             raise _read_only(path)
         self.tree.desk.remove(path)
 
@@ -276,7 +276,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         """Gives back the memory of a checkpoint; a folder of files needs `recursive`."""
         for each in path if isinstance(path, list) else [path]:
             name = self._strip_protocol(each)
-            if _is_checkpoint(name) and not recursive and self.isdir(name):
+            if is_checkpoint(name) and not recursive and self.isdir(name):
                 raise refuse(errno.EISDIR, name)
             self._rm(name)
 
@@ -287,7 +287,7 @@ class TensorwireFileSystem(AbstractFileSystem):
     def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
         """A file of a checkpoint that is written gets another name; refused elsewhere."""
         old, new = self._strip_protocol(path1), self._strip_protocol(path2)
-        if not (_is_checkpoint(old) and _is_checkpoint(new)):
+        if not (is_checkpoint(old) and is_checkpoint(new)):
             raise _read_only(old)
         self.tree.desk.rename(old, new)
 
@@ -304,7 +304,7 @@ class TensorwireFileSystem(AbstractFileSystem):
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
         """Into a checkpoint; refused elsewhere."""
-        if not _is_checkpoint(self._strip_protocol(rpath)):
+        if not is_checkpoint(self._strip_protocol(rpath)):
             raise _read_only(rpath)
         super().put_file(lpath, rpath, *args, **options)
 
@@ -452,10 +452,6 @@ def _check_url(url: str) -> None:
             "a tw:// URL has no user and no secret, which logs would show: give secret= or "
             "secret_file=, or name a file in TENSORWIRE_READ_SECRET_FILE"
         )
-
-
-def _is_checkpoint(path: str) -> bool:
-    return path.startswith(f"{CHECKPOINTS}/")
 
 
 def _read_only(path: str) -> OSError:

@@ -25,6 +25,10 @@ class Operation(IntEnum):
     FORGET = 2
     GETATTR = 3
     SETATTR = 4
+    MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
     OPEN = 14
     READ = 15
     WRITE = 16
@@ -38,16 +42,17 @@ class Operation(IntEnum):
     READDIR = 28
     RELEASEDIR = 29
     FSYNCDIR = 30
+    CREATE = 35
     INTERRUPT = 36
     DESTROY = 38
     POLL = 40
     BATCH_FORGET = 42
+    RENAME2 = 45
 
 
-# They would change the tree.
-CHANGING = frozenset({6, 8, 9, 10, 11, 12, 13, 21, 24, 35, 45, 51})
-"""SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK, SETXATTR, REMOVEXATTR, CREATE, RENAME2 and
-TMPFILE."""
+# They would change the tree as nothing here can.
+CHANGING = frozenset({6, 8, 13, 21, 24, 51})
+"""SYMLINK, MKNOD, LINK, SETXATTR, REMOVEXATTR and TMPFILE."""
 
 DIRECT_IO = 1
 """Of an open file: nothing of it is kept by the kernel."""
@@ -117,6 +122,23 @@ def unpack_setattr(body: bytes) -> tuple[int, int]:
 def unpack_open(body: bytes) -> int:
     """The flags of open(2)."""
     return int(struct.unpack_from("<I", body)[0])
+
+
+def unpack_create(body: bytes) -> tuple[int, str]:
+    """The flags of open(2), and the name, of CREATE."""
+    return int(struct.unpack_from("<I", body)[0]), name_in(body[16:])
+
+
+def unpack_mkdir(body: bytes) -> str:
+    """The name of MKDIR."""
+    return name_in(body[8:])
+
+
+def unpack_rename(body: bytes, has_flags: bool) -> tuple[int, int, str, str]:
+    """The new folder, flags, and both names, of RENAME, and of RENAME2, which has flags."""
+    folder, flags = struct.unpack_from("<QI", body)
+    old, new = body[16 if has_flags else 8 :].split(b"\0")[:2]
+    return folder, flags if has_flags else 0, name_in(old), name_in(new)
 
 
 def unpack_read(body: bytes) -> tuple[int, int, int]:

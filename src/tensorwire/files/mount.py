@@ -24,6 +24,7 @@ from collections.abc import Callable
 from tensorwire._core import fuse as core_fuse
 from tensorwire.errors import UnavailableError
 
+from .checkpoints import CheckpointWriting
 from .errors import as_os_errors, refuse
 from .fuse_messages import (
     CHANGING,
@@ -44,15 +45,19 @@ from .fuse_messages import (
     poll_answer,
     statfs,
     unpack_batch_forget,
+    unpack_create,
     unpack_forget,
     unpack_handle,
+    unpack_mkdir,
     unpack_open,
     unpack_poll,
     unpack_read,
+    unpack_rename,
     unpack_setattr,
     unpack_xattr,
     xattr_size,
 )
+from .mounted_tree import MountedTree
 from .tree import Tree
 from .tree_items import FileContent, FileWriting, TreeEntry
 from .wanted import wanted_while
@@ -65,6 +70,7 @@ _XATTR = "user.tensorwire."
 _FOLDER_VALID_S = 1
 _LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
 _LOOK_SHARE = 0.01  # of the time since the last change
+_NO_REPLACE = 1  # of renameat2(2)
 _POLLED = ("status/version", "grads/*/version", "control/state")
 
 
@@ -123,7 +129,7 @@ class JobMount:
 
     def __init__(self, tree: Tree, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.abspath(folder)
-        self._tree, self._lock = tree, threading.Lock()
+        self._tree, self._lock = MountedTree(tree), threading.Lock()
         self._uid, self._gid = os.geteuid(), os.getegid()
         root = _Node(ROOT, TreeEntry("", is_folder=True))
         self._nodes = {ROOT: root}
@@ -232,9 +238,16 @@ class JobMount:
             raise refuse(errno.ESTALE, "")
         return found
 
+    def _path(self, parent: int, name: str) -> str:
+        folder = self._node(parent).entry.path
+        return f"{folder}/{name}" if folder else name
+
     def _lookup(self, parent: int, body: bytes) -> bytes:
-        folder, name = self._node(parent).entry.path, name_in(body)
-        found = self._tree.entry(f"{folder}/{name}" if folder else name)
+        return self._looked_up(self._path(parent, name_in(body)))[1]
+
+    def _looked_up(self, path: str) -> tuple[_Node, bytes]:
+        """What is at a path, which the kernel then knows, and the answer that tells it."""
+        found = self._tree.entry(path)
         key = found.path, found.version
         with self._lock:
             node = self._of.get(key)
@@ -244,7 +257,7 @@ class JobMount:
             node.entry = found  # who may write it changes
             node.lookups += 1
         valid_s = _FOLDER_VALID_S if found.is_folder else 0
-        return entry(node.number, valid_s, self._attributes(node, found))
+        return node, entry(node.number, valid_s, self._attributes(node, found))
 
     def _forget(self, operation: int, node: int, body: bytes) -> None:
         forgotten = []
@@ -270,7 +283,8 @@ class JobMount:
             size = content.size_bytes
         mode = stat.S_IFREG | now.mode
         if now.is_folder:
-            mode, modified = stat.S_IFDIR | 0o555, self._began
+            mode = stat.S_IFDIR | 0o555 | (now.mode & 0o200)
+            modified = modified or self._began
         return attributes(node.number, size, modified, mode, self._uid, self._gid)
 
     def _getattr(self, number: int, _: bytes) -> bytes:
@@ -284,7 +298,7 @@ class JobMount:
         if not self._tree.entry(node.entry.path).writable or valid & (MODE | UID | GID):
             raise refuse(errno.EROFS, node.entry.path)
         if valid & SIZE:
-            self._tree.open_for_writing(node.entry.path).truncate(size)
+            self._tree.truncate(node.entry.path, size)
         return self._getattr(number, body)
 
     def _open(self, number: int, body: bytes) -> bytes:
@@ -292,7 +306,7 @@ class JobMount:
         path = node.entry.path
         writing, writes = None, flags & os.O_ACCMODE != os.O_RDONLY
         if writes or (node.entry.writable and not node.is_of_version):  # `sync` opens it to read
-            writing = self._tree.open_for_writing(path)
+            writing = self._tree.open_for_writing(path, flags)
             if flags & os.O_TRUNC:
                 writing.truncate(0)
         content = None
@@ -313,6 +327,39 @@ class JobMount:
         if not node.is_of_version or writing is not None:
             return opened(handle, DIRECT_IO)
         return opened(handle, PASSTHROUGH if node.backing else 0, node.backing)
+
+    def _create(self, parent: int, body: bytes) -> bytes:
+        _, name = unpack_create(body)
+        path = self._path(parent, name)
+        writing = self._tree.create(path)
+        node, told = self._looked_up(path)
+        with self._lock:
+            node.opens += 1
+        return told + opened(self._add(_Handle(node, writing=writing)), DIRECT_IO)
+
+    def _mkdir(self, parent: int, body: bytes) -> bytes:
+        path = self._path(parent, unpack_mkdir(body))
+        self._tree.make_folder(path)
+        return self._looked_up(path)[1]
+
+    def _unlink(self, parent: int, body: bytes) -> bytes:
+        self._tree.remove(self._path(parent, name_in(body)))
+        return b""
+
+    def _rmdir(self, parent: int, body: bytes) -> bytes:
+        self._tree.remove_folder(self._path(parent, name_in(body)))
+        return b""
+
+    def _rename(self, parent: int, body: bytes, has_flags: bool = False) -> bytes:
+        folder, flags, old, new = unpack_rename(body, has_flags)
+        path, to = self._path(parent, old), self._path(folder, new)
+        if flags & ~_NO_REPLACE:
+            raise refuse(errno.EINVAL, path, "two files cannot change their names")
+        self._tree.rename(path, to, bool(flags & _NO_REPLACE))
+        return b""
+
+    def _rename2(self, parent: int, body: bytes) -> bytes:
+        return self._rename(parent, body, True)
 
     def _back(self, content: FileContent) -> int:
         """Lets the kernel read a content's own file, where it does and there is one."""
@@ -369,12 +416,32 @@ class JobMount:
         if writing is None:
             raise refuse(errno.EBADF, "")
         data = memoryview(body)[WRITTEN_AT : WRITTEN_AT + size]
-        return xattr_size(writing.write(offset, data))
+        try:
+            return xattr_size(writing.write(offset, data))
+        except OSError:
+            if isinstance(writing, CheckpointWriting) and writing.failed:
+                self._tree.failed(self._handles[number].node.entry.path)
+            raise
 
     def _fsync(self, _: int, body: bytes) -> bytes:
         writing = self._handles[unpack_handle(body)].writing
-        if writing is not None:
+        if writing is not None and not isinstance(writing, CheckpointWriting):
             writing.sync()
+        return b""
+
+    def _fsyncdir(self, _: int, body: bytes) -> bytes:
+        self._tree.complete(self._handles[unpack_handle(body)].node.entry.path)
+        return b""
+
+    def _flush(self, _: int, body: bytes) -> bytes:
+        """Of close(2), which hears what becomes of a checkpoint; not of one that has nothing yet.
+
+        A shell closes its own copy of a descriptor before the program writes.
+        """
+        handle = self._handles[unpack_handle(body)]
+        writing = handle.writing
+        if isinstance(writing, CheckpointWriting) and writing.size_bytes:
+            self._tree.closed(handle.node.entry.path, writing)
         return b""
 
     def _release_one(self, _: int, body: bytes) -> bytes:
@@ -401,6 +468,8 @@ class JobMount:
             if node.lookups <= 0 and not node.opens:
                 self._nodes.pop(node.number, None)
                 self._of.pop((node.entry.path, node.entry.version), None)
+        if isinstance(handle.writing, CheckpointWriting):
+            self._tree.closed(node.entry.path, handle.writing)  # an empty one
         if left is not None:
             left.close()
 
@@ -494,12 +563,18 @@ class JobMount:
         Operation.FSYNC: _fsync,
         Operation.GETXATTR: _getxattr,
         Operation.LISTXATTR: _listxattr,
-        Operation.FLUSH: _nothing,
+        Operation.FLUSH: _flush,
         Operation.OPENDIR: _opendir,
         Operation.READDIR: _readdir,
         Operation.POLL: _poll,
         Operation.RELEASEDIR: _release_one,
-        Operation.FSYNCDIR: _nothing,
+        Operation.FSYNCDIR: _fsyncdir,
+        Operation.CREATE: _create,
+        Operation.MKDIR: _mkdir,
+        Operation.UNLINK: _unlink,
+        Operation.RMDIR: _rmdir,
+        Operation.RENAME: _rename,
+        Operation.RENAME2: _rename2,
         Operation.DESTROY: _nothing,
     }
 

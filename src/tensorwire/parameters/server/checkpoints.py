@@ -226,6 +226,8 @@ class CheckpointShelf:
                 return {"region": self._add_part(file, int(told["size"]))}
             case "finish":
                 self._finish(self._own(who, int(told["number"])))
+            case "complete":
+                self._complete_folder(who, _name(told["path"]))
             case "give up":
                 self._give_up(self._own(who, int(told["number"])))
             case "rename":
@@ -330,6 +332,19 @@ class CheckpointShelf:
             except Refusal:
                 file.complete = None  # who writes it can still give it up
                 raise
+
+    def _complete_folder(self, who: str, name: str) -> None:
+        """All files of a checkpoint are there, of which none has to be `.metadata`."""
+        pending = self._pending.get(name)
+        if pending is None or who not in pending.writers or "" in pending.files:
+            raise Refusal(errno.ENOENT, f"nobody writes {name}")
+        if pending.broken:
+            raise Refusal(
+                errno.ESTALE, f"a process that wrote a part of {name} is gone or has failed"
+            )
+        if not pending.files:
+            raise Refusal(errno.EINVAL, f"{name} has no files")
+        self._complete_all(name)
 
     def _complete_all(self, name: str) -> None:
         """A checkpoint is complete: it takes the place of the one before."""

@@ -1,0 +1,222 @@
+"""The tree of a mount: that of the job, and the checkpoints that are written through it.
+
+A checkpoint is in the tree of the job when it is complete. Who writes one by a mount has to see
+what he has made before that, and nobody else does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from tensorwire.parameters.checkpoint_files import METADATA
+
+from .checkpoints import CHECKPOINTS, CheckpointWriting, is_checkpoint
+from .errors import refuse
+from .tree import Tree
+from .tree_items import WRITABLE, FileContent, FileWriting, TreeEntry
+
+
+@dataclass
+class _File:
+    """A file that is not complete; `writing`: and not closed."""
+
+    writing: CheckpointWriting | None
+    size_bytes: int = 0
+    modified: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.size_bytes if self.writing is None else self.writing.size_bytes
+
+
+class MountedTree:
+    """What a mount shows. Any thread. The methods raise OSError, as those of `Tree`.
+
+    Args:
+        tree: of the job.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._lock = threading.Lock()  # who changes what follows, and may wait for server 0
+        self._files: dict[str, _File] = {}
+        self._folders: dict[str, float] = {}  # that are not complete, and when they were made
+
+    # ---- what there is
+
+    def entry(self, path: str) -> TreeEntry:
+        """What is at a path."""
+        if (file := self._files.get(path)) is not None:
+            return _file_entry(path, file)
+        if (made := self._folders.get(path)) is not None:
+            return _folder_entry(path, made)
+        return _writable(self._tree.entry(path))
+
+    def entries(self, path: str) -> list[TreeEntry]:
+        """What is in a folder."""
+        files, folders = list(self._files.items()), list(self._folders.items())
+        made = [_file_entry(*each) for each in files] + [_folder_entry(*each) for each in folders]
+        pending = {each.path: each for each in made if each.path.rpartition("/")[0] == path}
+        found = (
+            [] if path in dict(folders) else [_writable(each) for each in self._tree.entries(path)]
+        )
+        return [*(each for each in found if each.path not in pending), *pending.values()]
+
+    # ---- contents
+
+    def open(self, path: str) -> FileContent:
+        """The content of a file."""
+        if path in self._files:
+            raise refuse(errno.EBUSY, path, "its checkpoint is not complete")
+        return self._tree.open(path)
+
+    def open_for_writing(self, path: str, flags: int = 0) -> FileWriting:
+        """What writes to a file that is there.
+
+        Args:
+            path: of the file.
+            flags: of open(2).
+        """
+        if not is_checkpoint(path):
+            return self._tree.open_for_writing(path)
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None and file.writing is not None:
+                raise refuse(errno.EBUSY, path, "another program writes it")
+            if flags & os.O_ACCMODE == os.O_RDONLY:
+                raise refuse(errno.EBUSY, path, "its checkpoint is not complete")
+            if not flags & os.O_TRUNC:
+                raise refuse(
+                    errno.ESPIPE, path, "a checkpoint is written from start to end, and anew"
+                )
+            return self._begin(path)
+
+    def create(self, path: str) -> FileWriting:
+        """What writes to a new file."""
+        if not is_checkpoint(path):
+            raise refuse(errno.EROFS, path)
+        with self._lock:
+            return self._begin(path)
+
+    def truncate(self, path: str, size: int) -> None:
+        """The file gets this size."""
+        file = self._files.get(path)
+        writing = None if file is None else file.writing
+        if writing is None:
+            if is_checkpoint(path):
+                raise refuse(errno.ESPIPE, path, "a checkpoint is written from start to end")
+            self._tree.open_for_writing(path).truncate(size)
+        else:
+            writing.truncate(size)
+
+    def _begin(self, path: str) -> CheckpointWriting:
+        folder = path.rpartition("/")[0]
+        if folder != CHECKPOINTS and folder not in self._folders:
+            if folder in (each.path for each in self._tree.entries(CHECKPOINTS)):
+                raise refuse(
+                    errno.EPERM, path, "its checkpoint is complete: remove it, and make it anew"
+                )
+            raise refuse(errno.ESTALE, path, "its checkpoint is gone: make it anew")
+        writing = self._tree.desk.write(path)
+        self._files[path] = _File(writing, modified=time.time())
+        return writing
+
+    def closed(self, path: str, writing: FileWriting) -> None:
+        """A file of a checkpoint is whole; with the last one its checkpoint is complete."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is None or file.writing is not writing:
+                return  # it was closed before, or is gone
+            try:
+                file.writing.sync()
+            except OSError:
+                self._forget(path)
+                raise
+            file.size_bytes, file.writing = file.writing.size_bytes, None
+            if path.count("/") == 1 or path.endswith(f"/{METADATA}"):
+                self._forget(path)
+
+    def failed(self, path: str) -> None:
+        """A file could not be written: nothing is there of its checkpoint."""
+        with self._lock:
+            self._forget(path)
+
+    # ---- what a checkpoint is
+
+    def make_folder(self, path: str) -> None:
+        """A checkpoint of several files is begun."""
+        if not is_checkpoint(path):
+            raise refuse(errno.EROFS, path)
+        with self._lock:
+            if path in self._folders or path in self._files:
+                raise refuse(errno.EEXIST, path)
+            self._tree.desk.make_folder(path)
+            self._folders[path] = time.time()
+
+    def complete(self, path: str) -> None:
+        """All files of a checkpoint are written, also where none of them is `.metadata`."""
+        with self._lock:
+            if path in self._folders:
+                self._tree.desk.complete(path)
+                self._forget(path)
+
+    def remove(self, path: str) -> None:
+        """A file, or a checkpoint that is one."""
+        if not is_checkpoint(path):
+            raise refuse(errno.EROFS, path)
+        with self._lock:
+            file = self._files.get(path)
+            self._tree.desk.remove(path)
+            if file is not None and file.writing is not None:
+                self._forget(path)  # without it there is no checkpoint
+            self._files.pop(path, None)
+
+    def remove_folder(self, path: str) -> None:
+        """A checkpoint with all that is in it."""
+        if not is_checkpoint(path):
+            raise refuse(errno.EROFS, path)
+        with self._lock:
+            self._tree.desk.remove(path)
+            self._forget(path)
+
+    def rename(self, path: str, to: str, keep: bool = False) -> None:
+        """A file of a checkpoint that is written gets another name in it; `keep`: a new one."""
+        if not (is_checkpoint(path) and is_checkpoint(to)):
+            raise refuse(errno.EROFS, path)
+        with self._lock:
+            if keep and to in self._files:
+                raise refuse(errno.EEXIST, to)
+            if path.rpartition("/")[0] == CHECKPOINTS or path not in self._files:
+                raise refuse(
+                    errno.EXDEV, path, "only a file of a checkpoint that is written is renamed"
+                )
+            self._tree.desk.rename(path, to)
+            self._files[to] = self._files.pop(path)
+            if to.endswith(f"/{METADATA}"):
+                self._forget(to)
+
+    def _forget(self, path: str) -> None:
+        """Nothing of a checkpoint is shown that is not in the job's tree."""
+        name = "/".join(path.split("/")[:2])
+        self._folders.pop(name, None)
+        for each in [each for each in self._files if f"{each}/".startswith(f"{name}/")]:
+            del self._files[each]
+
+
+def _file_entry(path: str, file: _File) -> TreeEntry:
+    return TreeEntry(path, False, file.size, modified=file.modified, mode=WRITABLE)
+
+
+def _folder_entry(path: str, made: float) -> TreeEntry:
+    return TreeEntry(path, True, modified=made, mode=WRITABLE)
+
+
+def _writable(found: TreeEntry) -> TreeEntry:
+    """The job's user may write checkpoints."""
+    if found.path == CHECKPOINTS or is_checkpoint(found.path):
+        return replace(found, mode=WRITABLE)
+    return found

@@ -1,0 +1,215 @@
+"""Checkpoints that programs of a shell write through a mount."""
+
+import contextlib
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from files.jobs import JobAtWork
+from files.mounts import Mounted, code_of, mounted, run, wait_until
+
+from tensorwire.files.reader import JobReader
+from tensorwire.files.tree import Tree
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.fuse,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
+]
+LENT = 40 << 20
+
+
+def others_see(address: str) -> dict[str, bytes]:
+    """The checkpoints, as another program reads them."""
+    with JobReader(address) as reader, contextlib.closing(Tree(reader)) as tree:
+        found = {}
+        for entry in tree.entries("checkpoints"):
+            inner = tree.entries(entry.path) if entry.is_folder else [entry]
+            for each in inner:
+                with tree.open(each.path) as content:
+                    found[each.path.removeprefix("checkpoints/")] = content.read()
+        return found
+
+
+def refused(command: str) -> str:
+    done = subprocess.run(["sh", "-c", command], check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_tools_write_checkpoints(folder: Path) -> None:
+    one, large = folder / "one", folder / "large"
+    one.write_bytes(os.urandom(3 << 20))
+    large.write_bytes(os.urandom(35 << 20))
+    several = folder / "several"
+    several.mkdir()
+    contents = {name: os.urandom(5000) for name in ("a", "b", "c")}
+    for name, data in contents.items():
+        (several / name).write_bytes(data)
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01", TENSORWIRE_CHECKPOINT_MEMORY=str(LENT))
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path / "checkpoints"
+            # A file is there when it is closed, as it was, and another one takes its place.
+            run("cp", str(one), str(at / "one"))
+            assert others_see(job.address) == {"one": one.read_bytes()}
+            run("sh", "-c", f"cat {several}/a > {at}/one")
+            assert others_see(job.address) == {"one": contents["a"]}
+            run("dd", f"if={one}", f"of={at}/two", "bs=4099", "conv=fsync")
+            assert (at / "two").read_bytes() == one.read_bytes()
+            run("sh", "-c", f": > {at}/empty")
+            wait_until(lambda: others_see(job.address).get("empty") == b"")
+            run("cmp", str(one), str(at / "two"))
+            run("rm", str(at / "one"), str(at / "two"), str(at / "empty"))
+            assert others_see(job.address) == {}
+            # Several files are there when the folder is synced, and removed together.
+            run("cp", "-r", str(several), str(at / "several"))
+            assert sorted(os.listdir(at / "several")) == ["a", "b", "c"]
+            assert os.stat(at / "several/a").st_size == 5000
+            assert code_of((at / "several/a").read_bytes) == errno.EBUSY
+            assert others_see(job.address) == {}
+            run("mv", str(at / "several/c"), str(at / "several/d"))
+            run("sync", str(at / "several"))
+            names = {f"several/{name}" for name in ("a", "b", "d")}
+            assert others_see(job.address).keys() == names
+            assert (at / "several/d").read_bytes() == contents["c"]
+            assert "Operation not permitted" in refused(f"rm -r {at}/several")
+            assert "Operation not permitted" in refused(f"cp {one} {at}/several/e")
+            assert others_see(job.address).keys() == names
+            run("rmdir", str(at / "several"))
+            assert others_see(job.address) == {}
+            assert os.listdir(at) == []
+            # With `.metadata` it is complete, as torch.distributed.checkpoint leaves it.
+            (at / "saved").mkdir()
+            (at / "saved/__0_0.distcp").write_bytes(contents["a"])
+            (at / "saved/.metadata.tmp").write_bytes(contents["b"])
+            os.rename(at / "saved/.metadata.tmp", at / "saved/.metadata")
+            assert others_see(job.address).keys() == {"saved/.metadata", "saved/__0_0.distcp"}
+            # A full disk: what does not fit is told, nothing of it stays, and what is there does.
+            run("cp", str(one), str(at / "kept"))
+            run("cp", str(large), str(at / "large"))
+            assert "No space left on device" in refused(f"cp {one} {at}/more")
+            assert "No space left on device" in refused(f"cp {large} {at}/more")
+            before = others_see(job.address)
+            assert before["kept"] == one.read_bytes()
+            assert "more" not in before
+            (at / "wide").mkdir()
+            (at / "wide/a").write_bytes(b"a")
+            assert "No space left on device" in refused(f"cp {one} {at}/wide/b")
+            late = code_of(lambda: (at / "wide/c").write_bytes(b"c"))
+            assert late in (errno.ENOENT, errno.ESTALE)  # all of it is gone
+            assert "wide" not in os.listdir(at)
+            run("rm", str(at / "large"))
+            run("cp", str(one), str(at / "more"))  # there is room again
+            assert others_see(job.address)["more"] == one.read_bytes()
+    finally:
+        assert job.end() == 0
+
+
+def test_what_a_checkpoint_of_a_mount_refuses(folder: Path) -> None:
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path / "checkpoints"
+            (at / "one").write_bytes(b"one")
+            (at / "open").mkdir()
+            (at / "open/a").write_bytes(b"a")
+            for code, action in (
+                (errno.EROFS, lambda: os.mkdir(made.path / "params/x")),
+                (errno.EROFS, lambda: open(made.path / "params/x", "w")),
+                (errno.EROFS, lambda: os.rmdir(made.path / "params")),
+                (errno.EPERM, lambda: os.mkdir(at / "open/deeper")),
+                (errno.ENAMETOOLONG, lambda: open(at / ("n" * 256), "w")),
+                (errno.EEXIST, lambda: os.mkdir(at / "open")),
+                (errno.EEXIST, lambda: os.mkdir(at / "one")),
+                (errno.ENOTDIR, lambda: open(at / "one/x", "w")),
+                (errno.EXDEV, lambda: os.rename(at / "one", at / "two")),
+                (errno.EXDEV, lambda: os.rename(at / "open/a", at / "two")),
+                (errno.EROFS, lambda: os.rename(at / "one", made.path / "params/two.npy")),
+                (errno.ESPIPE, lambda: open(at / "one", "ab")),
+                (errno.ESPIPE, lambda: open(at / "one", "r+b")),
+                (errno.ESPIPE, lambda: os.truncate(at / "one", 1)),
+                (errno.EISDIR, lambda: open(at / "open", "w")),
+                (errno.ENOENT, lambda: os.unlink(at / "two")),
+                (errno.ENOENT, lambda: os.rmdir(at / "two")),
+                (errno.EROFS, lambda: os.symlink("x", at / "link")),
+                (errno.EROFS, lambda: os.link(at / "one", at / "link")),
+                (errno.EROFS, lambda: os.chmod(at / "one", 0o777)),
+            ):  # fmt: skip
+                assert code_of(action) == code, action.__code__.co_firstlineno
+            with open(at / "writes", "wb", buffering=0) as file:
+                file.write(b"12345")
+                assert os.fstat(file.fileno()).st_size == 5
+                assert code_of(lambda: os.pwrite(file.fileno(), b"x", 2)) == errno.ESPIPE
+                assert code_of(lambda: os.truncate(file.fileno(), 2)) == errno.EINVAL
+                assert code_of(lambda: open(at / "writes", "wb")) == errno.EBUSY
+                assert code_of((at / "writes").read_bytes) == errno.EBUSY
+                os.close(os.dup(file.fileno()))  # whole with the first close
+                assert code_of(lambda: os.write(file.fileno(), b"x")) == errno.EPERM
+            (at / "empty").mkdir()
+            descriptor = os.open(at / "empty", os.O_RDONLY)
+            assert code_of(lambda: os.fsync(descriptor)) == errno.EINVAL
+            os.close(descriptor)
+            with open(at / "gone", "wb", buffering=0) as file:
+                file.write(b"12345")
+                os.unlink(at / "gone")
+            found = others_see(job.address)
+            assert found == {"one": b"one", "writes": b"12345"}
+    finally:
+        assert job.end() == 0
+
+
+WRITER = """
+import os, sys
+for turn in range(10_000):
+    with open(f"{sys.argv[1]}/{turn % 3}", "wb") as file:
+        file.write(bytes([turn % 251]) * 3_000_000)
+"""
+
+
+def kill_while_used(folder: Path, address: str, after_s: float) -> None:
+    """A mount that one program writes by and another reads from is killed."""
+    made = Mounted(folder, address)
+    at = made.path / "checkpoints"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(at)], stderr=subprocess.DEVNULL)
+    reads = f"while :; do cat {made.path}/params/a.npy {made.path}/status/job.json; done"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    reader = subprocess.Popen(["sh", "-c", reads], **quiet)  # type: ignore[call-overload]
+    try:
+        wait_until(lambda: os.listdir(at) != [])
+        time.sleep(after_s)
+        made.process.kill()
+        made.process.wait(30)
+        assert code_of(lambda: os.listdir(made.path)) == errno.ENOTCONN
+        assert writer.wait(30) != 0
+    finally:
+        for each in (writer, reader):
+            each.kill()
+            each.wait(30)
+        made.end()
+
+
+def test_a_mount_that_is_killed_at_random_instants(folder: Path) -> None:
+    """Training goes on, and a checkpoint that was written through it is whole or not there."""
+    rng = random.Random(18)
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+
+    def goes_on(reader: JobReader) -> None:
+        version = reader.store().version()
+        wait_until(lambda: reader.store().version() > version + 3)
+
+    try:
+        with JobReader(job.address) as reader:
+            for _ in range(6):
+                kill_while_used(folder, job.address, rng.random())
+                goes_on(reader)
+                for name, data in others_see(job.address).items():
+                    assert (len(data), len(set(data))) == (3_000_000, 1), name
+    finally:
+        assert job.end() == 0
