@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -81,6 +82,60 @@ def test_what_is_read_while_it_trains_is_of_one_version(
                 assert len(seen) > 3
                 assert sorted(seen)[0] >= 2
                 await_held(reader, 0, 5)
+
+
+# Reads all of a tensor, a part of it, and a snapshot of it, until its input ends.
+READS = """
+import select, sys
+import numpy as np
+from tensorwire.files import JobReader
+versions = set()
+def check(data, version):
+    values = np.frombuffer(data, np.float32)
+    assert (values == version - 2).all(), (values.min(), values.max(), version)
+    versions.add(version)
+with JobReader(sys.argv[1]) as reader:
+    tensor = reader.store().tensor("a")
+    target = np.empty(tensor.size_bytes, np.uint8)
+    print("reads", flush=True)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        found = reader.read(tensor)
+        check(found.data, found.version)
+        found = reader.read(tensor, 4000, tensor.size_bytes - 4000)
+        check(found.data, found.version)
+        check(target, reader.read_into(tensor, target))
+        with reader.snapshot() as snapshot:
+            check(snapshot.tensor_bytes(tensor), snapshot.version)
+print(len(versions))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--workers", "1"), CUT_BY_SERVERS])
+def test_delays_at_random_instants_mix_no_versions(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    """Servers and the reader are stopped in the middle of whatever they do, and go on."""
+    rng = random.Random(18)
+    with training(folder, *arguments, ROWS="3000") as job:
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READS, job.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        victims = [reader.pid, *(each.pid for each in job.servers)]
+        until = time.monotonic() + 6
+        while time.monotonic() < until and reader.poll() is None:
+            victim = rng.choice(victims)
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(rng.random() * 0.03)
+            os.kill(victim, signal.SIGCONT)
+            time.sleep(rng.random() * 0.01)
+        told, _ = reader.communicate(timeout=60)
+        assert reader.returncode == 0
+        assert int(told) > 3
 
 
 @pytest.mark.slow
