@@ -1,4 +1,4 @@
-"""Jobs whose workers come, go and are killed at random, with the results of undisturbed ones.
+"""Jobs whose workers and servers come, go and are killed, with the results of undisturbed ones.
 
 As a program: `python tests/torch/elastic.py --commands 100 --seed 1`.
 """
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ import hashlib, os, sys, time, torch, torch.nn.functional as F, tensorwire.torch
 from torch import nn
 
 job = tw.init(seed=3)
-model = nn.Sequential(nn.Linear(20, 100), nn.BatchNorm1d(100), nn.Dropout(0.2), nn.Linear(100, 5))
+width = 100
+model = nn.Sequential(
+    nn.Linear(20, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 5)
+)
 opt = tw.DistributedOptimizer(
     torch.optim.NAdam(model.parameters()), model, ema=0.9, buffers="average"
 )
@@ -65,6 +68,13 @@ if job.rank == 0:
     print("changes", len(job.report()["worker_changes"]))
 """
 DIGEST = re.compile(r"epoch (\d+) digest (\w+)")
+WIDE_SCRIPT = SCRIPT.replace("width = 100", "width = 9000")  # so that each share has a part of it
+SHARES = 6
+MOVING = (
+    f"--workers 3 --slices {PLACES} --elastic --servers 2 --shares {SHARES} --rebalance "
+    # A server that is slowed is found stopped again and again; it is not to be replaced for that.
+    "--silence 0 --restarts 1000"
+)
 IN_EDIT = "worker 0 was killed inside edit()"  # and nobody else has its values: the job ends
 
 
@@ -120,6 +130,14 @@ class ElasticJob:
         members = [each for each in self.log().members if each.kind == "worker"]
         return {m.index: m.pid for m in members if os.path.exists(f"/proc/{m.pid}")}
 
+    def servers(self) -> dict[int, list[int]]:
+        """The shares of each process that has some."""
+        found: dict[int, list[int]] = {}
+        for each in self.log().members:
+            if each.kind == "share":
+                found.setdefault(each.pid, []).append(each.index)
+        return found
+
     def wait_for(self, text: str, limit_s: float = 60.0) -> None:
         """Returns when it has printed something."""
         deadline = time.monotonic() + limit_s
@@ -130,15 +148,17 @@ class ElasticJob:
 
     def scale(self, workers: int, drain: Sequence[int] = (), timeout_s: float = 120.0) -> Any:
         """As `tensorwire scale`; what has become of the workers."""
+        return self.ask({"workers": {"count": workers, "drain": list(drain)}}, timeout_s)["workers"]
+
+    def ask(self, asked: dict[str, Any], timeout_s: float = 120.0) -> Any:
+        """Asks its launcher for something, as `tensorwire scale` does; the outcome."""
         log = self.log()
         deadline = time.monotonic() + timeout_s
         while not (found := [s for s in running_servers() if s.address in log.addresses]):
             assert time.monotonic() < deadline, self.text  # no server has begun
             time.sleep(0.005)
         secret = found[0].secret
-        asked = {"workers": {"count": workers, "drain": list(drain)}}
-        told = ask_launcher(log.control, secret.encode(), asked, timeout_s, self.said.append)
-        return told["workers"]
+        return ask_launcher(log.control, secret.encode(), asked, timeout_s, self.said.append)
 
     def end(self, code: int = 0, limit_s: float = 60.0) -> dict[str, str]:
         """Lets it stop after the present epoch; the digests by epoch."""
@@ -179,10 +199,13 @@ def undisturbed(folder: Path, epochs: int, script: str = SCRIPT) -> dict[str, st
 
 
 class Disturber:
-    """Sends random commands to a job, and kills some of its workers.
+    """Sends random commands to a job, and kills some of its workers and servers.
+
+    A command changes the workers, the servers or both, or it slows a server until that has given a
+    share away by itself.
 
     Args:
-        job: that runs.
+        job: that runs, with `MOVING`.
         seed: of what is random.
     """
 
@@ -193,53 +216,95 @@ class Disturber:
 
     def one(self) -> None:
         """A command, perhaps with a kill."""
-        kind = self._random.choices(["scale", "cancel", "kill", "both"], [70, 10, 8, 12])[0]
+        kinds = {"change": 56, "cancel": 9, "kill": 10, "change and kill": 21, "slow": 4}
+        (kind,) = self._random.choices([*kinds], [*kinds.values()])
+        if kind == "slow":
+            self.rebalance()
+            return
         present = self._job.pids()
-        count = self._random.randint(1, PLACES)
-        leave = max(len(present) - count, 0)
-        drain = self._random.sample(sorted(present), self._random.randint(0, leave))
-        if kind == "cancel":
-            self._ask("cancelled", count, drain, self._random.uniform(0.1, 3.0))
-            return
-        victim = None
-        if kind in ("kill", "both") and len(present) > 1:
-            victim = self._random.choice(sorted(present))
-            count = max(count, 2)  # one stays, whoever is killed
+        victim = self._random.choice(["worker", "server"]) if "kill" in kind else ""
+        rank = self._random.choice(sorted(present)) if victim == "worker" else None
+        kill = self._kill_server if rank is None else lambda: self._kill_worker(rank)
         if kind == "kill":
-            self._kill(victim)
+            kill()
             return
-        thread = threading.Thread(target=self._ask, args=("scaled", count, drain, 90.0))
-        if count < len(present):
-            drain[len(present) - count :] = []
-        thread.start()
-        if kind == "both":
-            time.sleep(self._random.uniform(0.0, 4.0))
-            self._kill(victim)
-        thread.join(120)
-        assert not thread.is_alive(), "a command hangs"
+        # One worker stays, whoever is killed.
+        asked = self._drawn(present, 1 if rank is None else 2)
+        if kind == "cancel":
+            self._ask("cancelled", asked, self._random.uniform(0.1, 3.0))
+            return
+        self._together(lambda: self._ask("scaled", asked, 90.0), kill if victim else None)
         assert not self.late, f"{self.late}\n{self._job.text}"
 
-    def _ask(self, what: str, count: int, drain: Sequence[int], timeout_s: float) -> None:
+    def _drawn(self, present: dict[int, int], least: int) -> dict[str, Any]:
+        """What is asked for."""
+        asked: dict[str, Any] = {}
+        what = self._random.choices(["workers", "servers", "both"], [45, 35, 20])[0]
+        if what != "workers":
+            asked["servers"] = {"count": self._random.randint(1, SHARES)}
+        if what != "servers":
+            count = max(self._random.randint(1, PLACES), least)
+            most = max(len(present) - count, 0)
+            drain = self._random.sample(sorted(present), self._random.randint(0, most))
+            asked["workers"] = {"count": count, "drain": drain}
+        return asked
+
+    def _together(self, act: Callable[[], None], kill: Callable[[], None] | None) -> None:
+        """Does one thing, and in the middle of it another."""
+        thread = threading.Thread(target=act)
+        thread.start()
+        if kill is not None:
+            time.sleep(self._random.uniform(0.0, 4.0))
+            kill()
+        thread.join(120)
+        assert not thread.is_alive(), f"a command hangs\n{self._job.text}"
+
+    def rebalance(self, limit_s: float = 60.0) -> None:
+        """Slows a server of two, until the launcher has moved one of its shares."""
+        self._ask("scaled", {"servers": {"count": 2}}, 90.0)
+        before, deadline = self._moves(), time.monotonic() + limit_s
+        pid = max(self._job.servers().items(), key=lambda each: len(each[1]))[0]
+        while self._moves() == before and time.monotonic() < deadline:
+            for _ in range(20):
+                # It may have been replaced, or have given away all.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(0.06)
+                    os.kill(pid, signal.SIGCONT)
+                time.sleep(0.01)
+        moved = self._moves() > before
+        self.outcomes["rebalanced" if moved else f"no share has moved in {limit_s:g} s"] += 1
+
+    def _moves(self) -> int:
+        return len(re.findall(r": server \d took \d+\.\d times as long", self._job.text))
+
+    def _ask(self, what: str, asked: dict[str, Any], timeout_s: float) -> None:
         try:
-            self._job.scale(count, drain, timeout_s)
-            self.outcomes["done"] += 1
+            self._job.ask(asked, timeout_s)
+            self.outcomes[f"done: {' and '.join(sorted(asked))}"] += 1
         except (ScaleError, TimeoutError) as error:
             text = re.sub(r"\d+", "N", str(error))
             self.outcomes[f"{what}: {text}"] += 1
             if isinstance(error, TimeoutError) and what == "scaled":
                 self.late = str(error)
 
-    def _kill(self, victim: int | None) -> None:
+    def _kill_worker(self, rank: int) -> None:
         present = self._job.pids()
-        if victim in present and len(present) > 1:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(present[victim], signal.SIGKILL)
-            self.outcomes["killed"] += 1
+        if rank in present and len(present) > 1:
+            self._kill(present[rank], "a worker")
+
+    def _kill_server(self) -> None:
+        self._kill(self._random.choice(sorted(self._job.servers())), "a server")
+
+    def _kill(self, pid: int, what: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.outcomes[f"killed: {what}"] += 1
 
 
 def disturb(folder: Path, commands: int, seed: int) -> tuple[Counter[str], int]:
     """Runs a job with so many commands, and one without; what was done, in how many epochs."""
-    with running(folder / "disturbed") as job:
+    with running(folder / "disturbed", MOVING, WIDE_SCRIPT) as job:
         job.wait_for("epoch 0 digest")
         disturber = Disturber(job, seed)
         for _ in range(commands):
@@ -252,11 +317,11 @@ def disturb(folder: Path, commands: int, seed: int) -> tuple[Counter[str], int]:
             assert IN_EDIT in job.text, job.text
             disturber.outcomes["the job ended: " + IN_EDIT] += 1
     assert len(digests) > 1
-    whole = undisturbed(folder / "undisturbed", max(map(int, digests)) + 1)
+    whole = undisturbed(folder / "undisturbed", max(map(int, digests)) + 1, WIDE_SCRIPT)
     differ = {e: d for e, d in digests.items() if d != whole[e]}
     assert not differ, f"epochs {sorted(map(int, differ))} of {len(whole)} differ:\n{job.text}"
     # Who is killed before it prints does not, and nobody does it again.
-    assert len(whole) - len(digests) <= disturber.outcomes["killed"]
+    assert len(whole) - len(digests) <= disturber.outcomes["killed: a worker"]
     return disturber.outcomes, len(whole)
 
 

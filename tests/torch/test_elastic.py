@@ -276,4 +276,4 @@ def test_several_optimizers_and_a_checkpoint(tmp_path: Path) -> None:
 
 def test_at_random(tmp_path: Path) -> None:
     outcomes, _ = disturb(tmp_path, 5, 11)
-    assert outcomes["done"] > 0
+    assert sum(count for what, count in outcomes.items() if what.startswith("done")) > 0
