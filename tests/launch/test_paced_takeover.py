@@ -3,9 +3,18 @@
 Real servers and workers, without torch; a program apart judges what workers have adopted.
 """
 
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
 import paced_judge
 import pytest
-from launching import HERE, Place
+from launching import HERE, Place, eventually
 from test_takeover import SERVER
 
 from tensorwire.phases_of_modes import EVENT, PAUSE, STANDING
@@ -112,3 +121,58 @@ def test_stopped_and_slow_workers(place: Place, workers: int, slices: int) -> No
     """One is stopped again and again, another one is slow; a server and a worker are killed."""
     fail = "server-0:event.sent:20:kill,worker-1:commit.sent:9:kill"
     run(place, fail, 3, workers, 1, slices, TOY_STOPS="0", TOY_PAUSE_S="0.02")
+
+
+FAULTS = int(os.environ.get("FAULTS", "8"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_killed_and_stopped_at_random(place: Place, staleness: int | None) -> None:
+    """Servers, standbys and workers, one of which is slow and another one stopped now and then."""
+    chance, workers, steps = random.Random(staleness or 0), 3, STEPS * ROUNDS
+    folder = place.folder / "log"
+    folder.mkdir()
+    toy = {"TOY_FOLDER": str(folder), "TOY_STEPS": str(STEPS), "TOY_ROUNDS": str(ROUNDS)}
+    toy |= {"TOY_PAUSE_S": "0.6", "TOY_STALENESS": "" if staleness is None else str(staleness)}
+    options = {"servers": 2, "workers": workers, "server_command": SERVER, "durable": True}
+
+    def made() -> int:
+        return sum(len(path.read_text().splitlines()) for path in folder.glob("adopted-*"))
+
+    kills = stops = 0
+    more = {"restarts": 100, "patience": {"standby_s": 60.0}}
+    with place.start(WORKER, environment=toy, **options, **more) as job:
+        assert eventually(lambda: made() > workers)
+        # Who has left the job is replaced no more: all are to be in the middle of it.
+        while kills + stops < FAULTS and made() < workers * steps - 4 * workers:
+            mark = made() + 1
+            pid = chance.choice(sorted(members(place)))
+            if (kills + stops) % 4 == 2:
+                stops += 1
+                send(pid, signal.SIGSTOP)
+                threading.Timer(0.5, send, (pid, signal.SIGCONT)).start()
+            else:
+                kills += 1
+                send(pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0.0, 0.3))  # some come while the last one is repaired
+            assert eventually(lambda mark=mark: made() >= mark), job.text
+        assert job.end() == 0, job.text
+    assert kills > stops > 0
+    assert job.text.count("done ") == workers, job.text
+    looked_at = paced_judge.judge(folder, STEPS, ROUNDS, workers, staleness)
+    assert looked_at > workers * steps - 2 - kills
+
+
+def send(pid: int, number: int) -> None:
+    """A signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def members(place: Place) -> list[int]:
+    """The processes of servers, standbys and workers."""
+    script = Path(sys.executable), place.folder / "script.py"
+    commands = " ".join(SERVER), " ".join(map(str, script))
+    return [pid for pid, command in place.processes().items() if command.startswith(commands)]
