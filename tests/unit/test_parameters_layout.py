@@ -125,7 +125,7 @@ def test_gradients_of_a_block_come_one_behind_the_other() -> None:
     blocks: dict[int, set[int]] = {}
     for cell in cells:
         blocks.setdefault(cell.block, set()).update(piece.tensor for piece in cell.pieces)
-    assert len(blocks) == 11
+    assert len(blocks) == 16
     for found in blocks.values():
         assert max(found) - min(found) == len(found) - 1
     assert sum(map(len, blocks.values())) == len(tensors)

@@ -38,11 +38,13 @@ _CELLS = 8
 share the work, and gradients leave over a network before backward has made the last."""
 
 _BLOCKS = 16
-"""A store has about so many blocks of tensors, as far as they are not smaller than a cell: twice as
-many as servers that are usual. Cells do not go on from one block to the next, and a cell that is
-not full costs as much as a full one."""
+_LEAST_BLOCK_BYTES = 64 << 10
+"""A store has about so many blocks of tensors, as far as they are not smaller than that: twice as
+many as servers that are usual. What backward makes last is the end of a push, and a block has it at
+one server. Cells do not go on from one block to the next, and a cell that is not full costs as much
+as a full one."""
 
-FORMAT = 7
+FORMAT = 8
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -445,7 +447,8 @@ def _blocks(
 
     The last of each tells that its gradients do not come behind those of the one before.
     """
-    goal = max(cell_bytes, sum(padded(each.size_bytes) for each in tensors) // _BLOCKS)
+    whole_bytes = sum(padded(each.size_bytes) for each in tensors)
+    goal = max(min(cell_bytes, _LEAST_BLOCK_BYTES), whole_bytes // _BLOCKS)
     for key, members in _segments(tensors):
         blocks, sizes = [[members[0]]], [padded(tensors[members[0]].size_bytes)]
         for tensor in members[1:]:
