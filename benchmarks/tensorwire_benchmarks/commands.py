@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import click
 
 from tensorwire.bench.commands import (
-    Decorator,
     carry_out,
     chosen,
     json_option,
@@ -27,323 +25,21 @@ from tensorwire.bench.commands import (
 )
 from tensorwire.bench.report import print_report
 from tensorwire.bench.rows import Report
-from tensorwire.command import Command, Told, check_file, terminal
-from tensorwire_benchmarks import engine, report, rpc_names
+from tensorwire.command import Command, Told
 from tensorwire_benchmarks import faults as fault_bench
 from tensorwire_benchmarks import files as file_bench
 from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
-from tensorwire_benchmarks import scaling as scaling_bench
-from tensorwire_benchmarks.alone import MAX_BYTES
-from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks import rpc_names
 from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.faults_changes import ChangeSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.gpu_training import BATCHES as GPU_BATCHES
 from tensorwire_benchmarks.gpu_training import GpuSettings
 from tensorwire_benchmarks.gpu_training import run as run_gpu_training
-from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
-from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.modes_report import draw_modes, print_modes
 from tensorwire_benchmarks.modes_training import TASKS, TrainingSettings
-from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
-from tensorwire_benchmarks.optimizers import judge as judge_optimizers
-from tensorwire_benchmarks.optimizers import measure as measure_optimizers
-from tensorwire_benchmarks.scaling_report import draw_scaling
-from tensorwire_benchmarks.verdicts import judge_libraries
-from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
-
-_MODELS = tuple(each.name for each in MODELS)
-_WORKLOADS = tuple(each.name for each in WORKLOADS)
-
-_workload = names(
-    "--workload", "models", known=_WORKLOADS, help=f"Only these: {', '.join(_WORKLOADS)}."
-)
-_tiny = click.option(
-    "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
-)
-
-
-def _options(
-    bench: Bench, quick: str, *own: Decorator, steps: str, optimizer: str = ""
-) -> Decorator:
-    """What every bench of training steps has, around its `own` options."""
-    known = bench.names
-    options: tuple[Any, ...] = (
-        outputs,
-        click.option("--quick", is_flag=True, help=quick),
-        *own,
-        names("--systems", known=known, help=f"Only these: {', '.join(known)}."),
-        click.option("--steps", type=click.IntRange(1), help=f"Steps of each system, {steps}."),
-        click.option(
-            "--optimizer", type=click.Choice(OPTIMIZERS), default="sgd", show_default=True,
-            help=f"sgd has momentum 0.9{optimizer}.",
-        ),
-    )  # fmt: skip
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Settings:
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
-    models = models and tuple(named(name, bench.models) for name in models)
-    return chosen(bench.settings(quick), models=models, **options)
-
-
-@click.command(cls=Command)
-@_options(
-    TRAINING,
-    "Two models, few steps: a look, not a measurement.",
-    names("--models", known=_MODELS, help=f"Only these: {', '.join(_MODELS)}."),
-    names(
-        "--wires",
-        known=TRAINING.wires,
-        help=f"Only these: {', '.join(TRAINING.wires)} (one process, small models).",
-    ),
-    steps="per model and wire (default 300, 60 and 30)",
-)
-def training(
-    quick: bool, json_path: Path | None, figure_path: Path | None, strict: bool, **options: Any
-) -> None:
-    """What does a synchronous training step cost?
-
-    Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
-    exchange lasts from the last gradient until the slowest worker can read the updated parameters;
-    an isolated exchange begins when all gradients are there and nothing has left.
-    Beside tensorwire: torch's DistributedDataParallel over gloo, a parameter server on gRPC (a unix
-    socket on the shm wire), and the limit, a C loop over gradients, parameters and state, on tcp
-    with raw sockets. All take turns. Besides: what tensorwire costs a script that runs alone. The
-    full run takes about half an hour and 10 GiB; other work on the machine spoils it.
-
-    \b
-    A first look, some minutes:
-        tensorwire bench training --quick
-
-    \b
-    Everything, kept for comparison:
-        tensorwire bench training --json training.json --figure training.svg
-
-    \b
-    One question only:
-        tensorwire bench training --systems tensorwire,ddp-gloo --models mlp50 --wires shm
-
-    \b
-    The rivals:
-        pip install 'tensorwire[bench]'
-    """  # noqa: D301 (\b is what click reads)
-    settings = _settings(TRAINING, quick, **options)
-    if options["wires"] == (ALONE,):
-        if options["steps"] is not None:
-            raise click.UsageError("--steps has no meaning for --wires alone")
-        if TRAINING.own not in settings.systems:
-            raise click.UsageError("--wires alone measures tensorwire, which --systems leaves out")
-        if all(each.size_bytes > MAX_BYTES for each in settings.models):
-            raise click.UsageError("--wires alone measures small models, which --models leaves out")
-    carry_out(
-        partial(engine.run, TRAINING, settings), report.print_training, report.draw_training,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
-
-
-@click.command(cls=Command)
-@_options(
-    PLACEMENT,
-    "Two workloads, few steps: a look, no measurement.",
-    _tiny,
-    _workload,
-    names(
-        "--wire",
-        "wires",
-        known=PLACEMENT.wires,
-        help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: "
-        "two hosts on a slow link, which needs root.",
-    ),
-    steps="per workload and wire (default 12 to 30)",
-    optimizer="; dlrm is always trained with SGD without momentum",
-)
-def placement(
-    quick: bool, tiny: bool, json_path: Path | None, figure_path: Path | None, strict: bool,
-    **options: Any,
-) -> None:  # fmt: skip
-    """What does placing gradients gain, on real models?
-
-    Two workers train. The isolated exchange begins when all gradients are there and nothing has
-    left, the exchange of a step with its last gradient; both last until the slowest worker can read
-    the updated parameters. plan: gradients are produced where they are needed. copy: the same
-    transport without that. grpc: a parameter server on gRPC, over a unix socket on the shm wire.
-    limit: a C loop over gradients, parameters and state, on tcp with raw sockets. computation: the
-    workers with no exchange; what a step takes longer than theirs is exposed communication. plan
-    and copy must end with the same bits.
-
-    The full run takes some hours and 16 GiB. All systems of a model live at the same time where
-    40 GiB are free, else one group after the other, and the notes say so. Other work on the machine
-    spoils the figures.
-
-    \b
-    One model over one wire, some minutes:
-        tensorwire bench placement --workload alexnet --wire shm
-
-    \b
-    Everything, kept for comparison; what steps are made of, as a figure:
-        tensorwire bench placement --json placement.json --figure placement.pdf
-
-    \b
-    Over a link of 1 Gbit/s between two network namespaces, as root:
-        tensorwire bench placement --wire 1gbit --workload lstm
-
-    \b
-    What placement alone changes:
-        tensorwire bench placement --systems plan,copy,computation --workload fcn5
-
-    \b
-    What the models are:
-        tensorwire bench workloads
-    """  # noqa: D301 (\b is what click reads)
-    settings = _settings(PLACEMENT, quick, **options)
-    if options["wires"] == (ALONE,) and options["systems"] is not None:
-        raise click.UsageError("--systems has no meaning for --wire alone, which compares two")
-    if settings.optimizer != "sgd" and all(each.optimizer for each in settings.models):
-        own = ", ".join(each.name for each in settings.models)
-        raise click.UsageError(
-            f"--optimizer {settings.optimizer} cannot be: {own} has one of its own"
-        )
-    if tiny:
-        settings.models = [workload(each.name).reduced() for each in settings.models]
-    carry_out(
-        partial(engine.run, PLACEMENT, settings), report.print_placement, report.draw_placement,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
-
-
-@click.command("workloads", cls=Command)
-@_workload
-@_tiny
-@json_option("Write every tensor of every workload to FILE.")
-def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
-    """How many tensors do the models of bench placement have, and how large are they?
-
-    An average hides much: half of AlexNet's tensors are below 91 KiB, and six hold 99.8 % of its
-    bytes. Nothing is trained and no memory is taken for the tensors; it needs torch.
-
-    \b
-    Two of them, tensor by tensor:
-        tensorwire bench workloads --workload lstm,dlrm --json tensors.json
-    """  # noqa: D301 (\b is what click reads)
-    from tensorwire_benchmarks.workloads.report import print_sizes, write_sizes
-
-    check_file(json_path)
-    found = tuple(map(workload, models)) if models else WORKLOADS
-    if tiny:
-        found = tuple(each.reduced() for each in found)
-    print_sizes(found, terminal(120))
-    if json_path is not None:
-        write_sizes(found, json_path)
-        click.echo(f"tensors written to {json_path}")
-
-
-@click.command(cls=Command)
-@outputs
-@click.option("--quick", is_flag=True, help="Few steps and small models: a look.")
-@names("--optimizers", known=CASES, help=f"Only these optimizers: {', '.join(CASES)}.")
-@names("--libraries", known=LIBRARIES, help=f"Only these: {', '.join(LIBRARIES)}.")
-@names("--wires", known=PARAMETERS.wires, help="Only the tables, on these: shm, tcp.")
-@names(
-    "--links",
-    known=LINKS.wires,
-    help=f"Only push and pull, over these: {', '.join(LINKS.wires)}; it needs root.",
-)
-@click.option(
-    "--scaling",
-    "only_scaling",
-    is_flag=True,
-    help="Only more workers and servers, each on a host of its own; it needs root.",
-)
-@click.option("--steps", type=click.IntRange(1), help="Only the tables, so many steps (30).")
-def parameters(
-    quick: bool, optimizers: tuple[str, ...] | None, libraries: tuple[str, ...] | None,
-    wires: tuple[str, ...] | None, links: tuple[str, ...] | None, only_scaling: bool,
-    steps: int | None, json_path: Path | None, figure_path: Path | None, strict: bool,
-) -> None:  # fmt: skip
-    """What do optimizers, tables, links and other libraries' loops cost?
-
-    Of each optimizer of torch.optim: what a server does per MiB, beside torch's own step on the
-    same bytes, in turns, with one thread. A model with sparse tables and Adagrad: whole steps of
-    two workers beside torch's DistributedDataParallel over gloo, and beside workers that train by
-    themselves. Whole steps of Lightning's Trainer and of Hugging Face's, beside their own
-    DistributedDataParallel over gloo: a net for digits, ResNet-18 and GPT-2 small. Push and pull of
-    50 MiB by two workers over links of 1, 2.5 and 5 Gbit/s between two network namespaces, beside a
-    raw socket that carries both ways at once and a parameter server on gRPC, with the CPU seconds
-    of both sides. And jobs of one to eight workers and one to four servers at a switch of 200
-    Mbit/s, whose workers sleep where a recorded step computed: sync and async, beside what the
-    links let through. The figure is of optimizers, or with --scaling of scaling.
-
-    \b
-    A first look:
-        tensorwire bench parameters --quick
-
-    \b
-    Everything, kept for comparison, half an hour:
-        tensorwire bench parameters --json parameters.json --figure parameters.svg
-
-    \b
-    One question only:
-        tensorwire bench parameters --optimizers NAdam,Muon
-        tensorwire bench parameters --libraries lightning
-        tensorwire bench parameters --links 1gbit
-        tensorwire bench parameters --scaling --figure scaling.svg
-
-    \b
-    The libraries:
-        pip install 'tensorwire[integrations]'
-    """  # noqa: D301 (\b is what click reads)
-    settings = _settings(PARAMETERS, quick, None, wires=wires, steps=steps)
-    if sum(map(bool, (optimizers, libraries, links, only_scaling, wires or steps))) > 1:
-        raise click.UsageError(
-            "--optimizers, --libraries, --links, --scaling and --wires with --steps are five "
-            "questions: ask for one, or for all by none of them"
-        )
-    everything = not (optimizers or libraries or links or only_scaling or wires or steps)
-    if not (everything or wires or steps):
-        settings.models = ()
-    linked = _settings(LINKS, quick, None, wires=links)
-    if not (everything or links):
-        linked.models = ()
-    own = OptimizerSettings(optimizers or (CASES if everything else ()))
-    loops = LibrarySettings(libraries or (LIBRARIES if everything else ()))
-    growth = scaling_bench.ScalingSettings()
-    if quick:
-        own = dataclasses.replace(own, tensors=4, pairs=8)
-        loops = dataclasses.replace(loops, models=loops.models[:1])
-        growth = scaling_bench.ScalingSettings(workers=(1, 2), servers=(1,), batch=8, steps=4)
-
-    def run(tell: Told) -> Report:
-        found = engine.run(PARAMETERS, settings, tell)
-        try:
-            if linked.models and not found.settings["interrupted"]:
-                found.add(engine.run(LINKS, linked, tell), "links")
-            if not found.settings["interrupted"]:
-                measure_optimizers(found, own, lambda name: tell(0, 1, name))
-                if everything or only_scaling:
-                    scaling_bench.measure(found, growth, tell)
-                measure_libraries(found, loops, lambda name: tell(0, 1, name))
-        except KeyboardInterrupt:
-            found.settings["interrupted"] = True
-        found.verdicts += judge_optimizers(found, own.cases)
-        found.verdicts += judge_libraries(found, [case for case, _, _ in loops.cases()])
-        return found
-
-    carry_out(
-        run, report.print_training,
-        draw_scaling if only_scaling else report.draw_parameters,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
+from tensorwire_benchmarks.step_commands import parameters, placement, show_workloads, training
 
 
 @click.command(cls=Command)

@@ -26,7 +26,7 @@ _STEP_S = 30.0  # for one that does not come
 _LOOK_S = 5e-4
 
 
-class _Job:
+class _SteppedJob:
     """A job that trains when it may."""
 
     def __init__(self, folder: Path, reader: JobReader) -> None:
@@ -57,7 +57,7 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_Job]:
+def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_SteppedJob]:
     folder.mkdir()
     workers = ["--workers", "1", "--file-workers", "1"] if by_files else ["--workers", "2"]
     with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_Job]:
             command = [str(program), str(folder / "mount"), "1"]
             process = stack.enter_context(subprocess.Popen(command))
             stack.callback(process.terminate)
-        yield _Job(folder, reader)
+        yield _SteppedJob(folder, reader)
 
 
 def _await_worker(address: str) -> None:
