@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_fo
 from tensorwire import rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc.attachment import THRESHOLDS
-from tensorwire.rpc.negotiation import MARK
+from tensorwire.rpc.negotiation import MARK, OPEN, host_id
 from tensorwire.rpc.rendezvous import CHUNK_BYTES
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall
@@ -290,6 +291,20 @@ def test_an_offer_to_who_has_agreed_on_none(both: Ends) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         liar.send(liar.offered())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("limit", [-2, 1 << 62, "1", None, True, 1.5])
+def test_a_limit_that_is_none(both: Ends, limit: Any) -> None:
+    both.methods = {"/t/m": UU(echo)}
+    both.serve()
+    asked = {"versions": [1], "host": host_id(), "pool_bytes": 1 << 20, "runtime": 3}
+    asked |= {"transports": [both.system.name], "most_bytes": limit}
+    with grpc.insecure_channel(f"127.0.0.1:{both.port}") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(OPEN)(json.dumps(asked).encode())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "most_bytes is" in caught.value.details()
+    assert not both.server._registry._waiting
 
 
 # The threshold ----------------------------------------------------------------

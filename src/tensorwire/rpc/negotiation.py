@@ -146,6 +146,7 @@ class Registry:
         """
         asked = _decode(request)
         lent_bytes = _whole_number(asked, "pool_bytes")
+        most_bytes = _limit(asked) if "most_bytes" in asked else None
         wanted = asked.get("transports")
         if VERSION not in _list(asked.get("versions")):
             raise DeclinedError(f"this server knows version {VERSION}")
@@ -176,8 +177,8 @@ class Registry:
             service = self._service if runs and caller is not None else None
             ring = None if service is None else make_ring(node)
             meeting = None
-            if service is not None and self._rendezvous and "most_bytes" in asked:
-                framed = least_limit(service.limits.send_bytes, _limit(asked))
+            if service is not None and self._rendezvous and most_bytes is not None:
+                framed = least_limit(service.limits.send_bytes, most_bytes)
                 meeting = make_rendezvous_board(node), framed
             self._waiting[id] = node
         threading.Thread(
