@@ -1,5 +1,6 @@
 """A client and a server of the runtime, each in a machine."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,6 +58,28 @@ def serve(channel: Channel, host: str) -> None:
     channel.send(f"{host}:{port}")
     channel.recv(LONG_S)
     server.stop(0).wait()
+
+
+def call_aio(channel: Channel, target: str) -> dict[str, Any]:
+    """Process function: as `call`, from an event loop."""
+
+    async def main() -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        async with rpc.aio.insecure_channel(target, UNLIMITED, **WAY) as client:
+            echoes = client.unary_unary("/t/Echo")
+            until = time.monotonic() + 60.0
+            while client.runtime != "rdma" and time.monotonic() < until:
+                await echoes(b"")
+                await asyncio.sleep(0.1)
+            assert client.runtime == "rdma", client.runtime
+            messages = [bytes(size) for size in SIZES]
+            said["echoed"] = [len(each) for each in messages if await echoes(each) == each]
+            stream = client.unary_stream("/t/Thrice")(messages[-1])
+            said["streamed"] = [len(each) async for each in stream]
+            said["joined"] = len(await client.stream_unary("/t/Join")(iter(messages)))
+        return said
+
+    return asyncio.run(main())
 
 
 def call(channel: Channel, target: str) -> dict[str, Any]:

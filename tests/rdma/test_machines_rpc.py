@@ -15,7 +15,11 @@ def test_calls_between_two_machines(machines: tuple[Machine, Machine], group: Ma
     target = server.recv(START_S)
     client = group.start_on(near, program.call, target, name="client")
     said = client.result(START_S)
+    in_a_loop = group.start_on(near, program.call_aio, target, name="client in a loop")
+    said_there = in_a_loop.result(START_S)
     server.send("stop")
+    for each in ("echoed", "streamed", "joined"):
+        assert said_there[each] == said[each]
     assert said["runtime"] == said["payload"] == "rdma"
     assert said["echoed"] == program.SIZES
     assert said["streamed"] == [program.SIZES[-1]] * 3
