@@ -20,8 +20,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 # Processes that tests start begin and end faster with torch: see that file.
 LEAN = str(ROOT / "tests" / "lean")
-_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-os.environ["PYTHONPATH"] = os.pathsep.join([LEAN, *(path for path in _paths if path != LEAN)])
+_paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in ("", LEAN)]
+os.environ["PYTHONPATH"] = os.pathsep.join([LEAN, *_paths])
 
 # A shell starts what runs in the background deaf to it, and with it all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
