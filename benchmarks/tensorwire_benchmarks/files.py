@@ -6,7 +6,8 @@ one of 64 MiB trains. Each way takes turns with what it is measured beside.
 parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a fresh `bytes` (the
 limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
 sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
-taken until its tensors are here, beside torch.save to tmpfs and torch.load; snapshot_read: and
+taken until its tensors are here, beside torch.save to tmpfs and torch.load, and beside writing the
+same bytes into fresh memory (the limit); snapshot_read: and
 every byte of them is read, on both sides. mount: the parameter by a mount whose process answers
 each read, opened anew, of which the kernel has kept nothing, beside tmpfs and beside libfuse's
 passthrough_ll on tmpfs; mount_random: 4 KiB of it, likewise; mount_mapped: the model by a mount
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +70,8 @@ CASES = (
 )  # fmt: skip
 _BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_MAPPED, STEP)
 _READ_BYTES_PER_S = 100e6
+_REST_S = 1.5  # before a snapshot, so that the server may copy for a reader at once
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +311,8 @@ class _Ways:
     def snapshot(self, read: bool) -> Mapping[str, Way]:
         """All of a version, from the wish until its tensors are here; `read`: every byte of them.
 
+        A server copies for readers during at most a quarter of its time, so that who asks without
+        a rest waits for that. The limit is writing the same bytes into fresh memory.
         Ours are mapped when they are here, those of torch.load are in memory of their own.
         """
         import torch
@@ -331,7 +337,17 @@ class _Ways:
             torch.save(tensors, file)
             use(torch.load(file))
 
-        return {OURS: lambda: timed(ours), TORCH: lambda: timed(theirs)}
+        def rested() -> float:
+            time.sleep(_REST_S)
+            return timed(ours)
+
+        if read:
+            return {OURS: rested, TORCH: lambda: timed(theirs)}
+        return {
+            OURS: rested,
+            COPY: partial(timed, partial(_into_fresh_memory, list(tensors.values()))),
+            TORCH: lambda: timed(theirs),
+        }
 
     @contextlib.contextmanager
     def reading(self, rates: list[float] | None) -> Iterator[None]:
@@ -353,6 +369,32 @@ class _Ways:
                 process.stdin.close()
                 told = process.stdout.read()
         rates.append(float(told))  # or it has failed
+
+
+def _into_fresh_memory(tensors: Sequence[Any]) -> None:
+    """Writes tensors into a memfd, by as many threads as there are cores."""
+    descriptor = os.memfd_create("tensorwire bench", os.MFD_CLOEXEC)
+
+    def write(chunk: tuple[int, memoryview]) -> None:
+        at, data = chunk
+        while data:
+            done = os.pwrite(descriptor, data, at)
+            at, data = at + done, data[done:]
+
+    try:
+        chunks: list[tuple[int, memoryview]] = []
+        size = 0
+        for tensor in tensors:
+            data = memoryview(tensor.numpy()).cast("B")
+            for start in range(0, len(data), _CHUNK_BYTES):
+                part = data[start : start + _CHUNK_BYTES]
+                chunks.append((size, part))
+                size += len(part)
+        os.ftruncate(descriptor, size)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(write, chunks))
+    finally:
+        os.close(descriptor)
 
 
 def _steps_in(folder: Path, window_s: float) -> float:

@@ -37,12 +37,14 @@ def running_job(
     command = [sys.executable, "-m", "tensorwire", "run", *run, str(path), str(folder)]
     command += [str(each) for each in arguments]
     before = {each.address for each in running_servers()}
-    with subprocess.Popen(command) as process:
+    errors = folder / "errors"
+    with errors.open("w") as file, subprocess.Popen(command, stderr=file) as process:
         try:
             deadline = time.monotonic() + _START_S
             while not (folder / "ready").exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise UnavailableError("the job that is to be read has not started")
+                    told = errors.read_text()[-1000:]
+                    raise UnavailableError(f"a job of the bench has not started: {told}")
                 time.sleep(0.05)
             mine = [
                 each

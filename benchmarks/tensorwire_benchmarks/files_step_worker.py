@@ -17,7 +17,7 @@ import tensorwire.torch as tw
 
 
 def main(folder: Path, size_bytes: int) -> None:
-    """The gradient of each worker is twice the parameter."""
+    """The gradient of worker 1 is twice the parameter; that of worker 0 is another one."""
     torch.set_num_threads(1)
     job = tw.init()
     model = torch.nn.Module()
@@ -25,11 +25,12 @@ def main(folder: Path, size_bytes: int) -> None:
     optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
     if job.rank == 0:
         (folder / "ready").touch()
+    scale = 1.5 if job.rank == 0 else 1.0
     while True:
         while not (folder / "train").exists():
             time.sleep(0.01)
         optimizer.zero_grad()
-        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        (scale * sum(parameter.square().sum() for parameter in model.parameters())).backward()
         optimizer.step()
 
 

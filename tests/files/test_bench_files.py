@@ -28,6 +28,7 @@ def test_some_rows_of_everything(folder: Path) -> None:
         *(("parameter", system) for system in ("tensorwire", "copy", "tmpfs")),
         *((case, system) for case in ("random", "mapped") for system in ("tensorwire", "tmpfs")),
         *((case, s) for case in ("snapshot", "snapshot_read") for s in ("tensorwire", "torch")),
+        ("snapshot", "copy"),
         *(("training", system) for system in ("tensorwire", "alone")),
     }
     left_out = set()
