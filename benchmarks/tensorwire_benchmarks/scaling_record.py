@@ -1,7 +1,8 @@
 """Records what workers of `scaling.py` replay: steps of a real model, and what its store is.
 
 A program of its own, because the bench itself does without torch. It prints one line of JSON, the
-fields of `scaling.Recording`.
+fields of `scaling.Recording`. More steps are made than are kept, and the quickest of them are kept,
+in order: what else the machine does meanwhile is not to be replayed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tensorwire_benchmarks.modes_tasks import task
 
 _MODEL = "characters"
 _WARM = 2
+_TRIES = 4  # steps that are made for each that is kept
 
 
 def _record(batch: int, steps: int) -> dict[str, Any]:
@@ -40,8 +42,8 @@ def _record(batch: int, steps: int) -> dict[str, Any]:
             lambda _, index=index: ready.append((index, time.perf_counter()))
         )
     inputs, labels = exercise.train
-    found = []
-    for step in range(_WARM + steps):
+    found: list[dict[str, Any]] = []
+    for step in range(_WARM + _TRIES * steps):
         rows = torch.arange(step * batch, (step + 1) * batch) % len(inputs)
         ready.clear()
         begin = time.perf_counter()
@@ -57,6 +59,8 @@ def _record(batch: int, steps: int) -> dict[str, Any]:
                 "ready": [(index, at - middle) for index, at in ready],
             }
         )
+    made = found[_WARM:]
+    quickest = sorted(made, key=lambda each: each["forward_s"] + each["backward_s"])[:steps]
     group = optimizer.param_groups[0]
     return {
         "model": f"{_MODEL}, batches of {batch}",
@@ -68,7 +72,7 @@ def _record(batch: int, steps: int) -> dict[str, Any]:
         "hyper_names": list(kernel.hyper),
         "hyper": [float(group[name]) for name in kernel.hyper],
         "scalars": list(kernel.scalars),
-        "steps": found[_WARM:],
+        "steps": [each for each in made if each in quickest],
     }
 
 

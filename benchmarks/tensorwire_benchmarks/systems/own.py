@@ -12,6 +12,11 @@ STALENESS = 3
 """In the mode "bounded", in steps."""
 
 
+def _divisor(place: TrainerPlace) -> float:
+    """Of the learning rate of sync, where each slice is applied by itself: see docs/modes.md."""
+    return place.workers**0.5 if place.optimizer == "adamw" else place.workers
+
+
 class OwnTrainer(Trainer):
     """One worker of a job; rank, servers and secret come from the environment."""
 
@@ -26,10 +31,11 @@ class OwnTrainer(Trainer):
         found = (self._job.rank, self._job.size)
         assert found == (place.rank, place.workers), f"the job says {found}"
         self.module = module
-        learning_rate = place.learning_rate / (place.workers if apart else 1)  # docs/modes.md
+        divisor = _divisor(place) if apart else 1.0
         inner = make_optimizer(
-            place.torch, place.optimizer, module.parameters(), learning_rate, fused=False
-        )
+            place.torch, place.optimizer, module.parameters(), place.learning_rate / divisor,
+            fused=False,
+        )  # fmt: skip
         self._optimizer = self._tw.DistributedOptimizer(inner, module, placement=self.placement)
         self._job.barrier()
         self._steps = 0
