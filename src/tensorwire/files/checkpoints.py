@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.errors import TensorwireError, TimeoutError, UnavailableError
 from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
 from tensorwire.parameters.checkpoint_files import (
     ANSWERS,
     ASKS,
     BELL,
     LEASE_BYTES,
+    METADATA,
     PART_BYTES,
     CheckpointFile,
     lease_name,
@@ -38,6 +39,7 @@ from .tree_items import FileContent, FileWriting, Folder, Item, TreeEntry
 CHECKPOINTS = "checkpoints"
 _ANSWER_S = 30.0
 _WRITE_S = 60.0
+_AGAIN_S = 0.1
 
 
 def is_checkpoint(path: str) -> bool:
@@ -60,30 +62,58 @@ class CheckpointDesk:
         self._lease: RemoteRegion | None = None
         self._number = self._answered = 0
         self._open: dict[str, CheckpointWriting] = {}
+        # By what lease each checkpoint of several files was begun: the server forgets them with it.
+        self._begun: dict[str, RemoteRegion] = {}
+        self._late: dict[str, Any] = {}  # a request whose answer came too late, or not yet
+        self._unwanted: list[int] = []  # files that the server has still to be told to give up
+        self._settling, self._settling_lock = False, threading.Lock()
 
-    def make_folder(self, path: str) -> None:
-        """A checkpoint is about to be written by this process, beside others."""
-        self.ask(path, do="folder", path=_inner(path))
+    def make_folder(self, path: str, anew: bool = True) -> None:
+        """A checkpoint is about to be written by this process, beside others.
+
+        Args:
+            path: of the checkpoint.
+            anew: what this process has written of it before does not count.
+        """
+        if anew:
+            self._begun.pop(path, None)
+        self.ask(path, of=path, do="folder", path=_inner(path))
 
     def write(self, path: str) -> CheckpointWriting:
         """What writes a file from its beginning to its end."""
-        number = int(self.ask(path, do="make", path=_inner(path))["number"])
-        made = self._open[path] = CheckpointWriting(self, path, number)
+        of = path.rpartition("/")[0]
+        told = self.ask(path, of=of if is_checkpoint(of) else None, do="make", path=_inner(path))
+        made = self._open[path] = CheckpointWriting(self, path, int(told["number"]))
         return made
 
     def complete(self, path: str) -> None:
         """All files of a checkpoint that this process and others write are there."""
-        self.ask(path, do="complete", path=_inner(path))
+        self.ask(path, of=path, do="complete", path=_inner(path))
+        self._begun.pop(path, None)
 
     def rename(self, path: str, to: str) -> None:
         """A file that this process and others write gets another name in its checkpoint."""
         self.ask(path, do="rename", path=_inner(path), to=_inner(to))
+        self._finish_folder(to)
 
     def remove(self, path: str) -> None:
         """Gives back the memory of a complete checkpoint, or of a file that is written."""
+        self._begun.pop(path, None)
         self.ask(path, do="remove", path=_inner(path))
         if (writing := self._open.pop(path, None)) is not None:
             writing.discard()
+
+    def finish(self, path: str, number: int) -> None:
+        """A file is whole."""
+        self.ask(path, do="finish", number=number)
+        self.finished(path)
+        self._finish_folder(path)
+
+    def _finish_folder(self, path: str) -> None:
+        """With `.metadata` a checkpoint is complete."""
+        of, _, name = path.rpartition("/")
+        if name == METADATA:
+            self._begun.pop(of, None)
 
     def finished(self, path: str) -> None:
         """A file is not written any more."""
@@ -99,8 +129,14 @@ class CheckpointDesk:
         assert self._peer is not None
         return self._peer.region(name)
 
-    def ask(self, path: str, /, **told: Any) -> dict[str, Any]:
-        """Asks server 0 for something concerning a path; returns its answer."""
+    def ask(self, path: str, /, of: str | None = None, **told: Any) -> dict[str, Any]:
+        """Asks server 0 for something concerning a path; returns its answer.
+
+        Args:
+            path: for errors.
+            of: the checkpoint of several files that is begun or continued by it.
+            told: the request.
+        """
         try:
             data = message(told)
         except ValueError:
@@ -108,18 +144,74 @@ class CheckpointDesk:
         with self._lock, as_os_errors(path):
             lease = self._leased()
             assert self._peer is not None
-            if (
-                self._answered < self._number
-            ):  # it came too late, and must not be taken for this one
-                self._answer(lease[ANSWERS])
-            self._number += 1
-            request = np.frombuffer(data, np.uint8)
-            RemoteMailbox(lease[ASKS]).send(request, self._number).wait(_WRITE_S)
-            self._peer.region(BELL).word(0).fetch_add(1, _WRITE_S)
-            answer = self._answer(lease[ANSWERS])
+            if of is not None and self._begun.setdefault(of, lease) is not lease:
+                del self._begun[of]
+                raise refuse(
+                    errno.ESTALE,
+                    path,
+                    "a connection to the servers was lost, and what this process has written of "
+                    f"{_inner(of)} is gone; begin anew",
+                )
+            self._settle(lease)
+            try:
+                answer = self._exchange(lease, data)
+            except TimeoutError:
+                self._late = told
+                self._settle_later()
+                raise
         if code := answer["errno"]:
             raise refuse(code, path, answer.get("text", ""))
         return answer
+
+    def _exchange(self, lease: RemoteRegion, data: bytes) -> dict[str, Any]:
+        assert self._peer is not None
+        self._number += 1
+        RemoteMailbox(lease[ASKS]).send(np.frombuffer(data, np.uint8), self._number).wait(_WRITE_S)
+        self._peer.region(BELL).word(0).fetch_add(1, _WRITE_S)
+        return self._answer(lease[ANSWERS])
+
+    def unwanted(self, number: int) -> None:
+        """A file is to be given up as soon as server 0, which has not answered, goes on."""
+        self._unwanted.append(number)
+        self._settle_later()
+
+    def _settle(self, lease: RemoteRegion) -> None:
+        """Nothing stays of what server 0 was too late for, and no answer is taken for another."""
+        if self._answered < self._number:
+            answer = self._answer(lease[ANSWERS])
+            if self._late.get("do") == "make" and not answer["errno"]:
+                self._unwanted.append(int(answer["number"]))
+            self._late = {}
+        while self._unwanted:
+            told = {"do": "give up", "number": self._unwanted[-1]}
+            self._exchange(lease, message(told))  # it may have gone meanwhile
+            self._unwanted.pop()
+
+    def _settle_later(self) -> None:
+        """Also if nobody asks for anything more."""
+        with self._settling_lock:
+            if self._settling:
+                return
+            self._settling = True
+            threading.Thread(
+                target=self._settle_when_it_goes_on, name="tensorwire-checkpoints", daemon=True
+            ).start()
+
+    def _settle_when_it_goes_on(self) -> None:
+        while True:
+            time.sleep(_AGAIN_S)  # others want to be answered, too
+            with self._lock:
+                try:
+                    if self._lease is not None:
+                        self._settle(self._lease)
+                except TimeoutError:
+                    continue
+                except (TensorwireError, OSError):
+                    self._unwanted.clear()  # the connection is lost, and with it all of that
+            with self._settling_lock:
+                if not self._unwanted:
+                    self._settling = False
+                    return
 
     def _answer(self, answers: RemoteRegion) -> dict[str, Any]:
         deadline, pause, count = time.monotonic() + _ANSWER_S, 1e-4, np.zeros(1, np.uint64)
@@ -138,7 +230,9 @@ class CheckpointDesk:
     def _leased(self) -> RemoteRegion:
         peer, name = self._owner.first()
         if peer is not self._peer or self._lease is None:
-            self._peer, self._number, self._answered = peer, 0, 0
+            self._peer, self._lease, self._number, self._answered = peer, None, 0, 0
+            self._late.clear()
+            self._unwanted.clear()
             try:
                 peer.region(BELL)
             except LookupError:
@@ -171,7 +265,8 @@ class CheckpointWriting(FileWriting):
         if self._over:
             raise refuse(errno.EPERM, self._path, "it was closed before, and is whole")
         if offset != self._size:
-            raise refuse(errno.ESPIPE, self._path, "a checkpoint is written from start to end")
+            with self._or_never():  # what is closed now would lack something
+                raise refuse(errno.ESPIPE, self._path, "a checkpoint is written from start to end")
         source = np.frombuffer(data, np.uint8)
         if not len(self._part) and len(source):
             self._part = np.empty(PART_BYTES, np.uint8)
@@ -197,8 +292,10 @@ class CheckpointWriting(FileWriting):
 
     def truncate(self, size: int) -> None:
         """It begins empty."""
+        self._check()
         if size != self._size:
-            raise refuse(errno.EINVAL, self._path, "a checkpoint is written from start to end")
+            with self._or_never():
+                raise refuse(errno.EINVAL, self._path, "a checkpoint is written from start to end")
 
     def sync(self) -> None:
         """The file is whole."""
@@ -209,8 +306,7 @@ class CheckpointWriting(FileWriting):
         self._send()
         self._part = np.empty(0, np.uint8)
         with self._or_never():
-            self._desk.ask(self._path, do="finish", number=self._number)
-        self._desk.finished(self._path)
+            self._desk.finish(self._path, self._number)
 
     def discard(self) -> None:
         """It was removed while it was written."""
@@ -248,7 +344,9 @@ class CheckpointWriting(FileWriting):
             yield
         except OSError as error:
             self._failure, self._part = error, np.empty(0, np.uint8)
-            if error.errno not in (errno.ETIMEDOUT, errno.ENOTCONN):
+            if error.errno == errno.ETIMEDOUT:
+                self._desk.unwanted(self._number)
+            elif error.errno != errno.ENOTCONN:
                 with contextlib.suppress(OSError):
                     self._desk.give_up(self._path, self._number)
             raise

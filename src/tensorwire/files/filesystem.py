@@ -258,6 +258,14 @@ class TensorwireFileSystem(AbstractFileSystem):
         else:
             self.tree.desk.make_folder(path)
 
+    def mkdirs(self, path: str, exist_ok: bool = False) -> None:
+        """As `makedirs`, but what was written of a checkpoint counts: `put` asks for each file."""
+        name = self._strip_protocol(path)
+        if exist_ok and is_checkpoint(name):
+            self.tree.desk.make_folder(name, anew=False)
+        else:
+            self.makedirs(path, exist_ok)
+
     def rmdir(self, path: str) -> None:
         """Refused: a checkpoint is removed with what is in it."""
         raise _read_only(path)

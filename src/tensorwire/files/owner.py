@@ -18,6 +18,7 @@ import numpy as np
 
 from tensorwire.errors import (
     BusyError,
+    PeerLostError,
     StaleHandleError,
     TensorwireError,
     TimeoutError,
@@ -71,6 +72,7 @@ class JobOwner:
         self._node: Node | None = None
         self._numbers: list[int] = []
         self._look_at = 0.0
+        self._was_found = False
 
     def close(self) -> None:
         """Ends the connections. A pause stays. Idempotent."""
@@ -299,13 +301,20 @@ class JobOwner:
 
         Raises:
             PermissionError: it is not this user's, or of another host.
+            PeerLostError: it is, and is not there now.
         """
         found = find_server(self._reader.address)
+        if found is None and self._was_found:
+            raise PeerLostError(
+                f"server 0 of the job at {self._reader.address} is gone; the job is over, or "
+                "another server takes its place"
+            )
         if found is None:
             raise PermissionError(
                 f"the job at {self._reader.address} is controlled by its own user on its own host, "
                 "who has its secret; the secret for reading is not enough"
             )
+        self._was_found = True
         return found
 
     def first(self) -> tuple[Peer, str]:

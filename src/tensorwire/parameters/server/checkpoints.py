@@ -381,8 +381,12 @@ class CheckpointShelf:
         if pending is None or who not in pending.writers or pending.broken:
             raise Refusal(errno.ENOENT, f"nobody writes {_join(*old)}")
         file = pending.files.get(old[1])
-        if file is None or file.complete is None:
-            raise Refusal(errno.ENOENT, f"there is no {_join(*old)}, or it is still written")
+        if file is None:
+            raise Refusal(errno.ENOENT, f"there is no {_join(*old)}")
+        if file.complete is None:
+            raise Refusal(errno.EBUSY, f"{_join(*old)} is still written: close it first")
+        if old == new:
+            return
         if new[1] == METADATA:
             self._check_whole(new[0])
         if (there := pending.files.pop(new[1], None)) is not None:
