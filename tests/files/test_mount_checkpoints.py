@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -159,6 +161,111 @@ def test_what_a_checkpoint_of_a_mount_refuses(folder: Path) -> None:
                 os.unlink(at / "gone")
             found = others_see(job.address)
             assert found == {"one": b"one", "writes": b"12345"}
+    finally:
+        assert job.end() == 0
+
+
+def test_a_file_that_is_not_written_from_start_to_end(folder: Path) -> None:
+    """What lacks a part is no checkpoint, and what is there stays: a sparse file, dd's seek."""
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path / "checkpoints"
+            (at / "one").write_bytes(b"whole")
+            with open(at / "one", "wb", buffering=0) as file:
+                file.write(b"12345")
+                assert code_of(lambda: os.pwrite(file.fileno(), b"x", 4096)) == errno.ESPIPE
+                assert code_of(lambda: file.write(b"6789")) == errno.ESPIPE
+            assert others_see(job.address) == {"one": b"whole"}
+            with open(at / "one", "wb", buffering=0) as file:
+                file.write(b"12345")
+                assert code_of(lambda: os.truncate(file.fileno(), 2)) == errno.EINVAL
+            assert others_see(job.address) == {"one": b"whole"}
+            (folder / "sparse").write_bytes(b"1")
+            os.truncate(folder / "sparse", 1 << 20)
+            assert refused(f"cp --sparse=always {folder}/sparse {at}/sparse")
+            assert others_see(job.address) == {"one": b"whole"}
+    finally:
+        assert job.end() == 0
+
+
+def test_a_file_that_is_read_while_it_is_written_anew(folder: Path) -> None:
+    """Who has it open, or mapped, keeps what he has: it is another file."""
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    old, new = b"1" * 300_000, b"2" * 200_000
+    try:
+        with mounted(folder, job.address) as made:
+            path = made.path / "checkpoints/one"
+            path.write_bytes(old)
+            with open(path, "rb", buffering=0) as reading:
+                mapped = mmap.mmap(reading.fileno(), len(old), prot=mmap.PROT_READ)
+                mapped[:1]
+                with open(path, "wb", buffering=0) as writing:
+                    assert reading.readall() == old
+                    for at in range(0, len(new), 1000):
+                        writing.write(new[at : at + 1000])
+                        assert os.pread(reading.fileno(), 1000, 250_000) == old[:1000]
+                    assert mapped[:] == old
+                    assert os.fstat(reading.fileno()).st_size == len(old)
+                    assert os.fstat(writing.fileno()).st_size == len(new)
+                assert (os.pread(reading.fileno(), len(old), 0), mapped[:]) == (old, old)
+                assert path.read_bytes() == new
+                mapped.close()
+            # A parameter that is written while the job is paused.
+            (made.path / "control/pause").write_text("1")
+            path = made.path / "params/a.npy"
+            present = path.read_bytes()
+            with open(path, "rb", buffering=0) as reading, open(path, "wb", buffering=0) as writing:
+                assert reading.readall() == present
+                assert path.read_bytes() == present
+                writing.write(present)
+            (made.path / "control/pause").write_text("0")
+    finally:
+        assert job.end() == 0
+
+
+def test_a_mount_that_ends_while_a_file_is_written(folder: Path) -> None:
+    """What nobody has closed is not whole, and what is there stays."""
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path / "checkpoints"
+            (at / "one").write_bytes(b"whole")
+            with contextlib.suppress(OSError), open(at / "one", "wb", buffering=0) as file:
+                file.write(b"half")
+                made.process.terminate()
+                assert made.process.wait(30) == 0
+                assert code_of(lambda: file.write(b"rest")) == errno.ENOTCONN
+            assert others_see(job.address) == {"one": b"whole"}
+    finally:
+        assert job.end() == 0
+
+
+def test_a_mount_whose_server_is_replaced(folder: Path) -> None:
+    """A folder of which the first server had a part is no checkpoint, and is not shown either."""
+    job = JobAtWork(folder, "--workers", "1", "--durable", PAUSE="0.01")
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path / "checkpoints"
+            for name in ("written", "synced", "removed"):
+                (at / name).mkdir()
+                (at / name / "a").write_bytes(b"a")
+            os.kill(job.servers[0].pid, signal.SIGKILL)
+            with JobReader(job.address) as reader:  # when there is one again
+                assert reader.store().version() > 0
+            codes: list[int | None] = []
+
+            def is_back() -> bool:
+                codes.append(code_of(lambda: (at / "written/b").write_bytes(b"b")))
+                return codes[-1] != errno.ENOTCONN
+
+            wait_until(is_back)
+            assert codes[-1] in (errno.ENOENT, errno.ESTALE)  # Linux looks again behind ESTALE
+            descriptor = os.open(at / "synced", os.O_RDONLY)
+            assert code_of(lambda: os.fsync(descriptor)) == errno.ESTALE
+            os.close(descriptor)
+            assert code_of(lambda: os.rmdir(at / "removed")) == errno.ENOENT
+            assert os.listdir(at) == []
     finally:
         assert job.end() == 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import itertools
 import os
 import select
@@ -57,7 +56,7 @@ from .fuse_messages import (
     unpack_xattr,
     xattr_size,
 )
-from .mounted_tree import MountedTree
+from .mounted_tree import MountedTree, is_polled
 from .tree import Tree
 from .tree_items import FileContent, FileWriting, TreeEntry
 from .wanted import wanted_while
@@ -70,8 +69,8 @@ _XATTR = "user.tensorwire."
 _FOLDER_VALID_S = 1
 _LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
 _LOOK_SHARE = 0.01  # of the time since the last change
+_LOOK_AGAIN_S = 10.0  # behind ESTALE
 _NO_REPLACE = 1  # of renameat2(2)
-_POLLED = ("status/version", "grads/*/version", "control/state")
 
 
 class _Node:
@@ -79,6 +78,7 @@ class _Node:
 
     Attributes:
         entry: as it was when it was looked up.
+        key: by which it is found: path and version, None while it is written.
         lookups: how often the kernel has, and has not forgotten.
         opens: how many handles there are.
         content: of all of them; None while there are none.
@@ -86,8 +86,8 @@ class _Node:
         backing: the number of the file that the kernel reads and maps for it; 0: none.
     """
 
-    def __init__(self, number: int, entry_: TreeEntry) -> None:
-        self.number, self.entry = number, entry_
+    def __init__(self, number: int, entry_: TreeEntry, key: tuple[str, int | None]) -> None:
+        self.number, self.entry, self.key = number, entry_, key
         self.lookups = self.opens = 0
         self.content: FileContent | None = None
         self.buffers: list[bytes | memoryview] | None = None
@@ -97,7 +97,7 @@ class _Node:
     @property
     def is_of_version(self) -> bool:
         """Its content never changes."""
-        return self.entry.version is not None
+        return self.key[1] is not None
 
 
 class _Handle:
@@ -131,10 +131,11 @@ class JobMount:
         self.folder = os.path.abspath(folder)
         self._tree, self._lock = MountedTree(tree), threading.Lock()
         self._uid, self._gid = os.geteuid(), os.getegid()
-        root = _Node(ROOT, TreeEntry("", is_folder=True))
+        root = _Node(ROOT, TreeEntry("", is_folder=True), ("", None))
         self._nodes = {ROOT: root}
         self._numbers = itertools.count(ROOT + 1)
-        self._of: dict[tuple[str, int | None], _Node] = {("", None): root}
+        self._of: dict[tuple[str, int | None], _Node] = {root.key: root}
+        self._written: dict[str, list[float]] = {}  # opens that come, until when at the latest
         self._handles: dict[int, _Handle] = {}
         self._handle_numbers = itertools.count(1)
         self._began = time.time()
@@ -170,8 +171,10 @@ class JobMount:
         self._closed = True
         self._polling.set()
         self.wait(10.0)
-        for handle in list(self._handles):
-            self._release(handle)
+        for number, handle in list(self._handles.items()):
+            if isinstance(handle.writing, CheckpointWriting):  # nobody has closed it
+                self._tree.give_up(handle.node.entry.path, handle.writing)
+            self._release(number)
 
     # ---- requests
 
@@ -248,11 +251,12 @@ class JobMount:
     def _looked_up(self, path: str) -> tuple[_Node, bytes]:
         """What is at a path, which the kernel then knows, and the answer that tells it."""
         found = self._tree.entry(path)
-        key = found.path, found.version
         with self._lock:
+            written = max(self._written.get(path, [0.0])) > time.monotonic()
+            key = path, None if written else found.version
             node = self._of.get(key)
             if node is None:
-                node = self._of[key] = _Node(next(self._numbers), found)
+                node = self._of[key] = _Node(next(self._numbers), found, key)
                 self._nodes[node.number] = node
             node.entry = found  # who may write it changes
             node.lookups += 1
@@ -273,7 +277,7 @@ class JobMount:
                 found.lookups -= count
                 if found.lookups <= 0 and not found.opens:
                     del self._nodes[number]
-                    self._of.pop((found.entry.path, found.entry.version), None)
+                    self._of.pop(found.key, None)
 
     def _attributes(self, node: _Node, now: TreeEntry | None = None) -> bytes:
         now = now or node.entry
@@ -305,7 +309,18 @@ class JobMount:
         node, flags = self._node(number), unpack_open(body)
         path = node.entry.path
         writing, writes = None, flags & os.O_ACCMODE != os.O_RDONLY
-        if writes or (node.entry.writable and not node.is_of_version):  # `sync` opens it to read
+        if writes and node.is_of_version and self._tree.entry(path).writable:
+            # Who reads this version must not see it shrink: the kernel looks for another file.
+            with self._lock:
+                self._written.setdefault(path, []).append(time.monotonic() + _LOOK_AGAIN_S)
+            raise refuse(errno.ESTALE, path)
+        if writes:
+            with self._lock:
+                if (coming := self._written.get(path)) and coming.pop(0) and not coming:
+                    del self._written[path]
+        if writes or (
+            node.entry.writable and node.entry.version is None
+        ):  # `sync` opens it to read
             writing = self._tree.open_for_writing(path, flags)
             if flags & os.O_TRUNC:
                 writing.truncate(0)
@@ -358,9 +373,6 @@ class JobMount:
         self._tree.rename(path, to, bool(flags & _NO_REPLACE))
         return b""
 
-    def _rename2(self, parent: int, body: bytes) -> bytes:
-        return self._rename(parent, body, True)
-
     def _back(self, content: FileContent) -> int:
         """Lets the kernel read a content's own file, where it does and there is one."""
         path = content.backing() if self._mount.backs else None
@@ -396,7 +408,7 @@ class JobMount:
             with self._tree.open(handle.node.entry.path) as content:
                 return content.read(offset, offset + size)
         node = handle.node
-        if _is_polled(node.entry.path):  # as it is now, also where it is read again
+        if is_polled(node.entry.path):  # as it is now, also where it is read again
             with self._tree.open(node.entry.path) as content:
                 handle.seen = content.read()
             return handle.seen[offset : offset + size]
@@ -467,7 +479,7 @@ class JobMount:
                 node.backing = 0
             if node.lookups <= 0 and not node.opens:
                 self._nodes.pop(node.number, None)
-                self._of.pop((node.entry.path, node.entry.version), None)
+                self._of.pop(node.key, None)
         if isinstance(handle.writing, CheckpointWriting):
             self._tree.closed(node.entry.path, handle.writing)  # an empty one
         if left is not None:
@@ -488,7 +500,7 @@ class JobMount:
     def _poll(self, _: int, body: bytes) -> bytes:
         number, poll, wants = unpack_poll(body)
         handle = self._handles[number]
-        if not _is_polled(handle.node.entry.path):
+        if not is_polled(handle.node.entry.path):
             return poll_answer(select.POLLIN | select.POLLOUT)
         if wants:  # first, so that no change is missed
             with self._lock:
@@ -574,13 +586,9 @@ class JobMount:
         Operation.UNLINK: _unlink,
         Operation.RMDIR: _rmdir,
         Operation.RENAME: _rename,
-        Operation.RENAME2: _rename2,
+        Operation.RENAME2: lambda self, *asked: self._rename(*asked, has_flags=True),
         Operation.DESTROY: _nothing,
     }
-
-
-def _is_polled(path: str) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in _POLLED)
 
 
 def _fitting(value: bytes, size: int) -> bytes:

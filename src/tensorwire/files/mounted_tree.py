@@ -6,10 +6,13 @@ what he has made before that, and nobody else does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fnmatch
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tensorwire.parameters.checkpoint_files import METADATA
@@ -18,6 +21,8 @@ from .checkpoints import CHECKPOINTS, CheckpointWriting, is_checkpoint
 from .errors import refuse
 from .tree import Tree
 from .tree_items import WRITABLE, FileContent, FileWriting, TreeEntry
+
+_POLLED = ("status/version", "grads/*/version", "control/state")
 
 
 @dataclass
@@ -111,7 +116,11 @@ class MountedTree:
                 raise refuse(errno.ESPIPE, path, "a checkpoint is written from start to end")
             self._tree.open_for_writing(path).truncate(size)
         else:
-            writing.truncate(size)
+            try:
+                writing.truncate(size)
+            except OSError:
+                self.failed(path)
+                raise
 
     def _begin(self, path: str) -> CheckpointWriting:
         folder = path.rpartition("/")[0]
@@ -121,9 +130,26 @@ class MountedTree:
                     errno.EPERM, path, "its checkpoint is complete: remove it, and make it anew"
                 )
             raise refuse(errno.ESTALE, path, "its checkpoint is gone: make it anew")
-        writing = self._tree.desk.write(path)
+        with self._forgotten_if_gone(path):
+            writing = self._tree.desk.write(path)
         self._files[path] = _File(writing, modified=time.time())
         return writing
+
+    @contextlib.contextmanager
+    def _forgotten_if_gone(self, path: str) -> Iterator[None]:
+        """What server 0 has nothing of any more is not shown either."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ESTALE, errno.ENOENT):
+                self._forget(path)
+            raise
+
+    def give_up(self, path: str, writing: CheckpointWriting) -> None:
+        """A file will not be whole, as the mount ends before it is closed."""
+        with self._lock, contextlib.suppress(OSError):  # it goes with this process's connection
+            self._forget(path)
+            writing.abandon()
 
     def closed(self, path: str, writing: FileWriting) -> None:
         """A file of a checkpoint is whole; with the last one its checkpoint is complete."""
@@ -161,7 +187,8 @@ class MountedTree:
         """All files of a checkpoint are written, also where none of them is `.metadata`."""
         with self._lock:
             if path in self._folders:
-                self._tree.desk.complete(path)
+                with self._forgotten_if_gone(path):
+                    self._tree.desk.complete(path)
                 self._forget(path)
 
     def remove(self, path: str) -> None:
@@ -180,7 +207,8 @@ class MountedTree:
         if not is_checkpoint(path):
             raise refuse(errno.EROFS, path)
         with self._lock:
-            self._tree.desk.remove(path)
+            with self._forgotten_if_gone(path):
+                self._tree.desk.remove(path)
             self._forget(path)
 
     def rename(self, path: str, to: str, keep: bool = False) -> None:
@@ -205,6 +233,11 @@ class MountedTree:
         self._folders.pop(name, None)
         for each in [each for each in self._files if f"{each}/".startswith(f"{name}/")]:
             del self._files[each]
+
+
+def is_polled(path: str) -> bool:
+    """poll(2) waits for a change of the file."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in _POLLED)
 
 
 def _file_entry(path: str, file: _File) -> TreeEntry:
