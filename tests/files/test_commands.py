@@ -106,7 +106,7 @@ def check_refusals(root: str, folder: Path) -> None:
     _, error = run("cp", f"{root}/params", str(folder / "x"), code=1)
     assert "Is a directory: -r copies folders" in error
     _, error = run("cp", __file__, f"{root}/params/a.npy", code=1)
-    assert "Read-only file system" in error
+    assert "Read-only file system: this command copies from a job" in error
     _, error = run("cp", f"{root}/params/a.npy", f"{root}/params/b.npy", str(folder / "x"), code=1)
     assert "Not a directory" in error
     _, error = run("cat", "tw://user@127.0.0.1:1/x", code=2)

@@ -309,14 +309,20 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
     All parameters, of one version:
         tensorwire cp -r tw://127.0.0.1:41234/params at-noon
 
-    The exit code is 1 if something could not be copied. A job's files cannot be written.
+    The exit code is 1 if something could not be copied. Nothing is copied into a job:
+    checkpoints are written by fsspec or by `tensorwire mount`.
     """  # noqa: D301
     *sources, last = arguments
     if not sources:
         raise click.UsageError(f"there is no target behind {last!r}")
     if _place(last) is not None:
         with (failures := _Failures("cp")).told("cannot create", last):
-            raise refuse(errno.EROFS, last)
+            raise refuse(
+                errno.EROFS,
+                last,
+                "this command copies from a job; what can be written there, such as checkpoints, "
+                "is written by fsspec or by a mount",
+            )
         raise click.exceptions.Exit(failures.count)
     target, failures = Path(last), _Failures("cp")
     if len(sources) > 1 and not target.is_dir():
