@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             # Of this loader alone: everything else of it is asked for by torch and by inspect.
-            spec.loader.exec_module = functools.partial(change, spec.loader)  # type: ignore[method-assign]
+            spec.loader.exec_module = functools.partial(change, spec.loader)
         return spec
 
 
@@ -55,9 +55,9 @@ def _disables_late(loader: Loader, module: ModuleType) -> None:
     def _disable_dynamo(function: Any = None, recursive: bool = True) -> Any:
         if function is None:
             return functools.partial(_disable_dynamo, recursive=recursive)
-        return _if_compiler(original(function, recursive), function)
+        return _if_compiler(function, original(function, recursive), function)
 
-    module._disable_dynamo = _disable_dynamo  # type: ignore[attr-defined]
+    module._disable_dynamo = _disable_dynamo
 
 
 def _steps_without_compiler(loader: Loader, module: ModuleType) -> None:
@@ -69,18 +69,20 @@ def _steps_without_compiler(loader: Loader, module: ModuleType) -> None:
             with module.torch.set_grad_enabled(arguments[0].defaults["differentiable"]):
                 return function(*arguments, **options)
 
-        return _if_compiler(original(function), functools.update_wrapper(step, function))
+        return _if_compiler(function, original(function), step)
 
-    module._use_grad_for_differentiable = _use_grad_for_differentiable  # type: ignore[attr-defined]
+    module._use_grad_for_differentiable = _use_grad_for_differentiable
 
 
-def _if_compiler(whole: Callable[..., Any], lean: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that torch made where its compiler is there, and else one without it."""
+def _if_compiler(
+    function: Callable[..., Any], whole: Callable[..., Any], lean: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What torch made of a function where its compiler is there, and else one without it."""
 
     def either(*arguments: Any, **options: Any) -> Any:
         return (whole if _COMPILER in sys.modules else lean)(*arguments, **options)
 
-    return functools.update_wrapper(either, whole)
+    return functools.update_wrapper(either, function)
 
 
 _CHANGES: dict[str, Callable[[Loader, ModuleType], None]] = {

@@ -160,20 +160,22 @@ class CheckpointShelf:
                 until = time.monotonic() + _FIND_S
                 self._look()
                 while self._bell.value == seen and time.monotonic() < until and seen:
-                    # Who rang may be about to be seen.
-                    with contextlib.suppress(TimeoutError):
-                        self._bell.wait_until(seen + 1, _FIND_LOOK_S)
+                    self._wait(seen, _FIND_LOOK_S)  # who rang may be about to be seen
                     self._look()
-                if seen >= _HOSTILE_BELL:
-                    time.sleep(_LOOK_S)
-                    continue
-                with contextlib.suppress(TimeoutError):
-                    self._bell.wait_until(seen + 1, _LOOK_S if self._leases else None)
+                self._wait(seen, _LOOK_S if self._leases else None)
         except (ClosedError, StaleHandleError):
             return
         except BaseException:
             traceback.print_exc()  # the job goes on
             sys.stderr.write("tensorwire: no checkpoints are taken after this error\n")
+
+    def _wait(self, seen: int, seconds: float | None) -> None:
+        """Until the bell rings again, or for so long."""
+        if seen >= _HOSTILE_BELL:  # it could not be waited for
+            time.sleep(_LOOK_S if seconds is None else seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            self._bell.wait_until(seen + 1, seconds)
 
     def _look(self) -> None:
         here = {peer.name for peer in self._node.peers}
