@@ -71,6 +71,20 @@ def test_a_writer_that_is_connected_again(shelf: Shelf) -> None:
     assert shelf.checkpoints().keys() == names
 
 
+def test_a_checkpoint_at_a_server_that_was_replaced(shelf: Shelf) -> None:
+    """Files of another process may be lost with the one before, and nobody here was told."""
+    shelf.shelf._replaces = True
+    writer = shelf.writer()
+    for name in ("b", ".metadata"):
+        assert code_of(lambda name=name: writer.write(f"c/{name}", b"2")) == errno.ESTALE
+    assert not shelf.checkpoints()
+    writer.write("whole", b"1")  # of one file
+    writer.desk.make_folder("checkpoints/c")
+    writer.write("c/b", b"2")
+    writer.write("c/.metadata", b"m")
+    assert shelf.checkpoints().keys() == {"whole", "c/b", "c/.metadata"}
+
+
 def test_what_came_too_late_is_given_up(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped server that goes on has nothing of what its writers were told has failed."""
     making, writing = shelf.writer("one"), shelf.writer("two")
@@ -120,5 +134,8 @@ def test_a_server_that_is_replaced_between_two_files(folder: Path, tmp_path: Pat
         put = code_of(lambda: fs.put_file(str(tmp_path / "b"), "checkpoints/d/b"))
         assert put == errno.ESTALE
         assert fs.ls("checkpoints", detail=False) == []
+        # Of another process some file may be lost: whoever begins anew says so.
+        assert code_of(lambda: fs.pipe("checkpoints/c/b", b"2")) == errno.ESTALE
+        fs.makedirs("checkpoints/c")
         fs.pipe({"checkpoints/c/b": b"2", "checkpoints/c/.metadata": b"m"})
         assert fs.cat("checkpoints/c/b") == b"2"

@@ -130,10 +130,14 @@ class CheckpointShelf:
         node: of the server, where writers come.
         door: where readers come.
         most_bytes: that are lent; None: half of what this process may have.
+        replaces: another process was this server before. Files of a checkpoint may be lost that
+            several processes write, of whom only some know: it begins with its folder.
     """
 
-    def __init__(self, node: Node, door: Node, most_bytes: int | None = None) -> None:
-        self._node, self._door = node, door
+    def __init__(
+        self, node: Node, door: Node, most_bytes: int | None = None, *, replaces: bool = False
+    ) -> None:
+        self._node, self._door, self._replaces = node, door, replaces
         self._most = _core.memory_limit()[0] // 2 if most_bytes is None else most_bytes
         self._bell = node.allocate(64, name=BELL, access="rw").word(0)
         size = mailbox_bytes(INDEX_BYTES, INDEX_PLACES)
@@ -254,6 +258,12 @@ class CheckpointShelf:
             raise Refusal(errno.ENOTDIR, f"{name} is a file")
         if not file and name in self._complete and "" not in self._complete[name]:
             raise Refusal(errno.EISDIR, f"{name} is a checkpoint of several files")
+        if file and self._replaces and name not in self._pending:
+            raise Refusal(
+                errno.ESTALE,
+                f"server 0 was replaced, and with it went what may have been written of {name}; "
+                "begin anew, and make its folder first",
+            )
         pending = self._pending.setdefault(name, _Pending())
         if pending.broken:
             raise Refusal(
@@ -471,10 +481,10 @@ def _join(name: str, file: str) -> str:
     return f"{name}/{file}" if file else name
 
 
-def open_shelf(node: Node, door: Node) -> CheckpointShelf | None:
+def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | None:
     """The shelf of server 0, or a line that there is none: the job runs as well."""
     try:
-        return CheckpointShelf(node, door, _most_bytes())
+        return CheckpointShelf(node, door, _most_bytes(), replaces=replaces)
     except (TensorwireError, ValueError, OSError, MemoryError) as error:
         sys.stderr.write(f"server 0: no checkpoints can be written to this job: {error}\n")
         return None

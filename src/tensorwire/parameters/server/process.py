@@ -130,7 +130,7 @@ def _serve_share(
                     channel.write(f"{node.address}\n")
             door = open_door(member, store, **options_of_node)
             if door is not None and options.index == 0:
-                shelf = open_shelf(node, door.node)
+                shelf = open_shelf(node, door.node, replaces=takeover is not None)
             job_file = _tell_of_job(options, node, door)
             member.gather(partial(door.tell, list) if door else lambda: None)
             threads = options.threads or most_threads()
