@@ -303,7 +303,7 @@ def test_memory_that_is_no_number(
     with Node("server-0") as node, Node("door-0") as door:
         for text in ("2G", "-1", ""):
             monkeypatch.setenv(MEMORY, text)
-            assert open_shelf(node, door) is None
+            assert open_shelf(node, door, replaces=False) is None
             assert f"{MEMORY} is {text!r}, and not a whole" in capfd.readouterr().err
 
 
