@@ -252,7 +252,13 @@ def test_a_mount_whose_server_is_replaced(folder: Path) -> None:
                 (at / name / "a").write_bytes(b"a")
             os.kill(job.servers[0].pid, signal.SIGKILL)
             with JobReader(job.address) as reader:  # when there is one again
-                assert reader.store().version() > 0
+
+                def has_a_store() -> bool:
+                    with contextlib.suppress(LookupError):
+                        return reader.store().version() > 0
+                    return False
+
+                wait_until(has_a_store)
             codes: list[int | None] = []
 
             def is_back() -> bool:
