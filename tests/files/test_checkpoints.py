@@ -172,6 +172,10 @@ def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code_of(lambda: writer.write("a", bytes(11))) == errno.ENOMEM
     assert shelf.tree.names() == ["b"]
     monkeypatch.undo()
+    monkeypatch.setattr(shelf.shelf, "_most_parts", 1)
+    assert code_of(lambda: writer.write("a", bytes(11))) == errno.ENOSPC
+    assert shelf.tree.names() == ["b"]
+    monkeypatch.undo()
     monkeypatch.setattr("tensorwire.parameters.server.checkpoints.INDEX_BYTES", 60)
     assert code_of(lambda: writer.write("n" * 100, bytes(10))) == errno.ENOSPC
     writer.desk.make_folder("checkpoints/c")

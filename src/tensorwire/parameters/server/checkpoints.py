@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ MEMORY = "TENSORWIRE_CHECKPOINT_MEMORY"
 _LOOK_S = 0.25  # whether writers are still there
 _FIND_S, _FIND_LOOK_S = 2.0, 0.01  # for a lease whose owner has rung
 _HOSTILE_BELL = 1 << 62
+_OPEN_FILES = 1 << 16  # of server 0, where it may; checkpoints take at most half of them
 
 
 class Refusal(Exception):
@@ -139,6 +141,8 @@ class CheckpointShelf:
     ) -> None:
         self._node, self._door, self._replaces = node, door, replaces
         self._most = _core.memory_limit()[0] // 2 if most_bytes is None else most_bytes
+        # Each has two descriptors here, and a server needs others for those who train.
+        self._most_parts = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         self._bell = node.allocate(64, name=BELL, access="rw").word(0)
         size = mailbox_bytes(INDEX_BYTES, INDEX_PLACES)
         self._index = Mailbox(door.allocate(size, name=INDEX, access="r"), INDEX_PLACES)
@@ -310,6 +314,12 @@ class CheckpointShelf:
     def _add_part(self, file: _Stored, size: int) -> str:
         if not 0 < size <= PART_BYTES:
             raise Refusal(errno.EINVAL, f"a part has 1 to {PART_BYTES} bytes, not {size}")
+        if sum(len(each.parts) for each in self._all()) >= self._most_parts:
+            raise Refusal(
+                errno.ENOSPC,
+                f"server 0 has open files for {self._most_parts} pieces of checkpoints (a quarter "
+                "of ulimit -Hn), and all are used: write fewer files, or raise that limit",
+            )
         used = sum(each.size_bytes for each in self._all())
         if used + size > self._most:
             raise Refusal(
@@ -483,6 +493,9 @@ def _join(name: str, file: str) -> str:
 
 def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | None:
     """The shelf of server 0, or a line that there is none: the job runs as well."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, _OPEN_FILES):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES), hard))
     try:
         return CheckpointShelf(node, door, _most_bytes(), replaces=replaces)
     except (TensorwireError, ValueError, OSError, MemoryError) as error:
