@@ -1,6 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from files.shelves import Shelf
 
 pytest.importorskip("torch")
 pytest.importorskip("fsspec")
@@ -14,3 +19,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("SECRET", "SECRET_FILE", "READ_SECRET", "READ_SECRET_FILE"):
         monkeypatch.delenv(f"TENSORWIRE_{name}", raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def shelf() -> Iterator["Shelf"]:
+    """A server that lends memory for checkpoints, without a job."""
+    from files.shelves import Shelf
+
+    made = Shelf()
+    yield made
+    made.close()

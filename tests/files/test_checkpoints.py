@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,6 @@ from tensorwire.parameters.checkpoint_files import (
 from tensorwire.parameters.server.checkpoints import MEMORY, open_shelf
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("transports", [None, ("tcp",)], ids=["shm", "tcp"])

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,6 @@ from tensorwire import Node
 from tensorwire.files.filesystem import TensorwireFileSystem
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf()
-    yield made
-    made.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

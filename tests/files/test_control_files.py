@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from files.jobs import JobAtWork, training
+from files.shelves import code_of
 
 from tensorwire.errors import TensorwireError
 from tensorwire.files import JobReader
@@ -132,14 +133,6 @@ def reference(folder: Path, version: int, workers: int) -> dict[str, Any]:
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
-def code_of(action: Callable[[], object]) -> int | None:
-    try:
-        action()
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
