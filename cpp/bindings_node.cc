@@ -53,17 +53,19 @@ void bind_node(nb::module_& m) {
       .def(
           "restore",
           [](Node& n, int descriptor, const std::string& name, uint32_t id, uint64_t generation,
-             uint64_t size_bytes, bool writable, bool readable) {
+             uint64_t size_bytes, bool writable, bool readable, bool on_gpu) {
             RegionFacts facts;
             facts.id = id;
             facts.generation = generation;
             facts.size = size_bytes;
             facts.access = {readable, writable};
             facts.name = name;
+            facts.on_gpu = on_gpu;
+            WithoutGil release;  // starting a GPU takes long
             return n.restore(descriptor, facts);
           },
           "descriptor"_a, "name"_a, "id"_a, "generation"_a, "size_bytes"_a, "writable"_a,
-          "readable"_a)
+          "readable"_a, "on_gpu"_a = false)
       .def("lend", &Node::lend, "descriptor"_a, "size_bytes"_a, "name"_a)
       .def("listener", &Node::duplicate_listener, nb::call_guard<WithoutGil>())
       .def("region", &Node::region, "name"_a)

@@ -138,6 +138,13 @@ std::shared_ptr<Mapping> Mapping::import_from_gpu(int memory, size_t size, bool 
   return of(GpuMemory::import(memory, size, writable), size);
 }
 
+std::shared_ptr<Mapping> Mapping::restore_on_gpu(int memory, size_t size) {
+  Descriptor own(duplicate_descriptor(memory));
+  std::shared_ptr<Mapping> result = import_from_gpu(memory, size, true);
+  result->descriptor_ = std::move(own);
+  return result;
+}
+
 std::shared_ptr<Mapping> Mapping::restore(int memory, size_t size) {
   Descriptor own(duplicate_descriptor(memory));
   auto refuse = [](const std::string& why) {
@@ -184,11 +191,6 @@ std::shared_ptr<Mapping> Mapping::lend(int memory, size_t size) {
 
 int Mapping::duplicate() {
   std::lock_guard lock(mutex_);
-  if (gpu_ != nullptr) {
-    throw Error(Code::kUnavailable,
-                "the region's memory is on " + gpu_->label() +
-                    ": only a region of the host's memory can be passed on by a descriptor");
-  }
   if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");
   if (!descriptor_) {
     throw Error(Code::kUnavailable,

@@ -100,7 +100,8 @@ std::shared_ptr<Region> RegionTable::restore(int memory, const RegionFacts& fact
   check_region_name(facts.name);
   auto region = std::make_shared<Region>();
   static_cast<RegionFacts&>(*region) = facts;
-  region->mapping = Mapping::restore(memory, facts.size);
+  region->mapping = facts.on_gpu ? Mapping::restore_on_gpu(memory, facts.size)
+                                 : Mapping::restore(memory, facts.size);
   return enter(std::move(region), true);
 }
 

@@ -222,7 +222,7 @@ def test_no_cpu_looks_at_it() -> None:
         for words in (region.word, remote.word):
             with pytest.raises(ValueError, match="no word can be"):
                 words(0)
-        for refuse in (region.private, remote.private, region.descriptor):
+        for refuse in (region.private, remote.private):
             with pytest.raises(UnavailableError):
                 refuse()
         with pytest.raises(ValueError, match="free the region"):
@@ -235,6 +235,31 @@ def test_no_cpu_looks_at_it() -> None:
         with pytest.raises(ValueError, match="no word can be"):
             core.load_word(0)
         assert not core.reaches(0, 0)
+
+
+def test_memory_outlives_its_node() -> None:
+    with pair() as (_, region, remote):
+        handle, descriptor = region.handle(), region.descriptor()
+        remote.write(np.arange(MIB // 8)).wait(30)
+        facts = {"id": handle.id, "generation": handle.generation, "size_bytes": MIB}
+    try:
+        with Node("goes on", transports=["shm"]) as node, Node("reads") as reader:
+            with pytest.raises(ValueError, match="cannot be restored over this"):
+                node.restore(descriptor, name="r", **facts)
+            with pytest.raises((ValueError, UnavailableError), match=r"smaller|cannot map"):
+                node.restore(descriptor, name="r", on_gpu=True, **{**facts, "size_bytes": 9 * MIB})
+            again = node.restore(descriptor, name="r", on_gpu=True, **facts)
+            assert (again.device, again.handle().generation) == ("cuda:0", handle.generation)
+            os.close(again.descriptor())
+            found = np.zeros(MIB // 8, np.int64)
+            reader.connect(node.address).region("r").read(found).wait(30)
+            assert (found == np.arange(MIB // 8)).all()
+            memfd = os.memfd_create("host")
+            with pytest.raises((ValueError, UnavailableError)):
+                node.restore(memfd, name="other", on_gpu=True, **{**facts, "id": 9})
+            os.close(memfd)
+    finally:
+        os.close(descriptor)
 
 
 def GpuView(region: Any) -> Any:

@@ -10,7 +10,7 @@ from tensorwire.memory import Node, Region
 from .descriptor_store import LISTENER, DescriptorStore
 from .identity import RESTORED
 
-_OF_REGION = "id", "generation", "size_bytes", "access"
+_OF_REGION = "id", "generation", "size_bytes", "access", "on_gpu"
 _REGION = "region "  # in front of a region's name: the key under which it is kept
 
 
@@ -74,7 +74,13 @@ class DurableMemory:
         return self._store is not None
 
     def allocate(
-        self, size_bytes: int, *, name: str, access: str = "rw", **counters: int | None
+        self,
+        size_bytes: int,
+        *,
+        name: str,
+        access: str = "rw",
+        device: str | None = None,
+        **counters: int | None,
     ) -> Region:
         """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
 
@@ -82,6 +88,7 @@ class DurableMemory:
             size_bytes: of the region; the same as the predecessor's.
             name: of the region.
             access: of peers; not "r" where it is durable.
+            device: as of `Node.allocate`; a predecessor's region is where that had allocated it.
             counters: where in it 64 bits lie that the launcher reads: `progress` counts what the
                 member has achieved, `work` the nanoseconds that it has worked for that, `size` is
                 in bytes, and `holds` is not 0 while nobody could go on in the place of the member.
@@ -90,15 +97,15 @@ class DurableMemory:
             ValueError: a predecessor's region is of another size.
         """
         if self._store is None:
-            return self._node.allocate(size_bytes, name=name, access=access)
+            return self._node.allocate(size_bytes, name=name, access=access, device=device)
         if (region := self._restored.pop(name, None)) is not None:
             if region.size_bytes != size_bytes:
                 raise ValueError(f"{region!r} was to have {size_bytes} bytes")
             return region
-        region = self._node.allocate(size_bytes, name=name, access=access)
+        region = self._node.allocate(size_bytes, name=name, access=access, device=device)
         handle = region.handle()
         about: dict[str, Any] = {"id": handle.id, "generation": handle.generation}
-        about |= {"size_bytes": size_bytes, "access": access}
+        about |= {"size_bytes": size_bytes, "access": access, "on_gpu": device is not None}
         about |= {name: offset for name, offset in counters.items() if offset is not None}
         descriptor = region.descriptor()
         try:

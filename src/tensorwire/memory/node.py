@@ -224,6 +224,7 @@ class Node:
         generation: int,
         size_bytes: int,
         access: str = "rw",
+        on_gpu: bool = False,
     ) -> Region:
         """Takes up a region that a former process had: the same memory under the same number.
 
@@ -242,6 +243,7 @@ class Node:
             access: what peers may do: "rw", "w" or "none". A region with access "r" cannot be
                 restored: its memory is sealed, so that nobody, this process included, can map it
                 for writing any more.
+            on_gpu: it was allocated on a GPU (`Region.device`), which this process must see.
 
         Raises:
             ValueError: a name or id that is taken, an id, generation, size or access that no
@@ -249,7 +251,8 @@ class Node:
                 this size, or of memory that is sealed against writing (access "r").
             MemoryError: it cannot be mapped.
             BusyError: no descriptor is left.
-            UnavailableError: this Node's transports leave out shm.
+            UnavailableError: this Node's transports leave out shm; or the memory is on a GPU that
+                this process cannot use.
             ClosedError: the Node was closed.
         """
         readable, writable = access_flags(access)
@@ -261,6 +264,7 @@ class Node:
             byte_count(size_bytes),
             writable,
             readable,
+            on_gpu,
         )
         return Region(self._open, core, 0, core.size_bytes)
 
