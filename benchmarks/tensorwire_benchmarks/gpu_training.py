@@ -92,12 +92,30 @@ def _add(report: Report, model: str, times: dict[str, list[float]]) -> None:
 
 
 def _times(side: str, servers: int, settings: GpuSettings) -> dict[str, list[float]]:
-    """Seconds of each model's steps, of the slower worker.
+    """Seconds of each model's steps, of the slower worker."""
+    found = trained(side, servers, settings)
+    return {
+        model: list(map(max, zip(*(each[model]["seconds"] for each in found), strict=True)))
+        for model in settings.models
+    }
+
+
+def trained(
+    side: str, servers: int, settings: GpuSettings, deterministic: bool = False
+) -> list[dict[str, Any]]:
+    """Trains models on one GPU; what each worker has written of each model.
+
+    Args:
+        side: "alone", "ddp" or "tensorwire".
+        servers: of a job of tensorwire.
+        settings: what to train.
+        deterministic: by kernels that have the same bits in each run.
 
     Raises:
         RuntimeError: a process failed; with what it said last.
     """
     models = [f"{model}:{BATCHES[model]}:{settings.steps}" for model in settings.models]
+    models = ["deterministic"] * deterministic + models
     with tempfile.TemporaryDirectory(prefix="tensorwire-bench-") as folder:
         python = [sys.executable, "-m"]
         worker = [_WORKER, side, folder, *models]
@@ -108,11 +126,7 @@ def _times(side: str, servers: int, settings: GpuSettings) -> dict[str, list[flo
             launch = ["tensorwire", "run", f"--workers={_WORKERS}", f"--servers={servers}", "-m"]
             commands = [[*python, *launch, *worker]]
         _run_all(commands, folder)
-        files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*-*.json"))]
-    return {
-        model: list(map(max, zip(*(each[model] for each in files), strict=True)))
-        for model in settings.models
-    }
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*-*.json"))]
 
 
 def _run_all(commands: Sequence[Sequence[str]], folder: str) -> None:

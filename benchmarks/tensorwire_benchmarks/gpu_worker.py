@@ -1,11 +1,13 @@
 """One process of `bench gpu-training`: trains workloads on the GPU and writes its times.
 
 `python -m tensorwire_benchmarks.gpu_worker SYSTEM FOLDER NAME:BATCH:STEPS …`, where SYSTEM is
-alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire.
+alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire. With
+`deterministic` as the first NAME kernels are those with the same bits in each run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -50,8 +52,18 @@ def _trainer(
     return module, optimizer, lambda: None
 
 
-def measure(torch: Any, system: str, what: Workload, rank: int) -> list[float]:
-    """Seconds of each step, on a GPU that is waited for at the end of each."""
+def _values(module: Any) -> dict[str, Any]:
+    """A digest of all parameters, and some fifty values of each."""
+    digest, some = hashlib.sha256(), []
+    for parameter in module.parameters():
+        flat = parameter.detach().cpu().contiguous().flatten()
+        digest.update(flat.numpy().tobytes())
+        some += flat[:: max(1, flat.numel() // 50)].tolist()
+    return {"digest": digest.hexdigest(), "values": some}
+
+
+def measure(torch: Any, system: str, what: Workload, rank: int) -> dict[str, Any]:
+    """Seconds of each step, where a GPU is waited for at its end; and what was learned."""
     device = torch.device("cuda", 0)
     module = what.build(torch).to(device)
     batches = [_to(each, device) for each in what.batches(torch, rank)]
@@ -67,13 +79,17 @@ def measure(torch: Any, system: str, what: Workload, rank: int) -> list[float]:
         optimizer.step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
+    values = _values(module)
     end()
-    return seconds[_WARM_UP:]
+    return {"seconds": seconds[_WARM_UP:], **values}
 
 
 def main(system: str, folder: str, *names: str) -> None:
     """Writes FOLDER/SYSTEM-RANK.json: seconds of each workload's steps."""
     torch = importlib.import_module("torch")
+    if names[0] == "deterministic":
+        names = names[1:]
+        torch.use_deterministic_algorithms(True, warn_only=True)  # some pooling has no such kernel
     rank, job = int(os.environ.get("TENSORWIRE_RANK", os.environ.get("RANK", "0"))), None
     if system == "ddp":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -7,10 +7,12 @@ where there is one. The former have the bits of ordinary training, as the same k
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from team import Team, make_team
@@ -19,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
-from tensorwire.parameters import RemoteStore
+from tensorwire.parameters import Place, RemoteStore
 from tensorwire.torch import checkpoint, devices
 from tensorwire.torch.replica import device_gradients
 
@@ -78,6 +80,7 @@ def train(
         make = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
             "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
         }[optimizer]
         opt: Any = tw.DistributedOptimizer(make(model.parameters()), model, **options)
         scaler = tw.GradScaler(where.type, init_scale=1024.0) if "scaler" in way else None
@@ -197,10 +200,11 @@ def test_a_change_behind_the_back_of_the_optimizer_is_found(
     assert "was changed" in said
 
 
-def look(job: Any, kind: str) -> Any:
+def look(job: Any, kind: str, shares: str = "auto") -> Any:
     with device(kind) as where:
         model = small_model().to(where)
-        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        opt: Any = tw.DistributedOptimizer(sgd, model, shares=shares)
         for images, labels in job.loader(samples(), 8):
             opt.zero_grad()
             cross_entropy(model(images.to(where)), labels.to(where)).backward()
@@ -212,24 +216,24 @@ def look(job: Any, kind: str) -> Any:
 def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] | None) -> None:
     found = team.run(look, kind, transports=transports)[0]
     name = "cuda:0" if kind == "cuda" else "cpu"
-    route = f"copied from {name} into its server's memory"
+    route, how, reason = f"copied within {name} into its server's memory", "within", "on the same"
     if transports:
-        route = f"copied from {name}, then sent"
+        route, how, reason = f"copied from {name}, then sent", "to", "on a device"
     for row in found.gradients:
         assert (row.route, row.copies, row.bytes_copied) == (route, 1, row.bytes)
-        assert "on a device" in row.reason
+        assert reason in row.reason
     for row in found.rows[len(found.gradients) :]:
-        assert row.route == f"copied to {name}", "and not by way of the driver's buffer"
+        assert row.route == f"copied {how} {name}", "and not by way of the driver's buffer"
         assert row.bytes_copied == row.bytes
         assert not row.in_place
 
 
-def look_where_pages_stay(job: Any, kind: str) -> Any:
+def look_where_pages_stay(job: Any, kind: str, shares: str) -> Any:
     """As `look`, where the driver locks no page."""
     before = devices.PageLocks.lock
     devices.PageLocks.lock = lambda self, memories: setattr(self, "why_not", "no")  # type: ignore
     try:
-        return look(job, kind)
+        return look(job, kind, shares)
     finally:
         devices.PageLocks.lock = before  # type: ignore[method-assign]
 
@@ -237,10 +241,54 @@ def look_where_pages_stay(job: Any, kind: str) -> Any:
 @both
 def test_explain_tells_why_copies_are_slow(kind: str, team: Team) -> None:
     """Named for a bug: it said nothing of those of gradients, which backward then waits for."""
-    found = team.run(look_where_pages_stay, kind)[0]
+    found = team.run(look_where_pages_stay, kind, "host")[0]
     for row in found.rows:
         assert "by way of the driver's buffer" in row.route
         assert row.reason == "no"
+
+
+@both
+def test_servers_keep_their_shares_in_memory_of_the_host_on_request(kind: str, team: Team) -> None:
+    found = team.run(look, kind, "host")[0]
+    name = "cuda:0" if kind == "cuda" else "cpu"
+    for row in found.gradients:
+        assert row.route == f"copied from {name} into its server's memory"
+        assert "reads the host's memory" in row.reason
+
+
+SHARED_WAYS: dict[str, dict[str, Any]] = {
+    "norm": {"max_norm": 0.5, "ema": 0.9},
+    "by own step": {"optimizer": "nadam"},
+}
+
+
+@both
+@pytest.mark.parametrize("name", SHARED_WAYS)
+def test_a_share_on_a_device_has_the_bits_of_one_on_the_host(
+    name: str, kind: str, team: Team
+) -> None:
+    """On a CUDA device the bits are those of its kernels, for all servers, or a worker alone."""
+    options = SHARED_WAYS[name]
+    one = team.run(_train_with, kind, options, servers=1, slices=2)
+    two = team.run(_train_with, kind, options, servers=2, slices=2)
+    alone = team.alone(_train_with, kind, options, slices=2)
+    assert {each[0] for each in [*one, *two, alone]} == {one[0][0]}
+    if kind == "staged":
+        host = team.run(_train_with, kind, {**options, "shares": "host"}, slices=2)
+        assert host[0][0] == one[0][0]
+
+
+def test_an_unknown_place_of_shares_is_an_error(team: Team) -> None:
+    said = team.run(_make_with_shares, "gpu", workers=1)[0]
+    assert said == "shares is 'auto' or 'host', not 'gpu'"
+
+
+def _make_with_shares(job: Any, shares: str) -> str:
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="shares is") as error:
+        tw.DistributedOptimizer(sgd, model, shares=shares)
+    return str(error.value)
 
 
 class Mixed(nn.Module):
@@ -721,7 +769,9 @@ def test_gradients_leave_behind_what_computes_them(side: bool) -> None:
 
 def train_compiled(job: Any, kind: str, compiled: bool) -> str:
     with device(kind) as where:
-        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch about itself
+            torch._dynamo.reset()
         model = small_model().to(where)
         opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         forward = torch.compile(model, backend="aot_eager") if compiled else model
@@ -743,3 +793,17 @@ def test_a_compiled_model_under_autocast(kind: str, team: Team) -> None:
         assert len(set(found)) == 1
         if kind == "staged":
             assert found == team.run(train_compiled, "host", compiled)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_is_cut_where_servers_share_its_place(transposed: bool) -> None:
+    with device("staged") as where:
+        parameter = nn.Parameter(torch.zeros(6, 10))
+        pieces = [torch.zeros(64, dtype=torch.uint8), torch.zeros(176, dtype=torch.uint8)]
+        place = Place(np.empty(0, np.uint8), True, None, 0, pieces)
+        there = device_gradients.DeviceGradients(where, {0: parameter}, [place])
+        gradient = torch.arange(60.0).view(6, 10)
+        there.leave(0, gradient.T.contiguous().T if transposed else gradient)
+        assert [each.tensor for each in there.arrive()] == [0]
+        assert torch.cat(pieces).view(torch.float32).tolist() == list(range(60))
+        there.close()

@@ -4,6 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
+from .device import DeviceBytes, ModelDevice, ShareDevice
 from .kernel import AVERAGE_ONLY, Kernel, Lent, Lookup, Rows, Scalars, TableStep, Tile, Weight
 from .layout import (
     CELL_BYTES,
@@ -66,6 +67,7 @@ __all__ = [
     "Bytes",
     "Cell",
     "Commit",
+    "DeviceBytes",
     "Hyper",
     "Kernel",
     "Layout",
@@ -73,6 +75,7 @@ __all__ = [
     "LocalStore",
     "Lookup",
     "Mode",
+    "ModelDevice",
     "OwnPaceStore",
     "Pace",
     "Paces",
@@ -88,6 +91,7 @@ __all__ = [
     "Selection",
     "Server",
     "Share",
+    "ShareDevice",
     "Snapshot",
     "Spec",
     "Store",

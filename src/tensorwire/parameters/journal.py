@@ -14,7 +14,7 @@ et al., ARIES, 1992), with a cell for a page.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +90,7 @@ class Journal:
         table_undo: of `table_undo_bytes`.
         arrays: for each cell that a step changes, the arrays that it changes.
         tables: likewise for each table, by its first cell: whole arrays.
+        settle: returns when what was begun to be copied between arrays and `undo` is copied.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Journal:
         table_undo: Bytes,
         arrays: Mapping[int, Sequence[Bytes]],
         tables: Mapping[int, Sequence[Bytes]],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        self._settle = settle
         tensors, cells = len(share.layout.spec.tensors), len(share.cells)
         self._arrays, self._undo = arrays, undo
         parts = _parts(tensors, cells, scalars)
@@ -230,6 +233,7 @@ class Journal:
         for array in self._arrays[change.cell]:
             self._undo[at : at + len(array)] = array
             at += len(array)
+        self._settle()
         self._spent_s[change.slot] += time.perf_counter() - started
 
     def arm(self, change: Change) -> None:
@@ -276,6 +280,7 @@ class Journal:
                 for array in self._arrays[cell]:
                     array[:] = self._undo[at : at + len(array)]
                     at += len(array)
+                self._settle()
             self._armed[slot] = 0
         for cell in np.flatnonzero(self._armed_tables).tolist():
             if self._done[cell] < self._armed_tables[cell]:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .device import ShareDevice
 from .layout import Cell, TensorSpec
 from .messages import Bytes, Hyper
 
@@ -154,6 +155,16 @@ class Kernel(Protocol):
 
         A reduced gradient that stays is `kept` there, perhaps in the first slot. The `shape` is
         that of the one tensor in it, where a tensor must not be cut; else None.
+        """
+
+    def device(self, name: str) -> ShareDevice:
+        """A device of this host on which this arithmetic can be done, and its arrays can be.
+
+        Args:
+            name: as workers give it.
+
+        Raises:
+            UnavailableError: this process cannot use it, or it is unknown here.
         """
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:

@@ -76,7 +76,8 @@ class Description(NamedTuple):
     """A store as one worker wants it; docs/parameters.md tells of home, view and wants.
 
     `durable`: it is to outlive the servers, where their memory does. `mode`: how the steps of
-    workers follow each other.
+    workers follow each other. `device`: on which the model is, see `ModelDevice`; "": it is not on
+    one, or servers are to keep their shares in memory of the host.
     """
 
     home: int
@@ -85,6 +86,7 @@ class Description(NamedTuple):
     spec: Spec
     durable: bool = False
     mode: Mode = SYNC
+    device: str = ""
 
     def to_json(self) -> bytes:
         """As it travels."""
@@ -94,6 +96,7 @@ class Description(NamedTuple):
             "view": self.view,
             "wants": wants,
             "durable": self.durable,
+            "device": self.device,
         }
         raw |= {"mode": self.mode.name, "staleness": self.mode.staleness}
         return json.dumps({**raw, "spec": self.spec.to_json().decode()}).encode()
@@ -109,7 +112,8 @@ class Description(NamedTuple):
             spec = Spec.from_json(raw["spec"].encode())
             wants = checked_wants(raw["wants"], spec)
             mode = checked_mode(raw["mode"], raw["staleness"])
-            return Description(home, int(raw["view"]), wants, spec, raw["durable"] is True, mode)
+            durable, device = raw["durable"] is True, str(raw["device"])
+            return Description(home, int(raw["view"]), wants, spec, durable, mode, device)
         except MALFORMED as error:
             raise ValueError(str(error)) from error
 
@@ -150,7 +154,7 @@ def told_description(data: bytes, servers: int, first: Description | None = None
             f"it takes its gradients from files, and tw.init({first.mode}) is for scripts alone: "
             'use mode="sync", or no --file-workers'
         )
-    return first._replace(home=home, view=view)
+    return first._replace(home=home, view=view, device="")
 
 
 @dataclass(frozen=True, slots=True)

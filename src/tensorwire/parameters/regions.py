@@ -33,6 +33,8 @@ class RegionKind(StrEnum):
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
     COUNTS, SCALARS, AVERAGED = "counts", "scalars", "averaged"
     NORMS, MASTER = "norms", "master"
+    # At a server whose share is on a device, there: the parameters.
+    ON_DEVICE = "on device"
     # At all servers but the first, where each worker goes at its own pace.
     ORDER = "order"
     # Of snapshots of versions: what is asked for, who holds which, each of them, at a server; what
@@ -175,6 +177,7 @@ class ServerRegions:
         kind: RegionKind,
         which: int | str | None = None,
         size_bytes: int | None = None,
+        device: str | None = None,
     ) -> Region:
         """Allocates a region at the server; it is never empty. None: of the size for its kind."""
         if size_bytes is None:
@@ -187,7 +190,7 @@ class ServerRegions:
             }  # fmt: skip
         name = self.name(kind, which)
         size_bytes = max(size_bytes, _LEAST_BYTES)
-        return member.allocate(size_bytes, name=name, access=access, **counters)
+        return member.allocate(size_bytes, name=name, access=access, device=device, **counters)
 
     def changed_start(self) -> int:
         """Where the server's part of a worker's CHANGED begins."""

@@ -9,19 +9,18 @@ journal is written in memory of its own, so that both passes can be made again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tensorwire.transitions import CELL, STEP, TABLE
 from tensorwire.walk import Walk
 
-from .contributions import Contribution, Contributions
+from .contributions import Contributions
+from .device import DeviceBytes, ShareDevice
 from .journal import MOST_THREADS, Journal, Numbers
 from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
 from .layout import CELL_BYTES, Cell, Share
@@ -37,57 +36,11 @@ from .messages import (
     Hyper,
 )
 from .rows import Table, read_part, tables_of
+from .shard_memory import ShardMemory
 from .step import Arrivals, Changed, Exchange, Publisher, Step
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _MIN_CELLS_PER_THREAD = 2  # of CELL_BYTES; a pool costs some tens of microseconds
-
-
-@dataclass(frozen=True)
-class ShardMemory:
-    """The memory of a shard; arrays have the bytes of its share.
-
-    Attributes:
-        master: the parameters.
-        contributions: of each slice.
-        states: optimizer state by name.
-        counts: int64, one per tensor of the whole store: steps that were applied to it.
-        scalars: float64, a row per tensor of the whole store: numbers that the optimizer keeps.
-        average: the averages of the values that trained tensors had; None: nobody wants them.
-        averaged: int64, one per tensor of the whole store: of how many values that is.
-        kept: for the reduced gradient; None: it is kept in slot 0.
-        written: for parameters that are written while the job is paused; None: they never are.
-    """
-
-    master: Bytes
-    contributions: Sequence[Contribution]
-    states: Mapping[str, Bytes] = field(default_factory=dict)
-    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    scalars: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
-    average: Bytes | None = None
-    averaged: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    kept: Bytes | None = None
-    written: Bytes | None = None
-
-    def changed_by_cell(self, share: Share, kernel: Kernel) -> dict[int, list[Bytes]]:
-        """For each cell that a step changes, the parts of the arrays that it changes."""
-        average = [] if self.average is None else [self.average]
-        whole = [self.master, *self.states.values(), *average]
-        if kernel.changes_kept and self.kept is not None:
-            whole = [self.kept, *average]
-        return {
-            index: [each[cell.start - share.start : cell.stop - share.start] for each in whole]
-            for index, cell in enumerate(share.cells)
-            if cell.kind in ("trained", "whole")
-        }
-
-    def changed_by_table(self, share: Share) -> dict[int, list[Bytes]]:
-        """Likewise for each table, by its first cell."""
-        whole = [self.master, *self.states.values()]
-        return {
-            table.cells.start: [each[table.start : table.stop] for each in whole]
-            for table in tables_of(share)
-        }
 
 
 def threads_for(cells: int, most: int) -> int:
@@ -114,16 +67,14 @@ class Shard:
         self._journal = journal
         self.memory = memory
         self._kernel = kernel
-        self._tiles = {
-            i: self._bind(kernel, cell) for i, cell in enumerate(share.cells) if cell.kind != "rows"
-        }
-        self._trained = [
-            i for i, cell in enumerate(share.cells) if cell.kind in ("trained", "whole")
-        ]
+        self._bundles = memory.bundles(share)
+        self._kept_on_device: DeviceBytes = None
+        self._trained = [i for _, members in self._bundles.values() for i in members]
+        self._bind_tiles()
         # By their first cells, which stand for all of a table's.
         self._tables = {table.cells.start: table for table in tables_of(share)}
         self._lookups = {i: self._bind_rows(kernel, table) for i, table in self._tables.items()}
-        self._worked_on = [*self._trained, *self._tables]
+        self._worked_on = [*self._bundles, *self._tables]
         self._copied = [
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
         ]
@@ -135,6 +86,8 @@ class Shard:
         self._counts = memory.counts.data
         trained_bytes = sum(share.cells[i].stop - share.cells[i].start for i in self._trained)
         threads = threads_for(-(-trained_bytes // CELL_BYTES) + len(self._tables), threads)
+        if memory.device is not None:
+            threads = 1  # the device does the work
         self.threads = threads
         # The caller works too.
         self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None
@@ -193,25 +146,40 @@ class Shard:
         if self._pool:
             self._pool.shutdown()
 
+    def _bind_tiles(self) -> None:
+        """Makes a tile of each cell, and of each bundle of several."""
+        cells, bundles = self.share.cells, self._bundles
+        self._tiles = {
+            i: self._bind(self._kernel, cell) for i, cell in enumerate(cells) if cell.kind != "rows"
+        }
+        self._bundle_tiles = {
+            i: self._tiles[i] if len(members) == 1 else self._bind(self._kernel, bundle)
+            for i, (bundle, members) in bundles.items()
+        }
+
     def _bind(self, kernel: Kernel, cell: Cell) -> Tile:
         begin, end = cell.start - self.share.start, cell.stop - self.share.start
-        memory = self.memory
-        states = memory.states if cell.kind in ("trained", "whole") else {}
+        memory, changes = self.memory, cell.kind in ("trained", "whole")
+        states = memory.states if changes else {}
         shape = None
         if cell.kind == "whole":
             shape = self.share.layout.spec.tensors[cell.pieces[0].tensor].shape
         slots = [each.slot for each in memory.contributions]
         # Where nothing can be produced, no commit says that it was.
         produced = [
-            each.slot if each.produced is None else each.produced for each in memory.contributions
+            each.slot if each.produced is None or not changes else each.produced
+            for each in memory.contributions
         ]
+        kept = slots[0] if memory.kept is None else memory.kept
+        if changes and self._kept_on_device is not None:
+            kept = self._kept_on_device
         return kernel.bind(
             cell,
             shape,
-            memory.master[begin:end],
+            (memory.worked_on if changes else memory.master)[begin:end],
             [slot[begin:end] for slot in (*slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
-            slots[0][begin:end] if memory.kept is None else memory.kept[begin:end],
+            kept[begin:end],
         )
 
     def _bind_rows(self, kernel: Kernel, table: Table) -> Lookup:
@@ -247,6 +215,7 @@ class Shard:
     def _keep_reduced(self, step: Step) -> None:
         """Keeps the reduced gradient; the sums of its squares per cell, if asked for."""
         given, reduced, looks = step.given, step.reduced, step.looks
+        self._keep_on_device()
 
         def work(index: int) -> list[float]:
             if index in self._tables:
@@ -259,7 +228,28 @@ class Shard:
                 return []
             return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
-        step.sums, step.reduced = np.array(self._map(work, step.arrivals), np.float64), True
+        cells = [*self._trained, *self._tables]
+        sums = self._map(work, step.arrivals, cells)
+        step.sums, step.reduced = np.array(sums, np.float64), True
+        if step.head.operation == REDUCE and self.memory.device is not None:
+            self._copy_kept(self.memory.device, to_host=True)
+
+    def _keep_on_device(self) -> None:
+        """Gets memory for a reduced gradient on the device, where there is one."""
+        device = self.memory.device
+        if device is not None and self._kept_on_device is None:
+            self._kept_on_device = device.empty(self.share.size_bytes)
+            self._bind_tiles()
+
+    def _copy_kept(self, device: ShareDevice, to_host: bool) -> None:
+        """Copies the reduced gradient to where workers read and write it, or from there."""
+        memory, base = self.memory, self.share.start
+        host = memory.contributions[0].slot if memory.kept is None else memory.kept
+        for bundle, _ in self._bundles.values():
+            part = slice(bundle.start - base, bundle.stop - base)
+            pair = host[part], self._kept_on_device[part]
+            device.copy(*(pair if to_host else pair[::-1]))
+        device.synchronize()
 
     def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
         """The rows of a table that any slice has, whose gradient is reduced then."""
@@ -330,7 +320,8 @@ class Shard:
             if publisher and is_table:
                 publisher.rows(self._tables[index], rows)
             elif publisher:
-                publisher(self.share.cells[index].start, self.share.cells[index].stop)
+                bundle, _ = self._bundles[index]
+                publisher(bundle.start, bundle.stop)
             return ()
 
         self._map(work, step.arrivals)
@@ -338,7 +329,7 @@ class Shard:
     def _change_cell(self, change: Changed) -> None:
         """Applies the gradient to a cell, reduced here if it is not kept."""
         step, memory = change.step, self.memory
-        cell, tile = self.share.cells[change.cell], self._tiles[change.cell]
+        (cell, _), tile = self._bundles[change.cell], self._bundle_tiles[change.cell]
         found: list[tuple[Sequence[int], Scalars]] = []
         hyper = step.head.hyper[cell.group]
         for run in step.given.of(cell):
@@ -353,6 +344,10 @@ class Shard:
                 found.append((tensors, scalars))
         if memory.average is not None:
             self._average(cell, memory.average)
+        if memory.device is not None:
+            part = slice(cell.start - self.share.start, cell.stop - self.share.start)
+            memory.device.copy(memory.master[part], memory.on_device[part])
+            memory.device.synchronize()
         if found:
             self._note(step, found)
 
@@ -388,7 +383,7 @@ class Shard:
         if index in self._tables:
             tensors: Sequence[int] = self._tables[index].tensors
         else:
-            tensors = [piece.tensor for piece in self.share.cells[index].pieces]
+            tensors = [piece.tensor for piece in self._bundles[index][0].pieces]
         return [([each], journal.noted(each)) for each in tensors if given.weights(each)]
 
     def _average(self, cell: Cell, average: Bytes) -> None:
@@ -397,7 +392,7 @@ class Shard:
         for start, stop, begins in cell.runs(lambda piece: averaged[piece.tensor] == 0):
             part = slice(start - base, stop - base)
             weight = 1.0 if begins else 1.0 - self.share.layout.spec.ema
-            self._kernel.average(cell.dtype, average[part], self.memory.master[part], weight)
+            self._kernel.average(cell.dtype, average[part], self.memory.worked_on[part], weight)
 
     def _step_rows(
         self, index: int, given: Contributions, hyper: Hyper, scale: float
@@ -453,6 +448,15 @@ class Shard:
             return ()
 
         self._map(work, step.arrivals, range(len(self.share.cells)))
+        if self.memory.device is not None:
+            self._fill_device(self.memory.device)
+
+    def _fill_device(self, device: ShareDevice) -> None:
+        """The device gets the present values."""
+        for bundle, _ in self._bundles.values():
+            part = slice(bundle.start - self.share.start, bundle.stop - self.share.start)
+            device.copy(self.memory.on_device[part], self.memory.master[part])
+        device.synchronize()
 
     def _take(self, source: Bytes, start: int, stop: int, publisher: Publisher | None) -> None:
         """Bytes [start, stop) of the store from memory that has those of the share."""
@@ -484,6 +488,9 @@ class Shard:
             journal = None  # it is reduced anew, all of it
         contribute = partial(self._contributions, commits)
         step = Step(commits, exchange, publisher, arrivals, contribute, journal)
+        if step.reduced and self.memory.device is not None:
+            self._keep_on_device()
+            self._copy_kept(self.memory.device, to_host=False)
         if journal and (norm := journal.norm(step.head.version)) is not None:
             step.take_noted(norm)
         reduces = commits[0].operation == REDUCE
@@ -500,7 +507,8 @@ class Shard:
         arrivals: Arrivals | None,
         cells: Sequence[int] | None = None,
     ) -> list[float]:
-        """The results for some cells in order; None: each trained cell and each table."""
+        """The results for some cells in order; None: each bundle of cells and each table."""
+        bundled = cells is None and len(self._bundles) < len(self._trained)
         cells = self._worked_on if cells is None else cells
         indices = cells if arrivals is None else arrivals.order(cells)
         # Each thread takes the next: one whose core is wanted by others holds up nobody.
@@ -514,7 +522,8 @@ class Shard:
                 except IndexError:
                     break
                 if arrivals:
-                    arrivals.wait(index)
+                    for each in self._bundles[index][1] if bundled else (index,):
+                        arrivals.wait(each)
                 found[index] = work(index)
             return found
 

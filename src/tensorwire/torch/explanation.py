@@ -24,6 +24,7 @@ from .optimizer import DistributedOptimizer, replica_of
 from .replica.gradient_state import Found, GradientState
 from .replica.replica import Replica
 
+_WITHIN = "its server has its share on the same device"
 _SLOWLY = " by way of the driver's buffer"
 
 STEPS = 2
@@ -177,6 +178,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     """
     core = replica_of(optimizer)
     gradients, parameters = [], []
+    within = bool(core.store.on_device())
     for found in core.tensors():
         parameter, state = found.parameter, found.gradient
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -191,14 +193,18 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                 ExplainRow(
                     found.name, "gradient", shape, dtype, arrived, size_bytes, offset,
                     outcome.in_place and arrived, _route(state, outcome), copies, copied,
-                    state.slow or outcome.reason if arrived else NOT_YET,
+                    _reason(state, outcome) if arrived else NOT_YET,
                 )
             )  # fmt: skip
-        parameters.append(_parameter_row(found))
+        parameters.append(_parameter_row(found, within and state is not None))
     return Explanation(_name_of(core), tuple(gradients + parameters), core.reducer.planning_s)
 
 
-def _parameter_row(found: Found) -> ExplainRow:
+def _reason(gradient: GradientState, outcome: Outcome) -> str:
+    return _WITHIN if gradient.within else gradient.slow or outcome.reason
+
+
+def _parameter_row(found: Found, within: bool) -> ExplainRow:
     parameter = found.parameter
     why = "it is being edited" if found.held else "another optimizer has it"
     row = ExplainRow(
@@ -208,12 +214,12 @@ def _parameter_row(found: Found) -> ExplainRow:
     )  # fmt: skip
     if is_on_host(parameter) or not found.inside:
         return row
-    route = f"copied to {parameter.device}"
-    if found.slow:
+    route = f"copied {'within' if within else 'to'} {parameter.device}"
+    if found.slow and not within:
         route += _SLOWLY
     return dataclasses.replace(
         row, in_place=False, route=route, copies=1, bytes_copied=parameter.nbytes,
-        reason=found.slow or COPIED,
+        reason=_WITHIN if within else found.slow or COPIED,
     )  # fmt: skip
 
 
@@ -245,7 +251,7 @@ def _route(gradient: GradientState, outcome: Outcome) -> str:
     if outcome.reason == SPARSE:
         return "rows sent"
     if not is_on_host(gradient.parameter):
-        route = f"copied from {gradient.parameter.device}"
+        route = f"copied {'within' if gradient.within else 'from'} {gradient.parameter.device}"
         route += _SLOWLY if gradient.slow else ""
         return route + (" into its server's memory" if gradient.was_in_place else ", then sent")
     if not outcome.in_place:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PLACEMENTS = ("plan", "copy")
 SPARSE = ("exact", "lazy")
+SHARES = ("auto", "host")
 
 
 def DistributedOptimizer(
@@ -41,6 +42,7 @@ def DistributedOptimizer(
     apply: str = "auto",
     ema: float | None = None,
     sparse: str = "exact",
+    shares: str = "auto",
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -55,7 +57,7 @@ def DistributedOptimizer(
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
             schedulers, hooks and `isinstance` go on working.
         model: has all parameters of the optimizer; dense, floating, on the CPU or one CUDA device
-            (its servers are on the host, see `docs/gpu-training.md`). A `Split` where processes
+            (see `docs/gpu-training.md`). A `Split` where processes
             share a model, on the CPU, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
             optimizer is then SGD without momentum and weight decay.
@@ -78,6 +80,10 @@ def DistributedOptimizer(
         placement: "plan": backward produces gradients where the servers on this host read them (in
             the first step those from 64 KiB up), or in registered memory from which they are sent
             to other hosts; "copy": the worker copies each one. The same bits.
+        shares: of a model on a GPU. "auto": servers keep parameters and optimizer state on that GPU
+            and step there, if the models of all workers are on it (`docs/gpu-training.md` has the
+            other conditions; `explain` says what became of it). "host": they keep them in the
+            host's memory, so that they take none of the GPU's.
 
     Returns:
         `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`,
@@ -121,6 +127,8 @@ def DistributedOptimizer(
         raise ValueError(f"ema is a decay between 0 and 1, as 0.999, not {ema!r}")
     if sparse not in SPARSE:
         raise ValueError(f"sparse is {' or '.join(map(repr, SPARSE))}, not {sparse!r}")
+    if shares not in SHARES:
+        raise ValueError(f"shares is {' or '.join(map(repr, SHARES))}, not {shares!r}")
     check_possible(optimizer)
     index = model_index_of(model)
     if index is not None:
@@ -145,6 +153,7 @@ def DistributedOptimizer(
         apply,
         ema or 0.0,
         sparse == "lazy",
+        shares,
         index,
     )
     if index is not None:

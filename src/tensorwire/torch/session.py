@@ -16,6 +16,7 @@ from tensorwire.memory import Node
 from tensorwire.parameters import (
     LocalStore,
     Mode,
+    ModelDevice,
     OwnPaceStore,
     Paces,
     Part,
@@ -219,22 +220,29 @@ class Session:
 
     # ---- stores
 
-    def open_store(self, spec: Spec, kernel: TorchKernel, part: Part | None = None) -> Store:
+    def open_store(
+        self,
+        spec: Spec,
+        kernel: TorchKernel,
+        part: Part | None = None,
+        device: ModelDevice | None = None,
+    ) -> Store:
         """A store for an optimizer; all workers open the same ones in the same order.
 
         Args:
             spec: of all tensors.
             kernel: its arithmetic.
             part: which of them this worker has; None: all.
+            device: on which servers are to keep their shares; None: on none.
         """
         number, self._opened = self._opened, self._opened + 1
         store: Store
         if self.member is None:
-            store = LocalStore(spec, kernel)
+            store = LocalStore(spec, kernel, device)
         elif self.mode.is_sync:
-            store = RemoteStore(self.member, number, spec, part)
+            store = RemoteStore(self.member, number, spec, part, device=device)
         else:
-            store = OwnPaceStore(self.member, number, spec, self.mode)
+            store = OwnPaceStore(self.member, number, spec, self.mode, device)
         self._stores.append(store)
         return store
 

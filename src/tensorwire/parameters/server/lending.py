@@ -37,7 +37,7 @@ from ..reading import (
     word_of,
 )
 from ..regions import AVERAGE, ServerRegions
-from ..shard import ShardMemory
+from ..shard_memory import ShardMemory
 from ..snapshot import Parts, Reply, RequestOutcome
 from .budget import CopyBudget
 from .sealed import SealedMemory

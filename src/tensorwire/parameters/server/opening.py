@@ -15,8 +15,9 @@ from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion, Word
 
 from ..contributions import Contribution
+from ..device import DeviceBytes, ShareDevice
 from ..layout import Layout, Spec
-from ..messages import Description, DisagreementError, told_description
+from ..messages import Bytes, Description, DisagreementError, told_description
 from ..regions import RegionKind, ServerRegions, region_name
 from .door import ReaderDoor
 
@@ -37,7 +38,11 @@ class Opening:
         closing: nobody waits for the store any more.
         door: where readers come; None: there is none.
         pause: the word by which the job is paused; None: this is not server 0.
+        workers_device: a device of the kind on which all workers have their models; "": none.
+        device: that of this server's share; None: it is in memory of the host.
     """
+
+    device: ShareDevice | None = None
 
     def __init__(
         self,
@@ -62,6 +67,11 @@ class Opening:
         self.regions = ServerRegions(number, shares, member.index)
         self.homes = {each.home for each in self.descriptions.values()} - {-1}
         self.mode = self.descriptions[0].mode
+        devices = [each.device for _, each in sorted(self.descriptions.items())]
+        alike = len({each.rpartition(" ")[0] for each in devices}) == 1
+        # In every share, or in none: only then do bits not depend on the number of servers.
+        rows = any(tensor.kind == "rows" for tensor in spec.tensors)
+        self.workers_device = devices[0] if alike and all(devices) and not rows else ""
         self.durable = member.durable and self.descriptions[0].durable
         if member.durable and not self.durable:
             member.decline_successor()
@@ -115,13 +125,26 @@ class Opening:
         self._allocated.append(self.regions.allocate(self.member, kind, which, size_bytes))
         return self._allocated[-1]
 
+    def worked_on(
+        self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
+    ) -> Bytes | DeviceBytes:
+        """Allocates a region of what steps change, on the share's device where it has one."""
+        size = self.regions.share.size_bytes if size_bytes is None else size_bytes
+        if self.device is None:
+            return self.allocate(kind, which, size_bytes).array()[:size]
+        where, regions = self.device.where, self.regions
+        region = regions.allocate(self.member, kind, which, size_bytes, where)
+        self._allocated.append(region)
+        return self.device.over(region, size)
+
     def contribution(self, slice_index: int, slot: Region) -> Contribution:
         """The memory for a slice's gradients; its slot is there already."""
         size, produced, pool = self.regions.share.size_bytes, None, None
         heads = np.empty(0, np.uint8)
         if self.produces(slice_index):
-            produced = self.allocate(RegionKind.PRODUCED, slice_index).array()[:size]
-            pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
+            produced = self.worked_on(RegionKind.PRODUCED, slice_index)
+            if self.device is None:  # to a device gradients are copied, each to its place
+                pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
         if self.regions.tables:
             heads = self.allocate(RegionKind.ROWS, slice_index).array()
         return Contribution(slot.array()[:size], produced, pool, heads)

@@ -27,7 +27,7 @@ from tensorwire.walk import Walk
 
 from ..messages import Bytes
 from ..regions import AVERAGE, RegionKind, reply_block
-from ..shard import ShardMemory
+from ..shard_memory import ShardMemory
 from ..snapshot import (
     AVERAGED,
     BELL_BYTES,
@@ -268,7 +268,8 @@ class Snapshots:
             for start in range(0, len(array), _CHUNK_BYTES):
                 if self._closing:
                     raise ClosedError("the store is freed")
-                target[start : start + _CHUNK_BYTES] = array[start : start + _CHUNK_BYTES]
+                part = slice(start, start + _CHUNK_BYTES)
+                self._memory.bring(target[part], array[part])
 
     def _arrays(self) -> Mapping[str, Bytes]:
         """What a snapshot consists of, by the names of its parts."""
@@ -310,6 +311,12 @@ def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
     arrays[AVERAGED] = memory.averaged.view(np.uint8)
     arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
     return arrays
+
+
+def arrays_on_host(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
+    """The same; of what a device has, copies."""
+    arrays = whole_arrays(memory, size_bytes)
+    return {name: memory.on_host(array) for name, array in arrays.items()}
 
 
 def _outbox(name: str, block: slice, worker: Peer) -> RemoteMailbox:

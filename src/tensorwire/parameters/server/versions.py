@@ -11,17 +11,19 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import wait_all
 from tensorwire.transitions import VERSION
 from tensorwire.walk import Walk
 
+from ..device import ShareDevice
 from ..journal import Journal
 from ..kernel import Kernel
 from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, WRITTEN, Commit, Result
 from ..reading import ReadPlace, lent_name
 from ..regions import AVERAGE, RegionKind
-from ..shard import Shard, ShardMemory
+from ..shard import Shard
+from ..shard_memory import ShardMemory
 from ..snapshot import VALUES, state
 from ..step import Exchange
 from .arrivals import ArrivingUnits
@@ -30,7 +32,7 @@ from .hold import Hold
 from .lending import Lending
 from .opening import Opening
 from .publish import Chunks, Norms, Publication, Results
-from .snapshots import Snapshots, whole_arrays
+from .snapshots import Snapshots, arrays_on_host
 
 _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
 
@@ -96,11 +98,10 @@ class Versions:
             raise ValueError(f"{spec.optimizer} has the hyper-parameters {kernel.hyper}")
         if kernel.scalars != spec.scalars:
             raise ValueError(f"{spec.optimizer} has the scalars {kernel.scalars}")
+        opening.device = device = _device_of(opening, kernel)
         slots = [opening.allocate(RegionKind.SLOT, i) for i in range(spec.slices)]
         contributions = [opening.contribution(i, slot) for i, slot in enumerate(slots)]
-        states = {
-            name: opening.allocate(RegionKind.STATE, name).array()[:size] for name in kernel.states
-        }
+        states = {name: opening.worked_on(RegionKind.STATE, name) for name in kernel.states}
         counts = opening.allocate(RegionKind.COUNTS).array("int64")[: len(spec.tensors)]
         self._publication = Publication(opening)
         self._norms = Norms(opening)
@@ -108,7 +109,7 @@ class Versions:
         scalars = opening.allocate(RegionKind.SCALARS).array("float64")[: shape[0] * shape[1]]
         average, averaged = None, np.zeros(0, np.int64)
         if spec.ema:
-            average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
+            average = opening.worked_on(RegionKind.STATE, AVERAGE)
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
         # Slot 0 would do, but for a successor, and where slice 0 is computed meanwhile.
         apart = opening.durable or not opening.mode.is_sync
@@ -117,9 +118,13 @@ class Versions:
         if opening.mode.is_sync:  # pages that nobody writes need no memory
             self._written = opening.allocate(RegionKind.WRITTEN)
         written = None if self._written is None else self._written.array()[:size]
+        on_device = None
+        if device is not None:
+            on_device = opening.worked_on(RegionKind.ON_DEVICE)
+            device.lock([self._publication.master])
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
-            average, averaged, kept, written,
+            average, averaged, kept, written, device, on_device,
         )  # fmt: skip
         self._journal = None
         if opening.durable:
@@ -135,6 +140,8 @@ class Versions:
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
+        if device is not None and not here:  # to what is given back the device would not get
+            device.lock([each.slot for each in contributions])
         self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
         self._kept_steps = [1] * len(slots)  # the first step may push what others do not
         self._stepped = self._was_written = False
@@ -265,6 +272,8 @@ class Versions:
         self._snapshots.close()
         self._shard.close()
         self._gatherer.close()
+        if self._opening.device is not None:
+            self._opening.device.close()
 
     def _discard_unused(self, commits: Sequence[Commit]) -> None:
         """Slots need no memory after the first values, nor where gradients are all in place."""
@@ -288,6 +297,18 @@ class Versions:
                 self._kept_steps[index] = _KEPT_STEPS
 
 
+def _device_of(opening: Opening, kernel: Kernel) -> ShareDevice | None:
+    """The device on which the share is: that of the workers' models, where this process can."""
+    if not opening.workers_device or kernel.changes_kept or not opening.regions.share.size_bytes:
+        return None
+    try:
+        return kernel.device(opening.workers_device)
+    except UnavailableError as error:
+        here = opening.regions.server
+        sys.stderr.write(f"server {here} keeps its share in the host's memory: {error}\n")
+        return None
+
+
 def _lend(
     opening: Opening, publication: Publication, memory: ShardMemory, threads: int
 ) -> Lending | None:
@@ -298,12 +319,13 @@ def _lend(
     here = opening.regions.server
     own = RegionKind.VIEW, RegionKind.MASTER
     lent = {str(each): region for each in own for region in opening.allocated(each).values()}
-    states = opening.allocated(RegionKind.STATE)
+    # What is on a device is read from snapshots alone.
+    states = opening.allocated(RegionKind.STATE) if memory.device is None else {}
     lent |= {state(name): region for name, region in states.items()}
     store = opening.number
     places = {VALUES: ReadPlace(home, lent_name(store, kind), at)}
     places |= {state(name): ReadPlace(here, lent_name(store, state(name)), 0) for name in states}
-    arrays = partial(whole_arrays, memory, opening.regions.share.size_bytes)
+    arrays = partial(arrays_on_host, memory, opening.regions.share.size_bytes)
     door = opening.door
     try:
         lending = Lending(
@@ -323,9 +345,11 @@ def _open_journal(opening: Opening, kernel: Kernel, memory: ShardMemory, threads
     share, scalars = opening.regions.share, len(opening.spec.scalars)
     cells, tables = memory.changed_by_cell(share, kernel), memory.changed_by_table(share)
     sizes = {
-        RegionKind.UNDO: Journal.undo_bytes(cells, threads),
+        RegionKind.UNDO: Journal.undo_bytes(cells, threads if memory.device is None else 1),
         RegionKind.TABLE_UNDO: Journal.table_undo_bytes(share, len(kernel.states)),
     }
     words = opening.region(RegionKind.JOURNAL).array()
-    undo, rows = (opening.allocate(kind, None, n).array() for kind, n in sizes.items())
-    return Journal(share, scalars, words, undo, rows, cells, tables)
+    undo = opening.worked_on(RegionKind.UNDO, None, sizes[RegionKind.UNDO])
+    rows = opening.allocate(RegionKind.TABLE_UNDO, None, sizes[RegionKind.TABLE_UNDO]).array()
+    settle = {} if memory.device is None else {"settle": memory.device.synchronize}
+    return Journal(share, scalars, words, undo, rows, cells, tables, **settle)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tensorwire.membership import NoteKind
 
+from ..device import DeviceBytes
 from ..kernel import Rows
 from ..layout import Layout, Selection
 from ..messages import Bytes, Commit, Result
@@ -27,12 +28,15 @@ class Place(NamedTuple):
         block: the same place in the pool, where memory is shared. In both any gradient of the same
             size and server may lie: its commit says POOLED, and where.
         server: whose it is.
+        on_device: the memory, where that is on a device, one piece for each server; `memory` is
+            empty then.
     """
 
     memory: Bytes
     shared: bool
     block: Bytes | None = None
     server: int = -1
+    on_device: Sequence[DeviceBytes] = ()
 
 
 class Part(NamedTuple):
@@ -162,6 +166,13 @@ class Store(Protocol):
 
     def last_commit(self, slice_index: int) -> Commit:
         """What was committed for a slice last, whoever has done it; where memory is shared."""
+
+    def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
+        """The shares that are on the device of this worker's model: which bytes, and where.
+
+        The trained parameters there are those of the version that was waited for, until the next
+        commit.
+        """
 
     def is_committed(self, slice_index: int) -> bool:
         """A process in whose place this one is has committed a slice of the next version.

@@ -160,6 +160,11 @@ class Link:
         """Bytes of a tensor lie there."""
         return max(self.share.start, place.start) < min(self.share.stop, place.end)
 
+    def part(self, place: Extent) -> slice:
+        """Which bytes of the share are a tensor's."""
+        start, stop = self.share.clip(place.start, place.end)
+        return slice(start - self.share.start, stop - self.share.start)
+
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """The part of `Store.push` that concerns this server."""
         return self._answers.attempt(self.peer, self._sender(slice_index).push, tensor, data)
@@ -213,9 +218,9 @@ class Link:
         name = self.regions.name(kind, which)
         return self._answers.attempt(self.peer, self.peer.region, name)
 
-    def find(self, kind: RegionKind) -> RemoteRegion | None:
+    def find(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion | None:
         """A region that the server may have or not."""
-        name = self.regions.name(kind)
+        name = self.regions.name(kind, which)
         try:
             return self._answers.attempt(self.peer, self.peer.region, name, None)
         except LookupError:

@@ -15,17 +15,20 @@ from tensorwire.membership import NoteKind
 from tensorwire.memory import local_memory
 
 from ..contributions import Contribution
+from ..device import DeviceBytes, ModelDevice
 from ..kernel import Kernel, Rows
 from ..layout import Layout, Selection, Spec
 from ..messages import Bytes, Commit, Result
 from ..regions import AVERAGE
 from ..rows import Gradient, heads_bytes, part_of, tables_of, take_meant
-from ..shard import Shard, ShardMemory
+from ..shard import Shard
+from ..shard_memory import ShardMemory
 from ..snapshot import AVERAGED, COUNTS, MOST_SNAPSHOTS, SCALARS, VALUES, busy, state
 from .interface import Place
 from .snapshot import LocalSnapshot, Snapshot
 from .view import ScriptView
 
+_NOTHING = np.empty(0, np.uint8)
 _ALONE = "nobody takes the place of a worker that is alone"
 
 
@@ -36,7 +39,7 @@ class LocalStore:
     asynchronous = False
     notes_bytes = 0
 
-    def __init__(self, spec: Spec, kernel: Kernel) -> None:
+    def __init__(self, spec: Spec, kernel: Kernel, device: ModelDevice | None = None) -> None:
         self.layout = Layout(spec)
         self.own = Selection(self.layout)
         self.version = 1
@@ -47,32 +50,46 @@ class LocalStore:
         self._seen = seen = ScriptView(self.layout, self.own, view, private)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.compares, self.memory, self.place = seen.compares, seen.memory, seen.place
+        on_device = device is not None and not kernel.changes_kept and not tables_of(share)
+        self._device = kernel.device(device.name) if device and on_device else None
+        worked_on = _zeros if self._device is None else self._device.empty
         self._memory = [
-            Contribution(_zeros(size), _zeros(size), _zeros(size), _zeros(heads)) for _ in slices
+            Contribution(
+                _zeros(size), worked_on(size), None if on_device else _zeros(size), _zeros(heads)
+            )
+            for _ in slices
         ]
-        states = {name: _zeros(size) for name in kernel.states}
+        states = {name: worked_on(size) for name in kernel.states}
         self._states = dict(states)
         self._counts = np.zeros(len(spec.tensors), np.int64)
         self._scalars = np.zeros((len(spec.tensors), len(spec.scalars)))
         self._averaged = np.zeros(len(spec.tensors), np.int64)
         if spec.ema:
-            self._states[AVERAGE] = _zeros(size)
-        memory = ShardMemory(
+            self._states[AVERAGE] = worked_on(size)
+        if self._device is not None:
+            self._device.lock([view])
+        self._shard_memory = ShardMemory(
             view, self._memory, states, self._counts, self._scalars, self._states.get(AVERAGE),
-            self._averaged,
+            self._averaged, device=self._device,
+            on_device=None if self._device is None else self._device.empty(size),
         )  # fmt: skip
-        self._shard = Shard(share, kernel, memory)
+        self._shard = Shard(share, kernel, self._shard_memory)
         self._tables = tables_of(share)
         self._gradients: list[dict[int, Gradient]] = [{} for _ in slices]
         self._commits: dict[int, Commit] = {}
         self._held: list[int] = []  # versions of which there are snapshots; any thread
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
-        memory = self._memory[slice_index]
-        assert memory.produced is not None
-        assert memory.pool is not None
+        produced, pool = self._memory[slice_index].produced, self._memory[slice_index].pool
+        assert produced is not None
         parts = [slice(place.start, place.end) for place in self.layout.places]
-        return [Place(memory.produced[part], True, memory.pool[part], 0) for part in parts]
+        if pool is None:
+            return [Place(_NOTHING, True, None, 0, [produced[part]]) for part in parts]
+        return [Place(produced[part], True, pool[part], 0) for part in parts]
+
+    def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
+        memory = self._shard_memory.on_device
+        return () if memory is None else [(range(self.layout.size_bytes), memory)]
 
     def slot(self, slice_index: int) -> Bytes:
         """A slice's gradients in place: writing here is a push."""
@@ -153,10 +170,14 @@ class LocalStore:
         self._seen.read(target)
 
     def read_state(self, name: str, target: Bytes) -> None:
-        target[:] = self._states[name]
+        self._shard_memory.bring(target, self._states[name])
 
     def write_state(self, name: str, source: Bytes) -> None:
-        self._states[name][:] = source
+        if self._device is None:
+            self._states[name][:] = source
+        else:
+            self._device.copy(self._states[name], source)
+            self._device.synchronize()
 
     def snapshot(self) -> Snapshot:
         if len(self._held) == MOST_SNAPSHOTS:
@@ -166,8 +187,9 @@ class LocalStore:
                 f"at a time: {listed}"
             )
         parts: dict[str, NDArray[Any]] = {AVERAGED: self._averaged}
-        parts |= {VALUES: self._shard.memory.master, COUNTS: self._counts, SCALARS: self._scalars}
-        parts |= {state(name): array for name, array in self._states.items()}
+        memory = self._shard_memory
+        parts |= {VALUES: memory.master, COUNTS: self._counts, SCALARS: self._scalars}
+        parts |= {state(name): memory.on_host(array) for name, array in self._states.items()}
         made = LocalSnapshot(self.version, parts, self._held.pop)
         self._held.append(self.version)
         return made
@@ -195,6 +217,8 @@ class LocalStore:
 
     def close(self) -> None:
         self._shard.close()
+        if self._device is not None:
+            self._device.close()
 
 
 def _zeros(size: int) -> Bytes:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tensorwire.membership import WorkerMember
 
+from ..device import ModelDevice
 from ..layout import Spec
 from ..messages import Result
 from ..modes import Mode, Pace, Paces
@@ -26,11 +27,18 @@ class OwnPaceStore(RemoteStore):
         paces: what servers told of the versions that were adopted.
     """
 
-    def __init__(self, member: WorkerMember, number: int, spec: Spec, mode: Mode) -> None:
+    def __init__(
+        self,
+        member: WorkerMember,
+        number: int,
+        spec: Spec,
+        mode: Mode,
+        device: ModelDevice | None = None,
+    ) -> None:
         self.paces = Paces()
         self._still = 0  # how many blocks of `still` this is in
         self._present = 0  # the version that stands still there
-        super().__init__(member, number, spec, None, mode)
+        super().__init__(member, number, spec, None, mode, device)
 
     def wait(self) -> Result:
         """See `Store`: by now all servers have applied what this worker has committed."""

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from tensorwire.failpoints import failpoint
 from tensorwire.membership import NoteKind, WorkerMember
-from tensorwire.memory import Region
+from tensorwire.memory import Region, RemoteRegion
 from tensorwire.transitions import COMMIT, REJOIN, RESULT
 from tensorwire.walk import Walk
 
+from ..device import DeviceBytes, ModelDevice
 from ..hold import WRITTEN_AT
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
@@ -61,7 +62,9 @@ class RemoteStore:
         spec: Spec,
         part: Part | None = None,
         mode: Mode = SYNC,
+        device: ModelDevice | None = None,
     ) -> None:
+        self._device = device
         self._member, self._number = member, number
         self._history = member.history
         self.layout = layout = Layout(spec)
@@ -75,7 +78,10 @@ class RemoteStore:
         self._regions = list(source.allocated.values())
         result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
         wants = None if part is None else part.wants
-        text = Description(source.home, source.owner, wants, spec, place.durable, mode).to_json()
+        name = "" if device is None else device.name
+        text = Description(
+            source.home, source.owner, wants, spec, place.durable, mode, name
+        ).to_json()
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
@@ -138,13 +144,20 @@ class RemoteStore:
         return sum(link.bytes_sent for link in self._links)
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
-        kinds, own = (RegionKind.PRODUCED, RegionKind.POOL), np.empty(0, np.uint8)
-        produced = {
-            link: [link.region(kind, slice_index).array() for kind in kinds]
-            for link in self._links
-            if link.mapped
-        }
-        if len(produced) < len(self._links):
+        own, nothing = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        produced: dict[Link, tuple[Bytes, Bytes]] = {}
+        on_device: dict[Link, DeviceBytes] = {}
+        for link in self._links:
+            if not link.mapped:
+                continue
+            region, pool = (
+                link.find(kind, slice_index) for kind in (RegionKind.PRODUCED, RegionKind.POOL)
+            )
+            if region is not None and pool is not None:
+                produced[link] = region.array(), pool.array()
+            elif region is not None and self._is_here(region):
+                on_device[link] = region.tensor()
+        if len(produced) + len(on_device) < len(self._links):
             # Registered once, and the same pages in every step.
             own = self._allocate(RegionKind.SENT, self._sent.size_bytes, slice_index).array()
 
@@ -154,16 +167,32 @@ class RemoteStore:
                 return "another process sends it"
             if not owners:
                 return "it has no elements"
+            if on_device.keys() >= set(owners):
+                pieces = [on_device[link][link.part(place)] for link in owners]
+                return Place(nothing, True, None, owners[0].regions.server, pieces)
             if produced.keys().isdisjoint(owners):
                 return Place(own[self._sent.place(tensor)], False)
             if len(owners) > 1:
                 return "it is cut between servers"
+            part, server = owners[0].part(place), owners[0].regions.server
             slot, pool = produced[owners[0]]
-            start = owners[0].share.start
-            part = slice(place.start - start, place.end - start)
-            return Place(slot[part], True, pool[part], owners[0].regions.server)
+            return Place(slot[part], True, pool[part], server)
 
         return [place_of(tensor, place) for tensor, place in enumerate(self.layout.places)]
+
+    def _is_here(self, region: RemoteRegion) -> bool:
+        """What a server has on a device is on that of this worker's model."""
+        return region.mapped and self._device is not None and region.device == self._device.here
+
+    def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
+        if self._device is None or self._source.home < 0:
+            return ()
+        shares = [(link.share, link.find(RegionKind.ON_DEVICE)) for link in self._links]
+        return [
+            (range(share.start, share.stop), region.tensor())
+            for share, region in shares
+            if region is not None and self._is_here(region)
+        ]
 
     def is_committed(self, slice_index: int) -> bool:
         return self._committed(slice_index) is not None

@@ -242,7 +242,7 @@ def _adam(kernel: Any, on: _Operands, hyper: Hyper) -> None:
         [on.states[0]],
         [on.states[1]],
         on.states[2:3] if amsgrad else [],
-        [constant(on.step)],
+        [constant(on.step, on.master.device)],
         lr=lr,
         beta1=beta1,
         beta2=beta2,

@@ -8,11 +8,15 @@ from functools import lru_cache
 
 import torch
 
-from tensorwire.parameters import Bytes, Hyper, Lent, Scalars, Weight
+from tensorwire.parameters import Bytes, Hyper, Lent, Scalars, ShareDevice, Weight
+
+from .share_device import TorchDevice
 
 
-def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over bytes; nothing is copied. Its storage has exactly these bytes."""
+def tensor_over(array: Bytes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over bytes; nothing is copied. Of the host's its storage has no others."""
+    if isinstance(array, torch.Tensor):
+        return array.view(dtype)
     if array.nbytes == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(array, dtype=dtype)
@@ -26,6 +30,10 @@ class Averaging:
     """
 
     changes_kept = False
+
+    def device(self, name: str) -> ShareDevice:
+        """As `parameters.Kernel.device`."""
+        return TorchDevice(name)
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
         """As `parameters.Kernel.average`; the bits are those of torch's `lerp`."""
@@ -64,6 +72,7 @@ class CellTile:
         self._kept = tensor_over(kept, kind)
         self._kept_in_slot = self._kept.data_ptr() == self._slots[0].data_ptr()
         self._bytes = self._master.nbytes
+        self._on_device = self._master.device.type != "cpu"
         self._reduced = self._slots[0]  # what the last reduce() made, of its bytes
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
         self._in_scratch = False  # it is in no slot
@@ -81,6 +90,8 @@ class CellTile:
             else self._part(self._slots[where], start, stop)
             for where, _ in weights
         ]
+        if self._on_device:
+            parts = [part.to(self._master.device) for part in parts]  # what was pushed is not there
         first, weight = weights[0]
         self._divisor, self._in_scratch = None, False
         there = not keep or (first == 0 and self._kept_in_slot)
@@ -98,7 +109,7 @@ class CellTile:
                 torch.add(parts[0], parts[1], out=target)
             for part in parts[2:]:
                 target.add_(part)
-            divisor = constant(1.0 / weight)
+            divisor = constant(1.0 / weight, self._master.device)
             if keep:
                 target.div_(divisor)
             else:
@@ -136,15 +147,18 @@ class CellTile:
         return torch.mul(gradient, scale, out=scratch(self._master)[: gradient.numel()])
 
 
+_HOST = torch.device("cpu")
+
+
 @lru_cache(maxsize=64)
-def constant(value: float) -> torch.Tensor:
+def constant(value: float, device: torch.device = _HOST) -> torch.Tensor:
     """A float32 scalar, as kernels want step counts and divisors."""
-    return torch.tensor(float(value), dtype=torch.float32)
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.tensors: dict[torch.dtype, torch.Tensor] = {}
+        self.tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 _local = _Scratch()
@@ -152,7 +166,8 @@ _local = _Scratch()
 
 def scratch(like: torch.Tensor) -> torch.Tensor:
     """Memory of this thread that every tile uses in turn, so that it stays in the cache."""
-    found = _local.tensors.get(like.dtype)
+    key = like.dtype, like.device
+    found = _local.tensors.get(key)
     if found is None or found.numel() < like.numel():
-        found = _local.tensors[like.dtype] = torch.empty_like(like)
+        found = _local.tensors[key] = torch.empty_like(like)
     return found[: like.numel()]

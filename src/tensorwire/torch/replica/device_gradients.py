@@ -1,7 +1,7 @@
-"""Gradients on a device: each is copied to the host beside backward, as soon as it is there.
+"""Gradients on a device: each is copied away beside backward, as soon as it is there.
 
-It is copied straight into the memory that its server reads, where that is mapped here, or into
-registered memory from which it is sent.
+It is copied straight into the memory that its server reads, where that is mapped here, on the
+device or the host, or into registered memory of the host from which it is sent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,36 @@ _TOGETHER_BYTES = 8 << 20
 
 
 class _Target(NamedTuple):
-    """Memory of the host for one gradient, and the same as a tensor in the parameter's form."""
+    """Memory for one gradient.
+
+    Attributes:
+        memory: the host's; empty where servers have their shares on the device.
+        tensors: that memory in the parameter's form; or if it is cut between servers, of each the
+            bytes there.
+        shared: a server reads it there.
+        strides: of the parameter.
+    """
 
     memory: Bytes
-    tensor: torch.Tensor
+    tensors: Sequence[torch.Tensor]
     shared: bool
+    strides: tuple[int, ...]
+
+    def leaving(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient, or where it is cut and lies otherwise than the parameter, a copy."""
+        if len(self.tensors) == 1 or gradient.stride() == self.strides:
+            return gradient
+        size, device = gradient.size(), gradient.device
+        made = torch.empty_strided(size, self.strides, dtype=gradient.dtype, device=device)
+        return made.copy_(gradient)
+
+    def copies(self, gradient: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Targets and sources of the copies that bring what is `leaving` there."""
+        if len(self.tensors) == 1:
+            return [(self.tensors[0], gradient)]
+        flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+        sizes = [each.nbytes for each in self.tensors]
+        return list(zip(self.tensors, flat.view(torch.uint8).split(sizes), strict=True))
 
 
 class GradientOnHost(NamedTuple):
@@ -76,15 +101,17 @@ class DeviceGradients:
         start = 0
         for index, parameter in parameters.items():
             if index in given:
-                self._add(index, parameter, given[index].memory, given[index].shared)
+                self._add(index, parameter, given[index])
             else:
-                self._add(index, parameter, memory[start : start + own[index]], False)
+                self._add(index, parameter, Place(memory[start : start + own[index]], False))
                 start += -(-own[index] // 64) * 64
 
-    def _add(self, index: int, parameter: nn.Parameter, memory: Bytes, shared: bool) -> None:
-        flat = host_tensor(memory).view(parameter.dtype)
-        tensor = flat.as_strided(parameter.size(), parameter.stride())
-        self._targets[index] = _Target(memory, tensor, shared)
+    def _add(self, index: int, parameter: nn.Parameter, place: Place) -> None:
+        tensors: Sequence[torch.Tensor] = place.on_device or [host_tensor(place.memory)]
+        if len(tensors) == 1:
+            bare = tensors[0].view(parameter.dtype)
+            tensors = [bare.as_strided(parameter.size(), parameter.stride())]
+        self._targets[index] = _Target(place.memory, tensors, place.shared, parameter.stride())
 
     def __contains__(self, index: int) -> bool:
         return index in self._targets
@@ -93,15 +120,20 @@ class DeviceGradients:
         """A gradient is copied to where its server reads it."""
         return self._targets[index].shared
 
+    def is_within(self, index: int) -> bool:
+        """A gradient is copied to where its server has it on the same device."""
+        target = self._targets[index]
+        return target.shared and not target.memory.nbytes
+
     def leave(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient is complete in the current stream: it is copied when the device gets there."""
-        if not self._targets[index].memory.nbytes:
+        if not gradient.numel():
             return
         stream = self._stream.current()
         if self._waiting and (stream != self._behind or index in self._waiting):
             self._copy()
         self._behind = stream
-        self._waiting[index] = gradient.detach()
+        self._waiting[index] = self._targets[index].leaving(gradient.detach())
         self._waiting_bytes += gradient.nbytes
         if self._waiting_bytes >= _TOGETHER_BYTES:
             self._copy()
@@ -109,7 +141,9 @@ class DeviceGradients:
     def _copy(self) -> None:
         """Copies what waits. Calls for a stream cost as much as a small copy: some at a time."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        copies = [(self._targets[index].tensor, each) for index, each in waiting.items()]
+        copies = [
+            pair for index, each in waiting.items() for pair in self._targets[index].copies(each)
+        ]
         event = self._stream.to_host(copies, self._behind)
         self._under_way.append((event, list(waiting)))
         self._newest.update(dict.fromkeys(waiting, event))

@@ -1,6 +1,6 @@
-"""Parameters on a device whose values a store has in the host's memory.
+"""Parameters on a device whose values a store has in the host's memory, or in that of the device.
 
-Each version is copied to the device behind `step()`, with one copy per stretch of the store. What a
+Each version is copied behind `step()`, with one copy per stretch of the store and server. What a
 script writes to a parameter stays on the device and is overwritten by the next version; it is found
 by its version counter, or, where that tells nothing (`.data`), by comparing bytes in turns.
 """
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tensorwire.parameters import WITH_GRADIENT, Store
+from tensorwire.parameters import WITH_GRADIENT, ModelDevice, Store
 
 from ..devices import CopyStream, PageLocks, device_of, host_tensor, is_on_host, part_of
+from ..kernels.share_device import model_device
 
 _GAP_BYTES = 4096  # what lies between two parameters, and is copied with them
 _PIECE_BYTES = 1 << 20
@@ -26,16 +27,26 @@ class _Stretch(NamedTuple):
     """Parameters that lie close to each other in the store.
 
     Attributes:
-        host: their bytes there, where new versions arrive.
+        sources: their bytes there, where new versions arrive: each piece with its start and stop.
         device: the same bytes on the device.
         offsets: where each of them is in both, by its index.
         trained: steps change them.
     """
 
-    host: torch.Tensor
+    sources: Sequence[tuple[int, int, torch.Tensor]]
     device: torch.Tensor
     offsets: dict[int, int]
     trained: bool
+
+    def present(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes [start, stop) of the store's, on the device; they may be its memory itself."""
+        parts = [
+            source[max(start, begin) - begin : min(stop, end) - begin]
+            for begin, end, source in self.sources
+            if begin < stop and start < end
+        ]
+        there = [part.to(self.device.device, non_blocking=True) for part in parts]
+        return there[0] if len(there) == 1 else torch.cat(there)
 
 
 class DeviceParameters:
@@ -60,6 +71,8 @@ class DeviceParameters:
         self.locks = PageLocks(device)
         self.locks.lock([store.memory])
         self.bytes_copied = 0
+        # Where in the store servers have shares on the device, and their memory.
+        self._shares = [(part.start, part.stop, memory) for part, memory in store.on_device()]
         self._stretches: list[_Stretch] = []
         self._stretch_of: dict[int, _Stretch] = {}
         self._stream = CopyStream(device)
@@ -98,12 +111,25 @@ class DeviceParameters:
             end = self._store.place(index).stop
         for group in groups:
             start, stop = self._store.place(group[0]).start, self._store.place(group[-1]).stop
-            host = host_tensor(self._store.memory[start:stop])
+            sources = self._sources(start, stop, trained[group[0]])
             device = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
             offsets = {i: self._store.place(i).start - start for i in group}
-            stretch = _Stretch(host, device, offsets, trained[group[0]])
+            stretch = _Stretch(sources, device, offsets, trained[group[0]])
             self._stretches.append(stretch)
             self._stretch_of.update(dict.fromkeys(group, stretch))
+
+    def _sources(
+        self, start: int, stop: int, trained: bool
+    ) -> Sequence[tuple[int, int, torch.Tensor]]:
+        """Where bytes [start, stop) of the store come from, counted from `start`."""
+        found = []
+        for begin, end, memory in self._shares if trained else ():
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                found.append((first - start, last - start, memory[first - begin : last - begin]))
+        if sum(last - first for first, last, _ in found) == stop - start:
+            return found
+        return [(0, stop - start, host_tensor(self._store.memory[start:stop]))]
 
     def _stretches_of(self, indices: Sequence[int]) -> list[_Stretch]:
         found = {id(self._stretch_of[i]): self._stretch_of[i] for i in indices}
@@ -119,8 +145,9 @@ class DeviceParameters:
     def _copy(self, stretches: Sequence[_Stretch]) -> None:
         self._go_behind_other_streams()
         for each in stretches:
-            each.device.copy_(each.host, non_blocking=True)
-            self.bytes_copied += each.host.nbytes
+            for start, stop, source in each.sources:
+                each.device[start:stop].copy_(source, non_blocking=True)
+            self.bytes_copied += each.device.nbytes
         self._mark()
 
     def _mark(self) -> None:
@@ -161,14 +188,13 @@ class DeviceParameters:
         """
         self._go_behind_other_streams()
         pieces = [
-            (each, start, min(start + _PIECE_BYTES, each.host.nbytes))
+            (each, start, min(start + _PIECE_BYTES, each.device.nbytes))
             for each in self._stretches
-            for start in range(0, each.host.nbytes, _PIECE_BYTES)
+            for start in range(0, each.device.nbytes, _PIECE_BYTES)
         ]
         turn, self._turn = self._turn, (self._turn + 1) % _TURNS
         for stretch, start, stop in pieces[turn::_TURNS]:
-            there = stretch.host[start:stop].to(self.device, non_blocking=True)
-            differs = _differ(there, stretch.device[start:stop])
+            differs = _differ(stretch.present(start, stop), stretch.device[start:stop])
             self._compared.append((stretch, start, stop, differs))
         if self._compared:
             self._mark()
@@ -186,7 +212,7 @@ class DeviceParameters:
                 place = self._store.place(index)
                 end = offset + place.stop - place.start
                 if index in self._parameters and offset < stop and start < end:
-                    there = stretch.host[offset:end].to(self.device)
+                    there = stretch.present(offset, end)
                     if bool(_differ(there, stretch.device[offset:end])):
                         found.append(index)
         self._copy(self._stretches)
@@ -203,6 +229,7 @@ class DeviceParameters:
         self.locks.release()
         self._stretches.clear()
         self._stretch_of.clear()
+        self._shares.clear()
 
 
 def device_parameters(
@@ -218,6 +245,19 @@ def device_parameters(
         return None
     there = {i: p for i, p in parameters.items() if not is_on_host(p)}
     return DeviceParameters(store, there, device)
+
+
+def shared_device(shares: str, trained: Sequence[torch.Tensor]) -> ModelDevice | None:
+    """The device that has all trained parameters, where servers may have their shares too.
+
+    Args:
+        shares: as of `DistributedOptimizer`.
+        trained: the parameters of one optimizer that get gradients.
+    """
+    if shares == "host" or any(is_on_host(each) for each in trained):
+        return None
+    device = device_of(trained)
+    return None if device is None else model_device(device)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ class GradientState:
         bytes_copied: of the last one, by this process; None if none has left.
         size_bytes: of the last one, where it is sparse.
         slow: why its copy from a device is slow; "" if it is not.
+        within: it is copied to where its server has its share, on the same device.
     """
 
     index: int
@@ -54,6 +55,7 @@ class GradientState:
     bytes_copied: int | None = None
     size_bytes: int | None = None
     slow: str = ""
+    within: bool = False
 
     def __post_init__(self) -> None:
         self.dtype, self.on_host = self.parameter.dtype, is_on_host(self.parameter)

@@ -224,7 +224,8 @@ class Reducer:
         """A gradient on a device is copied while backward goes on; see `_arrive`."""
         there = self._device_gradients()
         there.leave(state.index, gradient)
-        state.slow = there.locks.why_not
+        state.within = there.is_within(state.index)
+        state.slow = "" if state.within else there.locks.why_not
         state.block = SLOT if there.is_shared(state.index) else None
         self.count_copied(state, gradient.nbytes)
 

@@ -40,7 +40,7 @@ from ..views import flat_bytes, tensor_at
 from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .closed import JOB_CLOSED
-from .device_parameters import device_parameters
+from .device_parameters import device_parameters, shared_device
 from .edit_memory import EditMemory
 from .gradient_state import Found, GradientState
 from .held import Held
@@ -101,17 +101,16 @@ class Replica:
         apply: str,
         ema: float,
         lazy_rows: bool,
+        shares: str,
         index: ModelIndex | None = None,
     ) -> None:
         self.session, self.optimizer, self.model = session, optimizer, model
         self.closed = False
-        self.last_norm = math.nan
-        self.steps = 0
+        self.last_norm, self.steps = math.nan, 0
         self.scaling: tuple[float | None, bool] = (None, False)
-        self.finite = True
-        self.was_scaled = False
+        self.finite, self.was_scaled = True, False
         self._others = others
-        self._placement = placement
+        self._placement, self._shares = placement, shares
         self._apply, self._ema, self._lazy_rows = apply, ema, lazy_rows
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
@@ -164,7 +163,8 @@ class Replica:
             session.slices, tuple(tensors), session.pipeline, arithmetic.kernel.scalars, self._ema,
         )  # fmt: skip
         spec.check()
-        self.store: Store = session.open_store(spec, arithmetic.kernel, part)
+        device = shared_device(self._shares, [self.parameters[i] for i in self.trained])
+        self.store: Store = session.open_store(spec, arithmetic.kernel, part, device)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
         self._own = [p for group in self.optimizer.param_groups for p in group["params"]]

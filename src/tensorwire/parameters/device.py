@@ -1,0 +1,62 @@
+"""A device with memory of its own, on which a server keeps what its steps change.
+
+There are the parameters, the optimizer's state and the gradients that workers bring; the values
+that a version has are copied to memory of the host, where everybody else finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tensorwire.memory import Region
+
+from .messages import Bytes
+
+DeviceBytes = Any
+"""An array of uint8 in memory of a device. It is sliced, and parts of it are assigned, as with
+numpy; a part of it becomes a part of another one, of the same device."""
+
+
+class ModelDevice(NamedTuple):
+    """The device of a worker's model, where servers may have their shares too.
+
+    Attributes:
+        name: by which all processes know it. Devices of one kind have names that differ in the last
+            word alone.
+        here: as `RemoteRegion.device` has it in this process.
+    """
+
+    name: str
+    here: str
+
+
+class ShareDevice(Protocol):
+    """What a server needs of a device, beside a kernel that computes there.
+
+    What is asked for is begun in the order of the calls, by one thread at a time, which waits for
+    it by `synchronize`.
+
+    Attributes:
+        where: of regions on it, for `Node.allocate`; None: they are in memory of the host.
+    """
+
+    where: str | None
+
+    def over(self, region: Region, size_bytes: int) -> DeviceBytes:
+        """The first bytes of a region that was allocated on it."""
+
+    def empty(self, size_bytes: int) -> DeviceBytes:
+        """Memory of this process there, which ends with it."""
+
+    def lock(self, memories: Sequence[Bytes]) -> None:
+        """Locks pages of the host's memory, so that the device copies from and to it by itself."""
+
+    def copy(self, target: Bytes | DeviceBytes, source: Bytes | DeviceBytes) -> None:
+        """Begins to copy bytes; either is the device's."""
+
+    def synchronize(self) -> None:
+        """Returns when all that this thread has begun is done."""
+
+    def close(self) -> None:
+        """Lets go of locked pages."""

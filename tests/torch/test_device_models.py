@@ -1,0 +1,20 @@
+"""Real models of the bench, trained by two processes on one GPU: whose bits they have."""
+
+import pytest
+
+from tensorwire_benchmarks.gpu_training import BATCHES, GpuSettings, trained
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("model", BATCHES)
+def test_models_have_one_result(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one server and of two the same bits; of DistributedDataParallel those within rounding."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings = GpuSettings(models=[model], steps=3)
+    ddp = trained("ddp", 0, settings, deterministic=True)
+    one = trained("tensorwire", 1, settings, deterministic=True)
+    two = trained("tensorwire", 2, settings, deterministic=True)
+    assert len({each[model]["digest"] for each in [*one, *two]}) == 1
+    print(f"{model}: DDP has the same bits: {ddp[0][model]['digest'] == one[0][model]['digest']}")
+    assert one[0][model]["values"] == pytest.approx(ddp[0][model]["values"], rel=1e-5, abs=1e-6)
