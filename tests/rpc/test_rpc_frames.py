@@ -146,8 +146,10 @@ def test_a_frame_that_is_cut_off() -> None:
             list(frames.parse(whole[:size]))
 
 
-def test_pieces_without_a_byte() -> None:
+@pytest.mark.parametrize("kind", [frames.MESSAGE, frames.PROBE])
+@pytest.mark.parametrize("size", [0, 1, frames.PIECE_BYTES - 1, frames.PIECE_BYTES + 1])
+def test_small_pieces_that_are_not_the_last(kind: int, size: int) -> None:
     """Any number of them could be sent without ever exceeding the limit of a message."""
-    data = frames.HEADER.pack(frames.HEADER.size, frames.MESSAGE, frames.MORE, 0, 1, 1)
-    with pytest.raises(FrameError, match="without a byte"):
+    data = frames.HEADER.pack(frames.HEADER.size + size, kind, frames.MORE, 0, 1, 1) + bytes(size)
+    with pytest.raises(FrameError, match=f"a piece of {size} bytes, and more"):
         list(frames.parse(data))

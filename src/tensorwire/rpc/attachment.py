@@ -154,6 +154,8 @@ class RpcAttachment:
             self.leases_there.retire_calls(self._call_ended)
             if self.rendezvous is not None:
                 self.rendezvous.offers.retire_calls(self._call_ended)
+        if self.rendezvous is not None:
+            self.rendezvous.look()
         while self._late and self._late[0][0] < time.monotonic():
             _, leases, call = self._late.popleft()
             self.retire(leases, call)

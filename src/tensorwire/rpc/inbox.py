@@ -23,6 +23,14 @@ class RefusedError(Exception):
     """
 
 
+class GivenUpError(RefusedError):
+    """Nobody needs the message any more: its call is over, or the time of that."""
+
+
+class SenderGoneError(RefusedError):
+    """The attachment is over, and the memory of the message with it."""
+
+
 class Landed:
     """The memory of one message, until `give_back`.
 

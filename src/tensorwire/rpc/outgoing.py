@@ -198,7 +198,7 @@ class SentMessage:
         """Copies what is left of the message, whose bytes have been sent."""
         staging, self.staging = self.staging, None
         if staging is not None:
-            staging.run()
+            staging.run(self.link.awaits_messages)
 
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""

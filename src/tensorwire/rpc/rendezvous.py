@@ -16,12 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire._core import Transfer
-from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
+from tensorwire.errors import (
+    ClosedError,
+    PeerLostError,
+    StaleHandleError,
+    TensorwireError,
+    TimeoutError,
+)
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from tensorwire.memory.fresh import FreshBytes
 
 from .envelope import BODY, Envelope, offer_name
-from .inbox import RefusedError
+from .inbox import GivenUpError, RefusedError, SenderGoneError
 from .leases import SLOTS, Lease, Pool
 from .threshold import Threshold
 
@@ -36,6 +42,7 @@ _STALLED_S = 10.0
 _UNDER_WAY = 2
 _OF_A_CALL = 2
 _LOOKUP_S = 5.0
+_GIVEN_UP = "nobody needs the message any more"
 
 
 class Offered:
@@ -50,6 +57,11 @@ class Offered:
     def __init__(self, region: Region) -> None:
         self._region: Region | None = region
         self.size_bytes = region.size_bytes
+
+    @property
+    def freed(self) -> bool:
+        """Nobody is to read it any more."""
+        return self._region is None
 
     def array(self) -> NDArray[np.uint8]:
         """Its bytes.
@@ -126,6 +138,11 @@ class Staging:
         self._word = board.word(8 * (_STAGED + lease.slot))
         self._at = 0
 
+    @property
+    def left(self) -> bool:
+        """Something is to be copied yet, for somebody who may read it."""
+        return self._at < len(self._data) and not self.lease.memory.freed
+
     def step(self) -> bool:
         """Copies a chunk and tells the receiver; False if that was the last one.
 
@@ -139,10 +156,14 @@ class Staging:
         self._word.set(self.lease.turn - 1 + end)
         return end < len(self._data)
 
-    def run(self) -> None:
-        """Copies what is left. Whoever reads finds out if there is no receiver any more."""
+    def run(self, needed: Callable[[], bool]) -> None:
+        """Copies what is left. Whoever reads finds out if there is no receiver any more.
+
+        Args:
+            needed: asked before each chunk; False ends it, as does freeing the memory.
+        """
         try:
-            while self._at < len(self._data):
+            while self.left and needed():
                 self.step()
         except TensorwireError:
             pass
@@ -191,6 +212,8 @@ class Rendezvous:
         self._turns: dict[int, int] = {}
         self._regions: dict[int, tuple[int, RemoteRegion]] = {}
         self._count = 0
+        self._maps = peer.path.transport == "shm"
+        self._looked_at = -1
 
     def takes(self, size_bytes: int) -> bool:
         """Whether a message is to go this way."""
@@ -235,8 +258,10 @@ class Rendezvous:
             needed: asked while the sender lets this end wait; False ends it.
 
         Raises:
-            RefusedError: it is not there (any more), was read before, the sender does not go on
-                with it, or nobody needs it.
+            GivenUpError: nobody needs it.
+            SenderGoneError: the other end is gone.
+            RefusedError: it is not there (any more), was read before, or the sender does not go on
+                with it.
         """
         size, remote = self._find(envelope)
         fresh = FreshBytes(size)
@@ -244,6 +269,8 @@ class Rendezvous:
         under_way: deque[Transfer] = deque()
         try:
             for at in range(0, size, CHUNK_BYTES):
+                if at and not needed():
+                    raise GivenUpError(_GIVEN_UP)
                 end = min(at + CHUNK_BYTES, size)
                 self._wait(slot, start + end, needed)
                 under_way.append(remote[at:end].read(fresh[at:end]))
@@ -251,8 +278,12 @@ class Rendezvous:
                     _finish(under_way.popleft(), needed)
             while under_way:
                 _finish(under_way.popleft(), needed)
+        except RefusedError:
+            self._forget(slot, remote)
+            raise
         except TensorwireError as error:
-            raise RefusedError(f"the sender's memory cannot be read: {error}") from None
+            self._forget(slot, remote)
+            raise self._unreadable(error) from None
         self._tell(slot, envelope.turn)
         return fresh.take()
 
@@ -281,8 +312,43 @@ class Rendezvous:
     def _look_up(self, serial: int) -> RemoteRegion:
         try:
             return self._peer.region(offer_name(serial), timeout_s=_LOOKUP_S)
-        except (LookupError, TensorwireError) as error:
+        except TensorwireError as error:
+            raise self._unreadable(error) from None
+        except LookupError as error:
             raise RefusedError(f"there is no {offer_name(serial)}: {error}") from None
+
+    def _forget(self, slot: int, remote: RemoteRegion) -> None:
+        """The sender has freed this memory, or is about to."""
+        with self._lock:
+            known = self._regions.get(slot)
+            if known is not None and known[1] is remote:
+                del self._regions[slot]
+
+    def look(self) -> None:
+        """For the janitor: lets go of memory that the sender has freed; looks at some each time.
+
+        What a call has not come to is freed there, and stayed mapped here though nobody uses it.
+        """
+        if not self._maps:
+            return
+        with self._lock:
+            slots = sorted(self._regions)
+            slot = next((each for each in slots if each > self._looked_at), None)
+            self._looked_at = -1 if slot is None else slot
+            remote = None if slot is None else self._regions[slot][1]
+        if slot is None or remote is None:
+            return
+        try:
+            remote[:1].read(bytearray(1)).wait(_SLICE_S)
+        except TimeoutError:
+            pass
+        except TensorwireError:
+            self._forget(slot, remote)
+
+    def _unreadable(self, error: TensorwireError) -> RefusedError:
+        if isinstance(error, PeerLostError | ClosedError) or self._peer.lost:
+            return SenderGoneError(f"the sender is gone, and what it has sent: {error}")
+        return RefusedError(f"the sender's memory cannot be read: {error}")
 
     def _wait(self, slot: int, staged: int, needed: Callable[[], bool]) -> None:
         word = self._board.word(8 * (_STAGED + slot))
@@ -292,7 +358,7 @@ class Rendezvous:
                 word.wait_until(staged, _SLICE_S, peer=self._peer)
             except TimeoutError:
                 if not needed():
-                    raise RefusedError("nobody needs the message any more") from None
+                    raise GivenUpError(_GIVEN_UP) from None
                 if time.monotonic() > until:
                     text = f"the sender has not come further for {_STALLED_S} s"
                     raise RefusedError(text) from None
@@ -316,4 +382,4 @@ def _finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
             return
         except TimeoutError:
             if not needed():
-                raise RefusedError("nobody needs the message any more") from None
+                raise GivenUpError(_GIVEN_UP) from None

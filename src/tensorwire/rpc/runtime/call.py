@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from ..inbox import GivenUpError, SenderGoneError
 from ..janitor import JANITOR
 from .callbacks import Callbacks
 from .deadlines import DEADLINES, Deadline
@@ -180,19 +181,25 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             else:
                 pieces = self._pieces
                 data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                response = self._client.reader.aside(partial(self._message_of, data))
-                if response is None:
-                    code = grpc.StatusCode.INTERNAL
-                    details = "Exception deserializing response!"
+                made = self._client.reader.aside(partial(self._message_of, data))
+                if isinstance(made, Failure):
+                    code, details = made
+                else:
+                    response = made
         self.conclude(code, details, body.initial, body.trailing, response)
 
     def _message_of(self, data: bytes) -> Any:
-        """The user's response; None if it cannot be deserialized."""
+        """The user's response, or a `Failure`."""
+        response = None
         try:
-            return self._deserialize(data)
-        except Exception:
+            response = self._deserialize(data)
+        except Exception as error:
+            if (failure := failure_of(error)) is not None:
+                return failure
             _LOG.exception("a response could not be deserialized")
-            return None
+        if response is None:
+            return Failure(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+        return response
 
     def conclude(
         self,
@@ -502,8 +509,8 @@ class StreamCall(RuntimeCall):
             raise self
         response = self._message_of(taken)
         credit, was_last = self._inflow.settle()
-        if response is None:
-            self.end_here(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+        if isinstance(response, Failure):
+            self.end_here(*response)
             raise self
         if credit:
             self._client.send((credit_frame(self.number, credit),))
@@ -512,6 +519,22 @@ class StreamCall(RuntimeCall):
         return response
 
     next = __next__
+
+
+class Failure(NamedTuple):
+    """How a call ends whose response cannot be had."""
+
+    code: grpc.StatusCode
+    details: str
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """What became of a response that was to be read; None if it is that it cannot be parsed."""
+    if isinstance(error, GivenUpError):  # unless the call has ended already
+        return Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    if isinstance(error, SenderGoneError):
+        return Failure(grpc.StatusCode.UNAVAILABLE, str(error))
+    return None
 
 
 def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:

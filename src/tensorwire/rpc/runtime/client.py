@@ -254,7 +254,7 @@ class RuntimeClient(AnyClient):
         waiter = self._probe = Waiter()
         self.send(probe_frames(number, data))
         if staging is not None:
-            staging.run()
+            staging.run(always)
         if self.reader.wait(waiter, until):
             return not self.line.is_over
         if staging is not None:

@@ -253,8 +253,9 @@ def parse(data: bytes) -> Iterator[Frame]:
             raise FrameError(f"a frame of {size} bytes in {end - at}")
         if not CALL <= kind <= THRESHOLD or zero or flags & ~_FLAGS:
             raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
-        if kind == MESSAGE and flags & MORE and size == HEADER.size:
-            raise FrameError("a piece without a byte, of which there could be any number")
+        if kind in (MESSAGE, PROBE) and flags & MORE and size != HEADER.size + PIECE_BYTES:
+            # Any number of small ones would cost far more than the bytes that are counted.
+            raise FrameError(f"a piece of {size - HEADER.size} bytes, and more of the message")
         yield Frame(kind, flags, (slot, generation), data[at + HEADER.size : at + size])
         at += size
 
