@@ -1,6 +1,5 @@
 """Large messages of the runtime by rendezvous, and the threshold: measured, adapted, or set."""
 
-import asyncio
 import dataclasses
 import json
 import threading
@@ -11,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, System
 from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import rpc
@@ -175,40 +174,14 @@ def test_limits_do_not_depend_on_what_was_measured(wire: str) -> None:
     ends.close()
 
 
-def test_an_asyncio_end_has_none(wire: str) -> None:
-    """Its event loop would have to wait for the other end."""
-
-    async def main() -> None:
-        server = rpc.aio.server(runtime=True, transports=(wire,), threshold_bytes=1000)
-
-        async def echoes(request: bytes, context: Any) -> bytes:
-            return request
-
-        server.add_generic_rpc_handlers((Methods({"/t/m": UU(echoes)}),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-
-        def calls() -> None:
-            target, way = f"127.0.0.1:{port}", {"transports": (wire,), "threshold_bytes": 1000}
-            with rpc.insecure_channel(target, runtime=True, **way) as channel:
-                assert channel.unary_unary("/t/m")(message(300_000)) == message(300_000)
-                assert channel.runtime == wire
-                assert channel.rendezvous_bytes is None
-
-        await asyncio.to_thread(calls)
-        await server.stop(None)
-
-    asyncio.run(main())
-
-
 # Hostile ----------------------------------------------------------------------
 
 
 class Liar:
     """A client that offers what it likes."""
 
-    def __init__(self, ends: Ends) -> None:
-        self.channel = ends.channel()
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
         self.channel.unary_unary("/t/m")(message(5000))
         self.attachment = self.channel.attachment
         self.rendezvous = self.attachment.rendezvous
@@ -244,7 +217,7 @@ def test_offers_that_lie_are_refused(both: Ends) -> None:
         return b"yes"
 
     both.methods = {"/t/m": UU(method)}
-    liar, honest = Liar(both.serve()), both.channel()
+    liar, honest = Liar(both.serve().channel()), both.channel()
     for changes in (
         {"slot": 512},
         {"slot": (1 << 32) - 1},
@@ -273,7 +246,7 @@ def test_offers_that_lie_are_refused(both: Ends) -> None:
 
 def test_who_offers_and_does_not_go_on_holds_no_thread(both: Ends) -> None:
     both.methods = {"/t/m": UU(echo)}
-    liar = Liar(both.serve(workers=1))
+    liar = Liar(both.serve(workers=1).channel())
     with pytest.raises(grpc.RpcError) as caught:
         liar.send(liar.offered(stage=False), timeout=0.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -282,7 +255,7 @@ def test_who_offers_and_does_not_go_on_holds_no_thread(both: Ends) -> None:
 
 def test_an_offer_to_who_has_agreed_on_none(both: Ends) -> None:
     both.methods = {"/t/m": UU(echo)}
-    liar = Liar(both.serve())
+    liar = Liar(both.serve().channel())
     with pytest.raises(grpc.RpcError) as caught:
         liar.send_by_grpcio(liar.offered())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

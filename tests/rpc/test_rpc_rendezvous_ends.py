@@ -76,9 +76,9 @@ def test_a_deadline_while_the_sender_goes_on_slowly(
     """Chunk after chunk comes before anybody would ask whether it is still needed."""
     step = rendezvous.Staging.step
 
-    def slowly(staging: Any) -> bool:
+    def slowly(staging: Any, most_bytes: int) -> None:
         time.sleep(0.03)
-        return step(staging)
+        step(staging, most_bytes)
 
     monkeypatch.setattr(rendezvous.Staging, "step", slowly)
     both.methods = METHODS

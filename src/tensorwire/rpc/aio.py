@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class _Client:
         if method is None or not self.keeper.carries:
             return None, details
         attachment, details = await self._attach(details)
-        return method.begin(attachment, details, request), details
+        return await method.begin(attachment, details, request), details
 
     async def begin(self, details: Any) -> tuple[CallLink, Any]:
         """The link of a new call, and its details with the mark of its attachment."""
@@ -259,6 +259,13 @@ class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
         return await self._client.send_stream(continuation, details, requests)
 
 
+async def _receive(
+    reader: Reader, find: Any, data: bytes, needed: Callable[[], bool], *, traced: Any
+) -> Any:
+    """The user's message that came by the runtime."""
+    return await reader.read_later(data, find, lenient=True, needed=needed, traced=traced)
+
+
 class _Method:
     """A method of grpcio's channel whose interceptors are told which one it is.
 
@@ -328,6 +335,14 @@ class AioRpcChannel(grpc.aio.Channel):
         return f"grpcio: {self._client.keeper.carried_reason}"
 
     @property
+    def rendezvous_bytes(self) -> int | None:
+        """From this size messages of the runtime travel by rendezvous now; None: none does."""
+        attachment = self.attachment
+        if attachment is None or attachment.rendezvous is None:
+            return None
+        return attachment.rendezvous.threshold.size_bytes
+
+    @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self._client.keeper.ready
@@ -346,7 +361,8 @@ class AioRpcChannel(grpc.aio.Channel):
         )
         if not self._client.keeper.carries:
             return inner
-        carried = AioMethod(arity, serializer, deserialize, self._client.ended)
+        receive = partial(_receive, reader, find)
+        carried = AioMethod(arity, serializer, receive, self._client.ended)
         return _METHODS[arity](self, inner, carried)
 
     def unary_unary(
@@ -432,7 +448,7 @@ def insecure_channel(
     loop would wait for it.
     """
     options = kept(options)
-    offered = offer(runtime, options, compression, rendezvous=False)
+    offered = offer(runtime, options, compression)
     make = partial(grpc.aio.insecure_channel, target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), runtime=offered)

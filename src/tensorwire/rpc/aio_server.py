@@ -212,7 +212,7 @@ def server(
     terms = Terms(limits, as_transports(transports), listen, plaintext)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
-    carried = offer(runtime, options, compression, rendezvous=False)
+    carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:
         service = AioService(

@@ -14,6 +14,7 @@ MAGIC = b"\xff\xfftensorwire-rpc"
 VERSION, OFFERED_VERSION = 1, 2
 """Of an envelope whose payload went ahead; of one whose payload lies at the sender, to be read."""
 MAX_PIECES = 1 << 16
+_OFFERED = bytes([OFFERED_VERSION])
 BODY = 0
 """The ticket of the piece that is the message itself."""
 
@@ -77,6 +78,11 @@ def seal(envelope: Envelope) -> bytes:
 def escape(attachment: bytes, message: bytes) -> bytes:
     """Encodes a message that looks like an envelope itself."""
     return seal(Envelope(attachment, 0, 0, 0, (), message))
+
+
+def is_offer(data: bytes) -> bool:
+    """Whether what came looks like an envelope whose payload is to be read."""
+    return data.startswith(MAGIC) and data[len(MAGIC) : len(MAGIC) + 1] == _OFFERED
 
 
 def unseal(data: bytes) -> Envelope:

@@ -130,7 +130,7 @@ def server(
         service = Service(
             thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, max_attachments, service, rendezvous=True)
+    registry = Registry(terms, max_attachments, service)
     outermost = (Interceptor(registry), *interceptors)
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds

@@ -12,7 +12,7 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, Envelope, unseal
+from .envelope import BODY, MAGIC, Envelope, is_offer, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .tensors import Holding, new_ticket
@@ -105,6 +105,51 @@ class Reader:
         finally:
             if holding is None:
                 arrival.give_back()
+
+    async def read_later(
+        self,
+        data: bytes,
+        find: Callable[[bytes], RpcAttachment | None],
+        holdings: list[Holding] | None = None,
+        *,
+        lenient: bool = False,
+        needed: Callable[[], bool],
+        traced: Any = None,
+    ) -> Any:
+        """As `read`, without blocking the event loop.
+
+        Args:
+            data: as there.
+            find: as there.
+            holdings: as there.
+            lenient: as there.
+            needed: as there.
+            traced: what counts messages, None if nobody does.
+        """
+        body = await self._read_offer(data, find, needed) if is_offer(data) else None
+
+        def make(data: bytes) -> Any:
+            if body is not None:
+                return self.inside(body)
+            return self.read(data, find, holdings, lenient=lenient)
+
+        return make(data) if traced is None else traced.deserialize(make, data, protocol="runtime")
+
+    async def _read_offer(
+        self,
+        data: bytes,
+        find: Callable[[bytes], RpcAttachment | None],
+        needed: Callable[[], bool],
+    ) -> bytes | None:
+        """What an envelope offers; None: `read` says what it is."""
+        try:
+            envelope = unseal(data)
+            attachment = find(envelope.attachment)
+        except ValueError:
+            return None
+        if attachment is None or attachment.rendezvous is None or not envelope.pieces:
+            return None
+        return await attachment.rendezvous.read_later(envelope, needed)
 
 
 def _read_offer(

@@ -126,28 +126,56 @@ class Pool(Generic[Memory]):
             PeerLostError, ClosedError: the attachment is over.
         """
         until = time.monotonic() + patience_s
-        wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
-        if size_bytes > self._limit_bytes:
-            return None
         while True:
-            seen = self._count.value
-            with self._lock:
-                self._collect()
-                lease = self._pick(size_bytes)
-                if lease is None and self._should_wait(call) and time.monotonic() < until:
-                    pass
-                elif lease is None and (slot := self._reserve(size_bytes)) is not None:
-                    self._serial += 1
-                    serial = self._serial
-                    break
-            if lease is not None:
-                return self._use(lease, call, wanted_bytes)
-            if not self._used or not needed() or (left := until - time.monotonic()) <= 0:
-                return None
+            seen, left = self._count.value, until - time.monotonic()
+            lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
+            if lease is not None or not again or left <= 0 or not needed():
+                return lease
             try:
                 self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
             except TimeoutError:
                 pass
+
+    async def take_later(
+        self,
+        size_bytes: int,
+        call: tuple[int, int],
+        patience_s: float,
+        needed: Callable[[], bool],
+        answer_s: float = 5.0,
+    ) -> Lease[Memory] | None:
+        """As `take`; waits for credits without blocking the event loop."""
+        until = time.monotonic() + patience_s
+        while True:
+            seen, left = self._count.value, until - time.monotonic()
+            lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
+            if lease is not None or not again or left <= 0 or not needed():
+                return lease
+            try:
+                await self._count.reached(seen + 1, min(left, _SLICE_S), peer=self._peer)
+            except TimeoutError:
+                pass
+
+    def _attempt(
+        self, size_bytes: int, call: tuple[int, int], answer_s: float, *, patient: bool
+    ) -> tuple[Lease[Memory] | None, bool]:
+        """Memory if there is some now, and whether there may be if the receiver gives some back."""
+        wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
+        if size_bytes > self._limit_bytes:
+            return None, False
+        slot: int | None = None
+        with self._lock:
+            self._collect()
+            lease = self._pick(size_bytes)
+            if lease is None and not (patient and self._should_wait(call)):
+                slot = self._reserve(size_bytes)
+            if slot is not None:
+                self._serial += 1
+            serial = self._serial
+        if lease is not None:
+            return self._use(lease, call, wanted_bytes), False
+        if slot is None:
+            return None, bool(self._used)
         try:
             memory = self._allocate(size_bytes, serial, answer_s)
         except PeerLostError:
@@ -156,8 +184,8 @@ class Pool(Generic[Memory]):
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)
-            return None
-        return self._use(Lease(slot, serial, memory), call, wanted_bytes)
+            return None, False
+        return self._use(Lease(slot, serial, memory), call, wanted_bytes), False
 
     def _should_wait(self, call: tuple[int, int]) -> bool:
         """Whether a call had better wait for memory that it uses than take new one."""

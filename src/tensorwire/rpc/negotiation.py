@@ -30,7 +30,7 @@ from .attachment import (
 )
 from .envelope import VERSION
 from .janitor import JANITOR
-from .runtime.client import RuntimeClient
+from .runtime.client import AnyClient, RuntimeClient
 from .runtime.context import Caller
 from .runtime.options import MessageLimits, Offer
 from .runtime.ring import RING, checked, make_ring
@@ -93,19 +93,10 @@ class Registry:
         terms: of the server.
         most: attachments at a time; clients beyond get plain gRPC.
         service: carries out calls that do not come by grpcio, None if there are to be none.
-        rendezvous: large messages of such calls travel so, where the client has it too.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        most: int,
-        service: AnyService | None = None,
-        *,
-        rendezvous: bool = False,
-    ) -> None:
+    def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
         self._service = service
-        self._rendezvous = rendezvous
         self._terms = terms
         self._most = most
         self._lock = threading.Lock()
@@ -177,7 +168,7 @@ class Registry:
             service = self._service if runs and caller is not None else None
             ring = None if service is None else make_ring(node)
             meeting = None
-            if service is not None and self._rendezvous and most_bytes is not None:
+            if service is not None and most_bytes is not None:
                 framed = least_limit(service.limits.send_bytes, most_bytes)
                 meeting = make_rendezvous_board(node), framed
             self._waiting[id] = node
@@ -294,7 +285,7 @@ def connect(
                 transports=list(terms.transports),
                 pool_bytes=terms.limits.pool_bytes,
                 runtime=0 if limits is None else RUNTIME_VERSION,
-                **(_told_limit(limits) if limits and terms.runtime.rendezvous else {}),
+                **(_told_limit(limits) if limits else {}),
             ),
         )
     )
@@ -310,7 +301,7 @@ def connect(
         max_peers=1,
     )
     runs = limits is not None and answer.get("runtime") == RUNTIME_VERSION
-    meets = runs and terms.runtime.rendezvous and "most_bytes" in answer
+    meets = runs and "most_bytes" in answer
     try:
         board = make_board(node)
         ring = make_ring(node) if runs else None
@@ -329,7 +320,7 @@ def connect(
             if meeting is not None:
                 framed = least_limit(limits.send_bytes, _limit(answer))
                 attachment.add_rendezvous(meeting, framed)
-                if isinstance(client, RuntimeClient):
+                if isinstance(client, AnyClient):
                     client.meet(attachment)
         return attachment
     except BaseException:

@@ -47,6 +47,7 @@ class CallLink:
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
         offers: messages may travel by rendezvous, because it is a call of the runtime.
+        in_loop: it is one of an event loop, which waits for nobody: see `offer_later`.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class CallLink:
         "call",
         "ended",
         "foreign",
+        "in_loop",
         "leases",
         "must_confirm",
         "needed",
@@ -78,6 +80,7 @@ class CallLink:
         self.foreign = False
         self.ended = False
         self.offers = False
+        self.in_loop = False
         self._remaining = remaining
 
     def awaits_messages(self) -> bool:
@@ -175,19 +178,51 @@ class SentMessage:
             if self.link.offers and attachment.rendezvous is not None and body:
                 self.size_bytes = len(body)
                 self.by_rendezvous = attachment.rendezvous.takes(len(body))
+                if self.by_rendezvous and self.link.in_loop:
+                    return body
                 if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
                     return offered
-                self.by_rendezvous = False
+        return self._otherwise(attachment, arrays, body, serializer)
+
+    async def offer_later(self, data: bytes) -> bytes:
+        """What travels of a message, in an event loop, that `serialize` has made these bytes of.
+
+        To be called if the message is to travel `by_rendezvous`.
+        """
+        attachment, link = self.link.attachment, self.link
+        assert attachment is not None
+        assert attachment.rendezvous is not None
+        patience_s = attachment.limits.patience_s
+        try:
+            staging = await attachment.rendezvous.offer_later(
+                data, link.call, patience_s, link.needed
+            )
+        except TensorwireError:
+            staging = None  # the attachment is over; the call is not
+        offered = self._offered(attachment, staging, len(data))
+        return self._otherwise(attachment, {}, data, None) if offered is None else offered
+
+    def _otherwise(
+        self,
+        attachment: RpcAttachment | None,
+        arrays: dict[int, NDArray[np.uint8]],
+        body: bytes | None,
+        serializer: Serializer,
+    ) -> bytes:
+        """What travels of a message that is not read by the other end."""
+        self.by_rendezvous = False
+        if attachment is not None and body is not None:
             if len(body) < attachment.threshold_bytes and not body.startswith(MAGIC):
                 return body
-        data = None
+        data: bytes | None = None
         if attachment is not None:
             try:
                 data = self._ahead(attachment, arrays, body, serializer)
             except TensorwireError:
                 pass  # the attachment is over; the call is not
         if data is None:
-            data = _inside(self.message, arrays, serializer) if body is None else body
+            inside: bytes = _inside(self.message, arrays, serializer) if body is None else body
+            data = inside
             if attachment is not None and not self.link.foreign and data.startswith(MAGIC):
                 data = escape(attachment.id, data)
         if self.last and arrays:
@@ -200,6 +235,12 @@ class SentMessage:
         if staging is not None:
             staging.run(self.link.awaits_messages)
 
+    async def finish_later(self) -> None:
+        """As `finish`, without blocking the event loop."""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            await staging.run_later(self.link.awaits_messages)
+
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""
         link, rendezvous = self.link, attachment.rendezvous
@@ -209,16 +250,21 @@ class SentMessage:
             staging = rendezvous.offer(body, link.call, patience_s, link.needed)
         except TensorwireError:
             return None  # the attachment is over; the call is not
+        return self._offered(attachment, staging, len(body))
+
+    def _offered(
+        self, attachment: RpcAttachment, staging: Staging | None, size_bytes: int
+    ) -> bytes | None:
         if staging is None:
             return None
-        lease = staging.lease
+        link, lease = self.link, staging.lease
         self._own(attachment, lease)
         if link.ended:
             attachment.retire([lease], link.call)
             return None
         self.ahead = True
         self.staging = staging
-        pieces = ((BODY, 0, len(body)),)
+        pieces = ((BODY, 0, size_bytes),)
         return seal(
             Envelope(attachment.id, lease.slot, lease.serial, lease.turn, pieces, b"", True)
         )

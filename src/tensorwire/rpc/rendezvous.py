@@ -7,10 +7,12 @@ chunk after chunk into the message's final place. Knows neither gRPC nor message
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from tensorwire.errors import (
     TimeoutError,
 )
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory.aio import wait_transfer
 from tensorwire.memory.fresh import FreshBytes
 
 from .envelope import BODY, Envelope, offer_name
@@ -32,6 +35,8 @@ from .leases import SLOTS, Lease, Pool
 from .threshold import Threshold
 
 CHUNK_BYTES = 4 << 20
+LOOP_CHUNK_BYTES = 1 << 20
+"""Copied at a time in an event loop."""
 BOARD_BYTES = 8 * (1 + 2 * SLOTS)
 """Of a board: what was read of the owner's memory, as for leases, and how far the other end has
 come with its messages."""
@@ -143,18 +148,17 @@ class Staging:
         """Something is to be copied yet, for somebody who may read it."""
         return self._at < len(self._data) and not self.lease.memory.freed
 
-    def step(self) -> bool:
-        """Copies a chunk and tells the receiver; False if that was the last one.
+    def step(self, most_bytes: int) -> None:
+        """Copies a chunk and tells the receiver.
 
         Raises:
             TensorwireError: there is no receiver any more.
         """
         start = self._at
-        end = min(start + CHUNK_BYTES, len(self._data))
+        end = min(start + most_bytes, len(self._data))
         self._target[start:end] = self._data[start:end]
         self._at = end
         self._word.set(self.lease.turn - 1 + end)
-        return end < len(self._data)
 
     def run(self, needed: Callable[[], bool]) -> None:
         """Copies what is left. Whoever reads finds out if there is no receiver any more.
@@ -164,7 +168,16 @@ class Staging:
         """
         try:
             while self.left and needed():
-                self.step()
+                self.step(CHUNK_BYTES)
+        except TensorwireError:
+            pass
+
+    async def run_later(self, needed: Callable[[], bool]) -> None:
+        """As `run`, in an event loop, where others have their turn after each chunk."""
+        try:
+            while self.left and needed():
+                await asyncio.sleep(0)
+                self.step(LOOP_CHUNK_BYTES)
         except TensorwireError:
             pass
 
@@ -240,11 +253,25 @@ class Rendezvous:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
         lease = self.offers.take(len(data), call, patience_s, needed)
-        if lease is None:
-            return None
+        return None if lease is None else self._begin(lease, data, call, CHUNK_BYTES)
+
+    async def offer_later(
+        self,
+        data: bytes,
+        call: tuple[int, int],
+        patience_s: float,
+        needed: Callable[[], bool],
+    ) -> Staging | None:
+        """As `offer`, without blocking the event loop."""
+        lease = await self.offers.take_later(len(data), call, patience_s, needed)
+        return None if lease is None else self._begin(lease, data, call, LOOP_CHUNK_BYTES)
+
+    def _begin(
+        self, lease: Lease[Offered], data: bytes, call: tuple[int, int], most_bytes: int
+    ) -> Staging:
         try:
             staging = Staging(lease, data, self._other_board)
-            staging.step()
+            staging.step(most_bytes)
         except BaseException:
             self.offers.retire([lease], call)
             raise
@@ -263,31 +290,53 @@ class Rendezvous:
             RefusedError: it is not there (any more), was read before, or the sender does not go on
                 with it.
         """
-        size, remote = self._find(envelope)
-        fresh = FreshBytes(size)
-        start, slot = envelope.turn - 1, envelope.slot
-        under_way: deque[Transfer] = deque()
-        try:
-            for at in range(0, size, CHUNK_BYTES):
-                if at and not needed():
-                    raise GivenUpError(_GIVEN_UP)
-                end = min(at + CHUNK_BYTES, size)
-                self._wait(slot, start + end, needed)
-                under_way.append(remote[at:end].read(fresh[at:end]))
-                if len(under_way) > _UNDER_WAY:
-                    _finish(under_way.popleft(), needed)
-            while under_way:
-                _finish(under_way.popleft(), needed)
-        except RefusedError:
-            self._forget(slot, remote)
-            raise
-        except TensorwireError as error:
-            self._forget(slot, remote)
-            raise self._unreadable(error) from None
-        self._tell(slot, envelope.turn)
+        size = self._claim(envelope)
+        remote = self._known(envelope) or self._look_up(envelope)
+        with self._reading(envelope, remote, needed):
+            fresh = FreshBytes(size)
+            for awaited in _chunks(envelope, size, remote, fresh, needed):
+                if isinstance(awaited, int):
+                    self._wait(envelope.slot, awaited, needed)
+                else:
+                    _finish(awaited, needed)
         return fresh.take()
 
-    def _find(self, envelope: Envelope) -> tuple[int, RemoteRegion]:
+    async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
+        """As `read`, without blocking the event loop."""
+        size = self._claim(envelope)
+        remote = self._known(envelope)
+        if remote is None:
+            remote = await asyncio.to_thread(self._look_up, envelope)
+        with self._reading(envelope, remote, needed):
+            fresh = FreshBytes(size)
+            for awaited in _chunks(envelope, size, remote, fresh, needed):
+                if isinstance(awaited, int):
+                    await self._wait_later(envelope.slot, awaited, needed)
+                else:
+                    await _finish_later(awaited, needed)
+        return fresh.take()
+
+    @contextmanager
+    def _reading(
+        self, envelope: Envelope, remote: RemoteRegion, needed: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Tells the sender when its message was read; raises what has become of it otherwise."""
+        if envelope.pieces[0][2] > remote.size_bytes:
+            raise RefusedError(f"{envelope.pieces[0][2]} bytes in memory of {remote.size_bytes}")
+        try:
+            yield
+        except TensorwireError as error:
+            self._forget(envelope.slot, remote)
+            if not needed():  # the sender gives up its memory when it is told so
+                raise GivenUpError(_GIVEN_UP) from None
+            raise self._unreadable(error) from None
+        except BaseException:
+            self._forget(envelope.slot, remote)
+            raise
+        self._tell(envelope.slot, envelope.turn)
+
+    def _claim(self, envelope: Envelope) -> int:
+        """The size of a message that is to be read by who calls, if that can be."""
         slot, turn = envelope.slot, envelope.turn
         if len(envelope.pieces) != 1 or envelope.pieces[0][0] != BODY:
             raise RefusedError("what is to be read is one message")
@@ -299,23 +348,25 @@ class Rendezvous:
         with self._lock:
             if turn <= self._turns.get(slot, 0) or turn + size >= 1 << 63:
                 raise RefusedError(f"turn {turn} of slot {slot} was used before")
-            known = self._regions.get(slot)
-            if known is None or known[0] != envelope.serial:
-                known = envelope.serial, self._look_up(envelope.serial)
-                self._regions[slot] = known
-            remote = known[1]
-            if size > remote.size_bytes:
-                raise RefusedError(f"{size} bytes in memory of {remote.size_bytes}")
             self._turns[slot] = turn
-        return size, remote
+        return size
 
-    def _look_up(self, serial: int) -> RemoteRegion:
+    def _known(self, envelope: Envelope) -> RemoteRegion | None:
+        with self._lock:
+            known = self._regions.get(envelope.slot)
+        return known[1] if known is not None and known[0] == envelope.serial else None
+
+    def _look_up(self, envelope: Envelope) -> RemoteRegion:
+        name = offer_name(envelope.serial)
         try:
-            return self._peer.region(offer_name(serial), timeout_s=_LOOKUP_S)
+            remote = self._peer.region(name, timeout_s=_LOOKUP_S)
         except TensorwireError as error:
             raise self._unreadable(error) from None
         except LookupError as error:
-            raise RefusedError(f"there is no {offer_name(serial)}: {error}") from None
+            raise RefusedError(f"there is no {name}: {error}") from None
+        with self._lock:
+            self._regions[envelope.slot] = envelope.serial, remote
+        return remote
 
     def _forget(self, slot: int, remote: RemoteRegion) -> None:
         """The sender has freed this memory, or is about to."""
@@ -357,11 +408,16 @@ class Rendezvous:
             try:
                 word.wait_until(staged, _SLICE_S, peer=self._peer)
             except TimeoutError:
-                if not needed():
-                    raise GivenUpError(_GIVEN_UP) from None
-                if time.monotonic() > until:
-                    text = f"the sender has not come further for {_STALLED_S} s"
-                    raise RefusedError(text) from None
+                _look_at_time(until, needed)
+
+    async def _wait_later(self, slot: int, staged: int, needed: Callable[[], bool]) -> None:
+        word = self._board.word(8 * (_STAGED + slot))
+        until = time.monotonic() + _STALLED_S
+        while word.value < staged:
+            try:
+                await word.reached(staged, _SLICE_S, peer=self._peer)
+            except TimeoutError:
+                _look_at_time(until, needed)
 
     def _tell(self, slot: int, turn: int) -> None:
         """The sender may use the memory again."""
@@ -372,6 +428,45 @@ class Rendezvous:
                 self._other_board.word(0).set(self._count)
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits
+
+
+def _chunks(
+    envelope: Envelope,
+    size: int,
+    remote: RemoteRegion,
+    fresh: FreshBytes,
+    needed: Callable[[], bool],
+) -> Iterator[int | Transfer]:
+    """Reads a message; yields what is to be waited for: the word of its slot, or a transfer."""
+    under_way: deque[Transfer] = deque()
+    for at in range(0, size, CHUNK_BYTES):
+        if at and not needed():
+            raise GivenUpError(_GIVEN_UP)
+        end = min(at + CHUNK_BYTES, size)
+        yield envelope.turn - 1 + end
+        under_way.append(remote[at:end].read(fresh[at:end]))
+        if len(under_way) > _UNDER_WAY:
+            yield under_way.popleft()
+    yield from under_way
+
+
+def _look_at_time(until: float, needed: Callable[[], bool]) -> None:
+    """Raises what ends the waiting for a sender."""
+    if not needed():
+        raise GivenUpError(_GIVEN_UP) from None
+    if time.monotonic() > until:
+        raise RefusedError(f"the sender has not come further for {_STALLED_S} s") from None
+
+
+async def _finish_later(transfer: Transfer, needed: Callable[[], bool]) -> None:
+    """Waits for a chunk, without blocking the event loop."""
+    while True:
+        try:
+            await wait_transfer(transfer, _SLICE_S)
+            return
+        except TimeoutError:
+            if not needed():
+                raise GivenUpError(_GIVEN_UP) from None
 
 
 def _finish(transfer: Transfer, needed: Callable[[], bool]) -> None:

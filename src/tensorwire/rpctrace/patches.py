@@ -68,6 +68,11 @@ class TracedMethod:
         self._count("sent", data, serializer, perf_counter_ns() - began, protocol)
         return data
 
+    def sent(self, message: Any, data: Any, took_ns: int, protocol: str) -> None:
+        """Counts a message whose bytes have been made in so long, as `serialize` does."""
+        protocol = "again" if _is_again(message) else protocol
+        self._count("sent", data, self, took_ns, protocol)
+
     def deserialize(self, deserializer: Any, data: Any, protocol: str = "grpc") -> Any:
         """What the deserializer makes of bytes; None: they are the message."""
         if deserializer is None:

@@ -21,7 +21,6 @@ from ..incoming import Reader, find_only
 from ..outgoing import CallLink, SentMessage, at_once
 from ..tensors import Holding
 from . import observed
-from .aio_call import as_bytes
 from .aio_context import AioContext, SyncContext
 from .behavior import finish, refuse_payload
 from .context import Caller
@@ -74,6 +73,7 @@ class AioPerformance:
         self._reader = Reader(handler.request_deserializer)
         self._link = CallLink(attachment, call.number, at_once, call.is_active)
         self._link.patience_s = 0.0  # of the event loop
+        self._link.offers = self._link.in_loop = True
         self.context = AioContext(caller, call, self)
         self.answered = False
 
@@ -105,7 +105,7 @@ class AioPerformance:
         holdings: list[Holding] = []
         request: Any
         if not handler.request_streaming:
-            request = self._deserialize(call.only_request(), holdings)
+            request = await self._deserialize(call.only_request(), holdings)
         elif call.requests is None:
             request = self._single()
         else:
@@ -135,7 +135,7 @@ class AioPerformance:
         if self.context.code() not in (None, _Code.OK):
             self.finish(_Code.OK, "")
             return
-        data = self._serialize(response)
+        data, message = await self._serialize(response)
         if call.takes_stream:  # and gives credits
             call.stream_responses()
             await self._send(data)
@@ -143,6 +143,7 @@ class AioPerformance:
         else:
             self.finish(_Code.OK, "", data)
         self.answered = True
+        await message.finish_later()
 
     async def _stream(self, behavior: Any, request: Any) -> None:
         if inspect.iscoroutinefunction(behavior):
@@ -168,29 +169,29 @@ class AioPerformance:
             yield response
 
     async def _single(self) -> AsyncIterator[Any]:
-        yield self._deserialize(self._call.only_request())
+        yield await self._deserialize(self._call.only_request())
 
-    def _deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
+    async def _deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
         if data is None:
             raise _EndedError
         try:
-            if self._traced is None:
-                return self._reader.read(data, self._find, holdings)
-            read = partial(self._reader.read, find=self._find, holdings=holdings)
-            return self._traced.deserialize(read, data, protocol="runtime")
+            return await self._reader.read_later(
+                data, self._find, holdings, needed=self._call.is_active, traced=self._traced
+            )
         except RefusedError as error:
             refuse_payload(self._call, error)
             raise _EndedError from None
 
-    def _serialize(self, response: Any) -> bytes:
+    async def _serialize(self, response: Any) -> tuple[bytes, SentMessage]:
+        """The bytes of a response, and what is to `finish_later` when they have been sent."""
         message = SentMessage(response, self._link, last=True)
         serializer = self._handler.response_serializer
-        data = as_bytes(observed.serialize(self._traced, message, serializer), serializer)
+        data = await observed.serialize_later(self._traced, message, serializer)
         if 0 <= self._most_bytes < len(data):
             text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
             self.finish(_Code.RESOURCE_EXHAUSTED, text)
             raise _EndedError
-        return data
+        return data, message
 
     async def read(self) -> Any:
         """See `Messages`."""
@@ -203,13 +204,15 @@ class AioPerformance:
         if not isinstance(taken, bytes):
             return grpc.aio.EOF
         try:
-            return self._deserialize(taken)
+            return await self._deserialize(taken)
         finally:
             self._call.settle()
 
     async def write(self, response: Any) -> None:
         """See `Messages`."""
-        await self._send(self._serialize(response))
+        data, message = await self._serialize(response)
+        await self._send(data)
+        await message.finish_later()
 
     async def _send(self, data: bytes) -> None:
         for frame in message_frames(self._call.number, data):

@@ -10,16 +10,18 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from ..envelope import is_offer
+from ..inbox import RefusedError
 from ..outgoing import CallLink, SentMessage
 from . import observed
-from .call import call_weakly, status_of
+from .call import NoResponse, call_weakly, failure_of, status_of
 from .flow import Inflow, Outflow, TooLongError
 from .frames import (
     CANCEL,
@@ -27,6 +29,7 @@ from .frames import (
     MORE,
     REFUSED,
     WHOLE,
+    EndBody,
     Frame,
     FrameError,
     Metadata,
@@ -43,6 +46,9 @@ from .options import MessageLimits
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _LOCALLY = "Locally cancelled by application!"
+
+
+Receive = Callable[[bytes, Callable[[], bool]], Awaitable[Any]]
 
 
 class AioClientEnd(Protocol):
@@ -72,7 +78,7 @@ class AioCall:
         client: whose call it is.
         number: of the call.
         deadline: of time.monotonic, None if it has none.
-        deserialize: makes a response of bytes.
+        receive: makes a response of bytes, and is asked whether it is needed while it waits.
         ended: told once how the call has ended; None: it was not carried out.
         outflow: of its requests, if they are a stream.
 
@@ -86,7 +92,7 @@ class AioCall:
         client: AioClientEnd,
         number: Number,
         deadline: float | None,
-        deserialize: Callable[[bytes], Any],
+        receive: Receive,
         ended: Callable[[grpc.StatusCode | None], None],
         outflow: Outflow | None,
     ) -> None:
@@ -95,7 +101,7 @@ class AioCall:
         self.refused = False
         self._client = client
         self._deadline = deadline
-        self._deserialize = deserialize
+        self._receive = receive
         self._ended = ended
         self._initial: Metadata | None = None
         self._trailing: Metadata = ()
@@ -181,6 +187,27 @@ class AioCall:
             return False
         self._client.send((short_frame(CANCEL, self.number),))
         return True
+
+    def _awaited(self) -> bool:
+        """Somebody needs what is still to come."""
+        return not self.done()
+
+    async def _message_of(self, data: bytes) -> Any:
+        """The user's response; None, as in `grpc.aio`, if it cannot be deserialized.
+
+        The call has ended if it could not be read from the server's memory.
+        """
+        try:
+            return await self._receive(data, self._awaited)
+        except RefusedError as error:
+            failure = failure_of(error)
+            if failure is None:
+                _LOG.exception("a response could not be read")
+                failure = NoResponse(_Code.INTERNAL, "Exception deserializing response!")
+            self.end_here(*failure)
+        except Exception:
+            _LOG.exception("a response could not be deserialized")
+        return None
 
     def deadline_passed(self) -> None:
         """Ends the call because its time is over."""
@@ -278,6 +305,10 @@ class AioCall:
         sending = self._send_all(requests, link, serializer, traced)
         self._sender = self._client.loop.create_task(sending)
 
+    def finish_sending(self, message: SentMessage) -> None:
+        """Copies what is left of the only request, in a task."""
+        self._sender = self._client.loop.create_task(message.finish_later())
+
     async def _send_all(self, requests: Any, link: CallLink, serializer: Any, traced: Any) -> None:
         try:
             if hasattr(requests, "__aiter__"):
@@ -302,7 +333,7 @@ class AioCall:
         if self.done():
             return False
         message = SentMessage(request, link, last=True)
-        data = as_bytes(observed.serialize(traced, message, serializer), serializer)
+        data = await observed.serialize_later(traced, message, serializer)
         most = self._client.limits.send_bytes
         if 0 <= most < len(data):
             text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
@@ -316,6 +347,7 @@ class AioCall:
             if self.done():
                 return False
             self._client.send((frame,))
+        await message.finish_later()
         await asyncio.sleep(0)  # others have their turn, however much there is to send
         return True
 
@@ -329,6 +361,7 @@ class _OneResponse(AioCall):
         self._bytes = 0
         self._whole = False
         self._response: Any = None
+        self._making: asyncio.Task[None] | None = None
 
     def message(self, frame: Frame) -> None:
         if frame.flags not in (MORE, WHOLE):
@@ -351,19 +384,29 @@ class _OneResponse(AioCall):
             else:  # requests cannot be sent again
                 self.conclude(_Code.UNAVAILABLE, "the server refuses the call")
             return
+        if self._making is not None:
+            raise FrameError("an end behind the end of a call")
         body = parse_end(frame.body)
         code, details = status_of(body)
         if frame.flags & WHOLE and not self._whole:
             if not self._piece(body.piece):
                 return
             self._whole = True
-        if code is _Code.OK:
-            if not self._whole:
-                code, details = _Code.INTERNAL, "the server sent no response"
+        data, self._pieces = b"".join(self._pieces), []
+        if code is _Code.OK and self._whole:
+            making = self._conclude_with(data, details, body)
+            if is_offer(data):  # others have their turn while it is read
+                self._making = self._client.loop.create_task(making)
             else:
-                self._response = _message_of(self._deserialize, b"".join(self._pieces))
-        self._pieces = []
+                run_now(making)
+            return
+        if code is _Code.OK:
+            code, details = _Code.INTERNAL, "the server sent no response"
         self.conclude(code, details, body.initial, body.trailing)
+
+    async def _conclude_with(self, data: bytes, details: str, body: EndBody) -> None:
+        self._response = await self._message_of(data)
+        self.conclude(_Code.OK, details, body.initial, body.trailing)
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self.settled().__await__()
@@ -443,40 +486,28 @@ class _ManyResponses(AioCall):
             if not isinstance(taken, bytes):
                 await self._over.wait()
                 return grpc.aio.EOF
+            response = await self._message_of(taken)
         except asyncio.CancelledError:
             self.cancel()
             raise
-        response = _message_of(self._deserialize, taken)
         credit, was_last = self._inflow.settle()
         if credit:
             self._client.send((credit_frame(self.number, credit),))
+        if response is None and self.done():
+            return grpc.aio.EOF
         if was_last and self._end is not None:
             self.conclude(*self._end)
         return response
 
 
-def as_bytes(data: Any, serializer: Any) -> bytes:
-    """What travels of what a serializer has made: None is no bytes, and text needs no serializer.
-
-    Raises:
-        TypeError: that is no message for `grpc.aio` either.
-    """
-    if data is None:
-        return b""
-    if isinstance(data, str) and serializer is None:
-        return data.encode()
-    if not isinstance(data, bytes):
-        raise TypeError(f"a message is bytes, not {type(data).__name__}")
-    return data
-
-
-def _message_of(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
-    """The user's response; None, as in `grpc.aio`, if it cannot be deserialized."""
+def run_now(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Runs what does not wait for anything."""
     try:
-        return deserialize(data)
-    except Exception:
-        _LOG.exception("a response could not be deserialized")
-        return None
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise AssertionError("it waits")
 
 
 class _Writer(AioCall):

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage, at_once
+from ..threshold import LEAST_BYTES
 from . import observed
-from .aio_call import KINDS, as_bytes
+from .aio_call import KINDS, Receive
 from .carry import LONGEST_S, Ended, Told
 from .client import AnyClient
-from .flow import Outflow
+from .flow import Outflow, Waiter
 from .frames import as_metadata
 from .loop import in_loop
 from .options import MessageLimits
@@ -55,6 +56,15 @@ class AioClient(AnyClient):
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
             self._reading = self.loop.create_task(self.line.serve())
 
+    def await_probe(self, waiter: Waiter, until: float) -> bool:
+        """See `AnyClient`. In the thread that connects, before the loop reads."""
+        while not (waiter.finished or self.line.is_over):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self.line.read(left)
+        return waiter.finished
+
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""
         if self._reading is not None:
@@ -71,19 +81,19 @@ class AioMethod:
     Args:
         arity: "unary_unary" and so on.
         serializer: the user's, of requests.
-        deserialize: makes the user's response of bytes.
+        receive: makes the user's response of bytes: see `AioCall`, and what counts messages.
         ended: told of each call how it has ended.
     """
 
     def __init__(
-        self, arity: str, serializer: Any, deserialize: Callable[[bytes], Any], ended: Ended
+        self, arity: str, serializer: Any, receive: Callable[..., Awaitable[Any]], ended: Ended
     ) -> None:
         self.arity = arity
         self._serializer = serializer
-        self._deserialize = deserialize
+        self._receive = receive
         self._ended = ended
 
-    def begin(self, attachment: RpcAttachment | None, details: Any, request: Any) -> Any:
+    async def begin(self, attachment: RpcAttachment | None, details: Any, request: Any) -> Any:
         """Begins a call; None: it is one for grpcio, and nothing has been sent.
 
         Args:
@@ -110,23 +120,31 @@ class AioMethod:
         deadline = None if timeout is None else time.monotonic() + timeout
         link = CallLink(attachment, number, at_once, lambda: not call.done())
         link.patience_s = 0.0  # of the event loop
+        link.offers = link.in_loop = True
         method = details.method
         name = method if isinstance(method, bytes) else method.encode()
         told = Told(self._ended, link, observed.watched("client", self.arity, name.decode()))
-        deserialize = self._deserialize
-        if told.traced is not None:
-            deserialize = partial(told.traced.deserialize, deserialize, protocol="runtime")
-        call = KINDS[self.arity](client, number, deadline, deserialize, told, outflow)
-        data: Any = None
-        if not streams:
-            outgoing = told.outgoing = SentMessage(request, link, last=False)
-            try:
-                data = observed.serialize(told.traced, outgoing, self._serializer)
-                data = as_bytes(data, self._serializer)
-            except BaseException:
-                call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
-                raise
-        client.begin(call, name, entries, data, streams=self.arity.endswith("stream"))
+        receive: Receive = partial(self._receive, traced=told.traced)
+        call = KINDS[self.arity](client, number, deadline, receive, told, outflow)
+        takes_stream = self.arity.endswith("stream")
         if streams:
+            client.begin(call, name, entries, None, streams=takes_stream)
             call.send_all(request, link, self._serializer, told.traced)
+            return call
+        outgoing = told.outgoing = SentMessage(request, link, last=False)
+        try:
+            data = await observed.serialize_later(told.traced, outgoing, self._serializer)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except BaseException:
+            call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+            raise
+        if call.done():  # its time has passed, or the server gone, while it waited for memory
+            return call
+        if outgoing.size_bytes >= LEAST_BYTES and not takes_stream:
+            told.began_s = time.monotonic()
+        client.begin(call, name, entries, data, streams=takes_stream)
+        if outgoing.staging is not None:
+            call.finish_sending(outgoing)
         return call

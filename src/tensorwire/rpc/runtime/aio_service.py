@@ -11,14 +11,18 @@ from typing import Any
 
 import grpc
 
+from ..envelope import unseal
+from ..inbox import RefusedError
+from ..rendezvous import Rendezvous
 from . import observed
 from .aio_behavior import AioPerformance
 from .context import CallDetails
+from .frames import PROBED, FrameError, Number, short_frame
 from .line import MOST_BACKLOG
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
 from .served import ARITIES, IncomingCall
-from .server import AnyService, ServerEnd
+from .server import AnyService, ServerEnd, nobody
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -36,6 +40,7 @@ class AioServerEnd(ServerEnd):
         self._loop = service.loop
         self.callbacks = LoopCallbacks(self._loop)
         self._serving: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to read. Any thread."""
@@ -43,6 +48,19 @@ class AioServerEnd(ServerEnd):
 
     def _start(self) -> None:
         self._serving = self._loop.create_task(self.line.serve(MOST_BACKLOG))
+
+    def read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
+        """See `ServerEnd`. In a task; a client sends one probe at a time."""
+        if self._probing is not None and not self._probing.done():
+            raise FrameError("a probe before the answer to another one")
+        self._probing = self._loop.create_task(self._read_probe(rendezvous, data, number))
+
+    async def _read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
+        try:
+            await rendezvous.read_later(unseal(data), nobody)
+        except (ValueError, RefusedError):
+            pass  # the client has given it up
+        self.send((short_frame(PROBED, number),))
 
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""

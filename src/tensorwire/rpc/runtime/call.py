@@ -182,14 +182,14 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
                 pieces = self._pieces
                 data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 made = self._client.reader.aside(partial(self._message_of, data))
-                if isinstance(made, Failure):
+                if isinstance(made, NoResponse):
                     code, details = made
                 else:
                     response = made
         self.conclude(code, details, body.initial, body.trailing, response)
 
     def _message_of(self, data: bytes) -> Any:
-        """The user's response, or a `Failure`."""
+        """The user's response, or a `NoResponse`."""
         response = None
         try:
             response = self._deserialize(data)
@@ -198,7 +198,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
                 return failure
             _LOG.exception("a response could not be deserialized")
         if response is None:
-            return Failure(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+            return NoResponse(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
         return response
 
     def conclude(
@@ -509,7 +509,7 @@ class StreamCall(RuntimeCall):
             raise self
         response = self._message_of(taken)
         credit, was_last = self._inflow.settle()
-        if isinstance(response, Failure):
+        if isinstance(response, NoResponse):
             self.end_here(*response)
             raise self
         if credit:
@@ -521,19 +521,19 @@ class StreamCall(RuntimeCall):
     next = __next__
 
 
-class Failure(NamedTuple):
+class NoResponse(NamedTuple):
     """How a call ends whose response cannot be had."""
 
     code: grpc.StatusCode
     details: str
 
 
-def failure_of(error: Exception) -> Failure | None:
+def failure_of(error: Exception) -> NoResponse | None:
     """What became of a response that was to be read; None if it is that it cannot be parsed."""
     if isinstance(error, GivenUpError):  # unless the call has ended already
-        return Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        return NoResponse(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
     if isinstance(error, SenderGoneError):
-        return Failure(grpc.StatusCode.UNAVAILABLE, str(error))
+        return NoResponse(grpc.StatusCode.UNAVAILABLE, str(error))
     return None
 
 

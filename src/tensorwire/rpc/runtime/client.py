@@ -96,6 +96,9 @@ class AnyClient:
         self._calls: dict[int, weakref.ref[ClientCall]] = {}
         self._going_away = False
         self._closed = False
+        self._attachment: RpcAttachment | None = None
+        self._probe: Waiter | None = None
+        self._probes = 0
 
     @property
     def usable(self) -> bool:
@@ -169,9 +172,61 @@ class AnyClient:
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a client")
 
+    def meet(self, attachment: RpcAttachment) -> None:
+        """Measures from where rendezvous pays, unless the user has said so, and tells the server.
+
+        To be called before calls begin, of an attachment that has it.
+        """
+        assert attachment.rendezvous is not None
+        threshold = attachment.rendezvous.threshold
+        if threshold.fixed:
+            return
+        self._attachment = attachment
+        threshold.changed = self._tell_threshold
+        found = measure(self, threshold.most_bytes)
+        if found is not None:
+            threshold.measured(found)
+
+    def _tell_threshold(self, size_bytes: int) -> None:
+        self.send((threshold_frame(size_bytes),))
+
+    def probe(self, size_bytes: int, *, offered: bool, timeout_s: float) -> bool:
+        """See `Probing`. One thread at a time."""
+        attachment = self._attachment
+        assert attachment is not None
+        assert attachment.rendezvous is not None
+        until = time.monotonic() + timeout_s
+        self._probes += 1
+        number = 0, self._probes
+        data, staging = bytes(size_bytes), None
+        if offered:
+            staging = attachment.rendezvous.offer(data, number, 0.0, always)
+            if staging is None:
+                return False
+            lease, pieces = staging.lease, ((BODY, 0, size_bytes),)
+            place = lease.slot, lease.serial, lease.turn
+            data = seal(Envelope(attachment.id, *place, pieces, b"", True))
+        waiter = self._probe = Waiter()
+        self.send(probe_frames(number, data))
+        if staging is not None:
+            staging.run(always)
+        if self.await_probe(waiter, until):
+            return not self.line.is_over
+        if staging is not None:
+            attachment.retire([staging.lease], number)
+        return False
+
     def probed(self, number: Number) -> None:
         """A message that was measured is at the server."""
-        raise FrameError(f"an answer to the probe {number}, which nobody has sent")
+        waiter = self._probe
+        if number[0] or not 0 < number[1] <= self._probes or waiter is None:
+            raise FrameError(f"an answer to the probe {number}, which nobody has sent")
+        if number[1] == self._probes:
+            waiter.finish()
+
+    def await_probe(self, waiter: Waiter, until: float) -> bool:
+        """Waits for the answer to a probe, until a time of time.monotonic; True if it came."""
+        raise NotImplementedError
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
@@ -213,61 +268,10 @@ class RuntimeClient(AnyClient):
         self.mutex = threading.Lock()
         self._kept: dict[int, RuntimeCall] = {}
         self.callbacks = Callbacks()
-        self._attachment: RpcAttachment | None = None
-        self._probe: Waiter | None = None
-        self._probes = 0
 
-    def meet(self, attachment: RpcAttachment) -> None:
-        """Measures from where rendezvous pays, unless the user has said so, and tells the server.
-
-        To be called before calls begin, of an attachment that has it.
-        """
-        assert attachment.rendezvous is not None
-        threshold = attachment.rendezvous.threshold
-        if threshold.fixed:
-            return
-        self._attachment = attachment
-        threshold.changed = self._tell_threshold
-        found = measure(self, threshold.most_bytes)
-        if found is not None:
-            threshold.measured(found)
-
-    def _tell_threshold(self, size_bytes: int) -> None:
-        self.send((threshold_frame(size_bytes),))
-
-    def probe(self, size_bytes: int, *, offered: bool, timeout_s: float) -> bool:
-        """See `Probing`. One thread at a time."""
-        attachment = self._attachment
-        assert attachment is not None
-        assert attachment.rendezvous is not None
-        until = time.monotonic() + timeout_s
-        self._probes += 1
-        number = 0, self._probes
-        data, staging = bytes(size_bytes), None
-        if offered:
-            staging = attachment.rendezvous.offer(data, number, 0.0, always)
-            if staging is None:
-                return False
-            lease, pieces = staging.lease, ((BODY, 0, size_bytes),)
-            place = lease.slot, lease.serial, lease.turn
-            data = seal(Envelope(attachment.id, *place, pieces, b"", True))
-        waiter = self._probe = Waiter()
-        self.send(probe_frames(number, data))
-        if staging is not None:
-            staging.run(always)
-        if self.reader.wait(waiter, until):
-            return not self.line.is_over
-        if staging is not None:
-            attachment.retire([staging.lease], number)
-        return False
-
-    def probed(self, number: Number) -> None:
+    def await_probe(self, waiter: Waiter, until: float) -> bool:
         """See `AnyClient`."""
-        waiter = self._probe
-        if number[0] or not 0 < number[1] <= self._probes or waiter is None:
-            raise FrameError(f"an answer to the probe {number}, which nobody has sent")
-        if number[1] == self._probes:
-            waiter.finish()
+        return self.reader.wait(waiter, until)
 
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""

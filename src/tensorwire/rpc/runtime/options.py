@@ -38,12 +38,10 @@ class Offer:
     Attributes:
         limits: of messages; None: calls do not go by it.
         reason: why they do not.
-        rendezvous: large messages travel by rendezvous, which may block a thread.
     """
 
     limits: MessageLimits | None
     reason: str = ""
-    rendezvous: bool = True
 
 
 def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
@@ -72,10 +70,8 @@ def offer(
     runtime: bool | None,
     options: Iterable[tuple[str | bytes, Any]] | None,
     compression: Any,
-    *,
-    rendezvous: bool = True,
 ) -> Offer:
-    """What an end offers whose user gave these options; `rendezvous` as of `Offer`.
+    """What an end offers whose user gave these options.
 
     Raises:
         ValueError: see `wanted`.
@@ -93,4 +89,4 @@ def offer(
             receive = int(value)
         elif not key.startswith(_OF_CONNECTIONS):
             return Offer(None, f"it does not know the option {key}")
-    return Offer(MessageLimits(send, receive), rendezvous=rendezvous)
+    return Offer(MessageLimits(send, receive))

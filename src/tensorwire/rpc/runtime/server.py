@@ -20,8 +20,9 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import CALLS, RpcAttachment
-from ..envelope import MAGIC, unseal
+from ..envelope import is_offer, unseal
 from ..inbox import RefusedError
+from ..rendezvous import Rendezvous
 from . import observed
 from .behavior import Performance
 from .callbacks import Callbacks, Calling
@@ -41,6 +42,7 @@ from .frames import (
     WHOLE,
     Frame,
     FrameError,
+    Number,
     parse_call,
     parse_credit,
     short_frame,
@@ -156,12 +158,18 @@ class ServerEnd:
             return
         data = b"".join(self._probe)  # as with a message
         self._probe = []
-        if data.startswith(MAGIC):
-            try:
-                rendezvous.read(unseal(data), _nobody)
-            except (ValueError, RefusedError):
-                pass  # the client has given it up
-        self.send((short_frame(PROBED, frame.number),))
+        if is_offer(data):
+            self.read_probe(rendezvous, data, frame.number)
+        else:
+            self.send((short_frame(PROBED, frame.number),))
+
+    def read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
+        """Reads a message that is measured, and says so."""
+        try:
+            rendezvous.read(unseal(data), nobody)
+        except (ValueError, RefusedError):
+            pass  # the client has given it up
+        self.send((short_frame(PROBED, number),))
 
     def _begins(self, frame: Frame) -> None:
         slot = frame.number[0]
@@ -434,7 +442,7 @@ class Service(AnyService):
             self._ran()
 
 
-def _nobody() -> bool:
+def nobody() -> bool:
     """Nobody needs a probe for long."""
     return False
 

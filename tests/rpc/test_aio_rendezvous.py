@@ -1,0 +1,345 @@
+"""Large messages of the runtime by rendezvous, where one of the ends is of asyncio, or both are."""
+
+import asyncio
+import dataclasses
+import gc
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from ends import Methods
+from test_aio import echo, echo_all, items, join
+from test_aio_streams import until
+from test_rpc_conformance import LONG_S, SS, SU, US, UU
+from test_rpc_conformance import echo as sync_echo
+from test_rpc_rendezvous import UNLIMITED, Liar, message, nothing_is_offered, offers
+
+from tensorwire import rpc
+from tensorwire.rpc import rendezvous
+from tensorwire.rpc.attachment import THRESHOLDS
+from tensorwire.rpc.threshold import LEAST_BYTES
+
+CHUNK = 1 << 16
+SIZES = (999, 1000, CHUNK, CHUNK + 1, 5 * CHUNK + 123)
+
+
+async def repeat(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    for each in (request, b"", request):
+        yield each
+
+
+async def make(request: bytes, context: Any) -> bytes:
+    return message(int(request))
+
+
+async def make_many(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield message(int(request))
+
+
+FOUR = {
+    "/t/uu": UU(echo),
+    "/t/us": US(repeat),
+    "/t/su": SU(join),
+    "/t/ss": SS(echo_all),
+    "/t/make": UU(make),
+    "/t/many": US(make_many),
+}
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In small chunks."""
+    monkeypatch.setattr(rendezvous, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", CHUNK)
+    return str(request.param)
+
+
+def options(wire: str, **given: Any) -> dict[str, Any]:
+    return {"transports": (wire,), "runtime": True, "threshold_bytes": 1000, **given}
+
+
+def run(
+    wire: str,
+    methods: dict[str, Any],
+    test: Callable[[Any, Any], Awaitable[None]],
+    **given: Any,
+) -> None:
+    """Runs a test with a channel and its server, both of asyncio."""
+
+    async def main() -> None:
+        server = rpc.aio.server(options=UNLIMITED, **options(wire, **given))
+        server.add_generic_rpc_handlers((Methods(methods),))
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        keywords = options(wire, **given)
+        async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            await asyncio.wait_for(test(channel, server), LONG_S)
+        await server.stop(None)
+
+    asyncio.run(main())
+    gc.collect()
+
+
+def test_messages_of_all_sizes_both_ways(wire: str) -> None:
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/uu")
+        assert await unary(message(999)) == message(999)
+        assert channel.rendezvous_bytes == 1000
+        ends = [channel.attachment, *server.attachments]
+        assert [offers(each).leased_bytes for each in ends] == [0, 0]
+        for size in SIZES:
+            assert await unary(message(size)) == message(size)
+        assert all(offers(each).leased_bytes >= 5 * CHUNK for each in ends)
+        big, small = message(5 * CHUNK + 7), message(5)
+        assert await channel.stream_unary("/t/su")(items(big, small, big)) == big + small + big
+        assert [each async for each in channel.unary_stream("/t/us")(big)] == [big, b"", big]
+        mixed = [big, small, b"", big, message(1000), big]
+        stream = channel.stream_stream("/t/ss")(items(*mixed))
+        assert [each async for each in stream] == mixed
+        assert channel.runtime == wire
+        assert await asyncio.gather(*(unary(big) for _ in range(20))) == [big] * 20
+        await until(lambda: nothing_is_offered(channel, server))
+
+    run(wire, FOUR, test)
+
+
+def with_sync_client(wire: str, methods: dict[str, Any], test: Callable[[Any, Any], None]) -> None:
+    """Runs a test in a thread, with a synchronous channel and its server, one of asyncio."""
+
+    async def main() -> None:
+        server = rpc.aio.server(options=UNLIMITED, **options(wire))
+        server.add_generic_rpc_handlers((Methods(methods),))
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+
+        def in_thread() -> None:
+            with rpc.insecure_channel(target, options=UNLIMITED, **options(wire)) as channel:
+                test(channel, server)
+
+        await asyncio.to_thread(in_thread)
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+def test_a_sync_client_of_an_asyncio_server(wire: str) -> None:
+    def test(channel: Any, server: Any) -> None:
+        unary, stream = channel.unary_unary("/t/uu"), channel.stream_stream("/t/ss")
+        for size in SIZES:
+            assert unary(message(size)) == message(size)
+            assert list(stream(iter([message(size)] * 3))) == [message(size)] * 3
+        assert channel.rendezvous_bytes == 1000
+        for each in (channel.attachment, *server.attachments):
+            assert offers(each).leased_bytes >= 5 * CHUNK
+
+    with_sync_client(wire, FOUR, test)
+
+
+def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
+    server = rpc.server(ThreadPoolExecutor(4), options=UNLIMITED, **options(wire))
+    methods = {"/t/uu": UU(sync_echo), "/t/ss": SS(lambda requests, context: requests)}
+    server.add_generic_rpc_handlers((Methods(methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+
+    async def main() -> None:
+        target = f"127.0.0.1:{port}"
+        async with rpc.aio.insecure_channel(target, options=UNLIMITED, **options(wire)) as channel:
+            unary, stream = channel.unary_unary("/t/uu"), channel.stream_stream("/t/ss")
+            for size in SIZES:
+                sent = message(size)
+                assert await unary(sent) == sent
+                assert [each async for each in stream(items(sent, sent))] == [sent, sent]
+            assert all(
+                offers(each).leased_bytes >= 5 * CHUNK
+                for each in (channel.attachment, *server.attachments)
+            )
+
+    asyncio.run(main())
+    server.stop(None).wait()
+
+
+def test_who_does_not_read_holds_the_sender_up(wire: str) -> None:
+    sent: list[int] = []
+
+    async def many(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for number in range(12):
+            sent.append(number)
+            yield message(100_000)
+
+    async def test(channel: Any, server: Any) -> None:
+        stream = channel.unary_stream("/t/us")(b"")
+        await until(lambda: len(sent) >= 3)
+        await asyncio.sleep(0.2)
+        assert len(sent) == 3  # two are offered, and the third waits for memory
+        assert [len(each) async for each in stream] == [100_000] * 12
+        await until(lambda: nothing_is_offered(channel, server))
+        assert offers(server.attachments[0]).leased_bytes < 400_000
+
+    run(wire, {"/t/us": US(many)}, test, patience_s=LONG_S)
+
+
+def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) -> None:
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/uu")
+        for size in (1 << 20, 1 << 19):
+            assert await unary(message(size)) == message(size)
+        for each in (channel.attachment, *server.attachments):
+            assert 1 << 19 <= offers(each).leased_bytes < 1 << 20
+
+    run(wire, FOUR, test, pool_bytes=(1 << 20) - 1)
+
+
+@pytest.fixture
+def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Senders of asyncio stop behind the first chunk of a message, until the list is empty."""
+    stops, run_later = [True], rendezvous.Staging.run_later
+
+    async def stalling(staging: Any, needed: Any) -> None:
+        while stops:
+            await asyncio.sleep(0.01)
+        await run_later(staging, needed)
+
+    monkeypatch.setattr(rendezvous.Staging, "run_later", stalling)
+    yield stops
+    stops.clear()
+
+
+def waiting(channel: Any, kind: str, **given: Any) -> Any:
+    """A call that waits for the rest of a response, and the coroutine that does."""
+    request = str(5 * CHUNK).encode()
+    if kind == "unary":
+        unary = channel.unary_unary("/t/make")(request, **given)
+        return unary, unary
+    stream = channel.unary_stream("/t/many")(request, **given)
+    return stream, stream.read()
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+def test_calls_that_wait_for_a_sender_end(wire: str, kind: str, stalled: list[bool]) -> None:
+    """By their deadlines, by their callers, and with their servers; the event loop goes on."""
+
+    async def test(channel: Any, server: Any) -> None:
+        assert await channel.unary_unary("/t/uu")(b"1") == b"1"
+        began = time.monotonic()
+        call, reading = waiting(channel, kind, timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reading
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - began < 2
+        call, reading = waiting(channel, kind)
+        task = asyncio.ensure_future(reading)
+        for _ in range(50):
+            assert await channel.unary_unary("/t/uu")(b"1") == b"1"
+        assert not task.done()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        await until(lambda: nothing_is_offered(channel, server))
+        await until(lambda: len(channel.attachment._idle_calls) == 1024)
+        call, reading = waiting(channel, kind)
+        task = asyncio.ensure_future(reading)
+        await asyncio.sleep(0.1)
+        server.attachments[0].close()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await task
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(wire, FOUR, test)
+
+
+def test_a_request_whose_sender_does_not_go_on(wire: str, stalled: list[bool]) -> None:
+    """Its servicer does not run, and others do; what was offered is given back."""
+    served: list[int] = []
+
+    async def method(request: bytes, context: Any) -> bytes:
+        served.append(len(request))
+        return b""
+
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/m")
+        assert await unary(b"1") == b""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await unary(message(5 * CHUNK), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        held = unary(message(5 * CHUNK))
+        task = asyncio.ensure_future(held)
+        for _ in range(50):
+            assert await unary(b"1") == b""
+        assert set(served) == {1}
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: nothing_is_offered(channel, server))
+        stalled.clear()
+        assert await unary(message(5 * CHUNK)) == b""
+        assert set(served) == {1, 5 * CHUNK}
+
+    run(wire, {"/t/m": UU(method)}, test)
+
+
+def test_offers_that_lie_are_refused(wire: str) -> None:
+    def test(channel: Any, server: Any) -> None:
+        liar = Liar(channel)
+        for changes in (
+            {"slot": 512},
+            {"serial": 77},
+            {"turn": 0},
+            {"turn": (1 << 63) - 1},
+            {"pieces": ((0, 8, 100),)},
+            {"pieces": ((0, 0, 0),)},
+            {"pieces": ((0, 0, 1 << 20),)},
+            {"pieces": ((0, 0, 1 << 50),)},
+            {"pieces": ((5, 0, 100),)},
+            {"pieces": ((0, 0, 50), (5, 50, 50))},
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                liar.send(dataclasses.replace(liar.offered(), **changes))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
+            assert channel.unary_unary("/t/m")(message(5000)) == message(5000)
+        good = liar.offered()
+        assert len(liar.send(good)) == 100
+        with pytest.raises(grpc.RpcError) as caught:  # a second time
+            liar.send(good)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as caught:
+            liar.send(liar.offered(stage=False), timeout=0.5)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    with_sync_client(wire, {"/t/m": UU(echo)}, test)
+
+
+def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
+    async def test(channel: Any, server: Any) -> None:
+        assert channel.rendezvous_bytes is None
+        assert await channel.unary_unary("/t/uu")(b"") == b""
+        found = channel.rendezvous_bytes
+        assert LEAST_BYTES <= found <= THRESHOLDS[wire]
+        channel.attachment.rendezvous.threshold.measured(LEAST_BYTES * 2)
+        (there,) = server.attachments
+        await until(lambda: there.rendezvous.threshold.size_bytes == LEAST_BYTES * 2)
+
+    run(wire, FOUR, test, threshold_bytes=None)
+
+
+def test_calls_adapt_the_threshold(wire: str) -> None:
+    """Those of asyncio tell what they took, as others do."""
+    seen: list[tuple[int, bool]] = []
+
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/uu")
+        await unary(b"")
+        threshold = channel.attachment.rendezvous.threshold
+        threshold.measured(1 << 15)
+        threshold.observe = lambda size, by, seconds: seen.append((size, by))
+        for _ in range(40):
+            await unary(message(40_000))
+
+    run(wire, FOUR, test, threshold_bytes=None)
+    assert {size for size, _ in seen} == {40_000}
+    assert {by for _, by in seen} == {True, False}
