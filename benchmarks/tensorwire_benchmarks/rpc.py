@@ -8,15 +8,18 @@ there and one back, and a look at each, in one process. All take turns, block by
 its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream: the
 same in event loops. uniform, random, skew: messages of ten buffers, as fields of bytes or as
 arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one client call at a time,
-with 8 bytes; the CPU time of both processes by calls is what counts.
+with 8 bytes; the CPU time of both processes by calls is what counts. processes1, 4, 16: the same
+with so many processes. requests: a stream of eight requests. push_pull: three processes call two
+servers at a time, over and over, with the ten buffers of skew; a row is the time by all calls.
 
-Not measured: other sizes of pools and threads, clients in several processes, streams of requests.
+Not measured: other sizes of pools and threads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from tensorwire.bench import machine
@@ -27,24 +30,29 @@ from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
 
 from .rpc_names import (
-    AIO_STREAM,
     BYTES,
     CASES,
     CROWD,
     CROWDS,
     GRPCIO,
     MEMCPY,
+    PROCESSES,
+    PUSH_PULL,
     RUNTIME,
     RUNTIME_TENSOR,
     SCHEMES,
+    SERVERS,
     SKEW,
     STREAM,
+    STREAMS,
     SYSTEMS,
     TENSOR,
     TORCH,
     UNARY,
     WIRES,
+    WORKERS,
 )
+from .rpc_workers import Workers
 
 THRESHOLD_BYTES = 1 << 18
 SMALL_BYTES = 4096
@@ -87,12 +95,17 @@ def run(settings: RpcSettings, tell: Told) -> Report:
     report = Report("rpc", about, settings=described)
     questions = list(_questions(settings))
     torch = _TorchPairs()
+    module, options = f"{__package__}.rpc_pair", {"wires": list(settings.wires)}
     try:
-        with ProcessPair(f"{__package__}.rpc_pair", {"wires": list(settings.wires)}) as pair:
+        with ProcessPair(module, options) as pair, closing(_Crew(settings)) as crew:
             for number, (wire, case, size) in enumerate(questions):
                 tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
                 if case in CROWDS:
                     _measure_crowd(report, pair, settings, wire, case)
+                elif case in PROCESSES:
+                    _measure_processes(report, pair, crew, settings, wire, case)
+                elif case == PUSH_PULL:
+                    _measure_push_pull(report, pair, crew, settings, wire)
                 else:
                     _measure(report, pair, torch, settings, wire, case, size)
     except KeyboardInterrupt:
@@ -115,13 +128,13 @@ def run(settings: RpcSettings, tell: Told) -> Report:
 def _questions(settings: RpcSettings) -> Iterator[tuple[str, str, int]]:
     for wire in settings.wires:
         for case in settings.cases:
-            if case in CROWDS:
+            if case in CROWDS or case in PROCESSES:
                 yield wire, case, _CROWD_BYTES
-            elif case in SCHEMES:
-                yield wire, case, _scheme_bytes(case)
+            elif case in SCHEMES or case == PUSH_PULL:
+                yield wire, case, _scheme_bytes(SKEW if case == PUSH_PULL else case)
             else:
                 for size in settings.sizes:
-                    if case not in (STREAM, AIO_STREAM) or size >= _LEAST_STREAMED:
+                    if case not in STREAMS or size >= _LEAST_STREAMED:
                         yield wire, case, size
 
 
@@ -155,6 +168,80 @@ class _TorchPairs:
             pair.close()
 
 
+class _Crew:
+    """Client processes and a second pair of servers, which begin when they are asked for."""
+
+    def __init__(self, settings: RpcSettings) -> None:
+        self._wires = list(settings.wires)
+        most = max((PROCESSES.get(case, 0) for case in settings.cases), default=0)
+        self._count = max(most, WORKERS)
+        self._workers: Workers | None = None
+        self._others: list[ProcessPair] = []
+
+    def workers(self, pair: ProcessPair) -> Workers:
+        """The processes, connected to the servers of the pair and to the others."""
+        if self._workers is None:
+            for _ in range(SERVERS - 1):
+                self._others.append(ProcessPair(f"{__package__}.rpc_pair", {"wires": self._wires}))
+            targets = [each.call("targets") for each in (pair, *self._others)]
+            self._workers = Workers(self._count, targets, self._wires)
+        return self._workers
+
+    def remote_cpu(self, pair: ProcessPair) -> float:
+        """Seconds of CPU time of all servers so far."""
+        return sum(float(each.call("remote_cpu")) for each in (pair, *self._others))
+
+    def close(self) -> None:
+        """Ends them."""
+        if self._workers is not None:
+            self._workers.close()
+        for each in self._others:
+            each.close()
+
+
+def _measure_processes(
+    report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str, case: str
+) -> None:
+    workers, systems = crew.workers(pair), SYSTEMS[case]
+    rounds: dict[str, list[tuple[list[float], float, float]]] = {each: [] for each in systems}
+    for _ in range(settings.rounds):
+        for system in systems:
+            there = crew.remote_cpu(pair)
+            times, here = workers.call(
+                PROCESSES[case], wire, system, _CROWD_BYTES, settings.block_s
+            )
+            there = crew.remote_cpu(pair) - there
+            rounds[system].append((times, here / len(times), there / len(times)))
+    _add_crowd(report, f"{wire}.{case}", rounds)
+
+
+def _measure_push_pull(
+    report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str
+) -> None:
+    workers, systems = crew.workers(pair), SYSTEMS[PUSH_PULL]
+    name, size = f"{wire}.{PUSH_PULL}", _scheme_bytes(SKEW)
+    rounds: dict[str, list[tuple[float, float, float]]] = {each: [] for each in systems}
+    for _ in range(settings.rounds):
+        for system in systems:
+            there = crew.remote_cpu(pair)
+            took, calls, here = workers.push_pull(WORKERS, wire, system, settings.block_s)
+            there = crew.remote_cpu(pair) - there
+            rounds[system].append((took / calls, here / calls, there / calls))
+    for system, each in rounds.items():
+        samples = [one[0] for one in each]
+        local, remote = median([one[1] for one in each]), median([one[2] for one in each])
+        row = Row("rpc", name, system, size).timed(
+            samples, moves=True, cpu_seconds_local=local, cpu_seconds_remote=remote
+        )
+        if row.gb_per_s is not None:
+            row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
+        report.rows.append(row)
+        ratio = paired_ratio([one[0] for one in rounds[GRPCIO]], samples)
+        if system != GRPCIO and ratio is not None:
+            found = (ratio.median, ratio.interval, ratio.pairs)
+            report.comparisons.append(Comparison(name, size, system, GRPCIO, *found))
+
+
 def _measure_crowd(
     report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str
 ) -> None:
@@ -164,11 +251,18 @@ def _measure_crowd(
         for system in systems:
             found = pair.call("crowd", wire, system, _CROWD_BYTES, settings.block_s, CROWDS[case])
             rounds[system].append(found)
+    _add_crowd(report, f"{wire}.{case}", rounds)
+
+
+def _add_crowd(
+    report: Report, name: str, rounds: dict[str, list[tuple[list[float], float, float]]]
+) -> None:
+    """Rows of seconds of each call, and of CPU time at both ends by calls."""
     for system, each in rounds.items():
         samples = [sample for times, _, _ in each for sample in times]
         local, remote = median([one[1] for one in each]), median([one[2] for one in each])
         report.rows.append(
-            Row("rpc", f"{wire}.{case}", system, _CROWD_BYTES).timed(
+            Row("rpc", name, system, _CROWD_BYTES).timed(
                 samples, cpu_seconds_local=local, cpu_seconds_remote=remote
             )
         )
@@ -205,7 +299,7 @@ def _measure(
             continue
         samples = [sample for block in each for sample in block]
         row = Row("rpc", name, system, size).timed(samples, moves=True)
-        if case not in (STREAM, AIO_STREAM) and row.gb_per_s is not None:
+        if case not in STREAMS and row.gb_per_s is not None:
             row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
         if system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))

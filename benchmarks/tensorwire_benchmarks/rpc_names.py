@@ -5,23 +5,34 @@ from __future__ import annotations
 GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
 RUNTIME_TENSOR, TORCH = "runtime-tensor", "torch-rpc"
 UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
+REQUESTS = "requests"
+"""A stream of requests."""
 UNIFORM, RANDOM, SKEW = "uniform", "random", "skew"
 CLIENTS = (1, 4, 16)
 """Threads that call at a time."""
 CROWDS = {f"clients{count}": count for count in CLIENTS}
 CROWD = f"clients{CLIENTS[-1]}"
+PROCESSES = {f"processes{count}": count for count in CLIENTS}
+"""Client processes, each of which calls one at a time."""
+PUSH_PULL = "push_pull"
+WORKERS, SERVERS = 3, 2
+"""Of PUSH_PULL: each worker calls all servers at a time."""
 SCHEMES = (UNIFORM, RANDOM, SKEW)
-SIZED = (UNARY, STREAM, AIO, AIO_STREAM)
+SIZED = (UNARY, STREAM, REQUESTS, AIO, AIO_STREAM)
 """Cases with one buffer, of each size."""
-CASES = (*SIZED, *SCHEMES, *CROWDS)
+CASES = (*SIZED, *SCHEMES, *CROWDS, *PROCESSES, PUSH_PULL)
+STREAMS = (STREAM, REQUESTS, AIO_STREAM)
+"""Whose payload moves once for each message."""
 WIRES = ("shm", "tcp")
 
 SYSTEMS = {
     UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, MEMCPY),
     STREAM: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
+    REQUESTS: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     AIO_STREAM: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, MEMCPY)),
-    **dict.fromkeys(CROWDS, (GRPCIO, BYTES, RUNTIME)),
+    **dict.fromkeys((*CROWDS, *PROCESSES), (GRPCIO, BYTES, RUNTIME)),
+    PUSH_PULL: (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR),
 }
 """By case, the rival first and the limit last."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,16 +31,19 @@ from .rpc_names import (
     BYTES,
     GRPCIO,
     MEMCPY,
+    REQUESTS,
     RUNTIME,
     RUNTIME_TENSOR,
     SCHEMES,
     STREAM,
+    STREAMS,
     TENSOR,
     UNARY,
 )
 
 STREAMED = 8
-"""Messages of a call with a stream of answers."""
+"""Messages of a call with a stream."""
+_KINDS = {UNARY: "unary_unary", STREAM: "unary_stream", REQUESTS: "stream_unary"}
 _TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
 _BUFFERS = payloads.Buffers.SerializeToString, payloads.Buffers.FromString
 _TENSORS = payloads.Tensors.SerializeToString, payloads.Tensors.FromString
@@ -76,6 +79,16 @@ def _stream_tensors(request: Any, context: Any) -> Iterator[Any]:
         yield rpc.tensor(array)
 
 
+def _take(requests: Iterator[bytes], context: Any) -> bytes:
+    _read_all(requests)
+    return b""
+
+
+def _take_tensors(requests: Iterator[Any], context: Any) -> Any:
+    _read_all(map(rpc.array, requests))
+    return rpc.Tensor()
+
+
 def _read_all(parts: Any) -> None:
     for each in parts:
         read(each)
@@ -104,6 +117,8 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         "stream": grpc.unary_stream_rpc_method_handler(_stream),
         "tensor_unary": grpc.unary_unary_rpc_method_handler(_echo_tensor, **tensors),
         "tensor_stream": grpc.unary_stream_rpc_method_handler(_stream_tensors, **tensors),
+        "requests": grpc.stream_unary_rpc_method_handler(_take),
+        "tensor_requests": grpc.stream_unary_rpc_method_handler(_take_tensors, **tensors),
         "buffers": grpc.unary_unary_rpc_method_handler(_echo_buffers, **_coded(_BUFFERS)),
         "tensors": grpc.unary_unary_rpc_method_handler(_echo_tensors, **_coded(_TENSORS)),
     }
@@ -129,16 +144,20 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
             server.stop(0).wait()
 
 
-class Driver:
-    """The client."""
+class ClientCalls:
+    """What a client calls, by a channel of each system.
 
-    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
-        link.recv()
-        self._link = link
-        link.send(("targets",))
-        targets, of_aio = link.recv()
+    Args:
+        targets: of a server, by system and wire.
+        wires: that are asked for.
+
+    Raises:
+        RuntimeError: payload or calls do not travel as they should.
+    """
+
+    def __init__(self, targets: dict[str, dict[str, str]], wires: Sequence[str]) -> None:
         self._channels: dict[tuple[str, str], Any] = {}
-        for wire in options["wires"]:
+        for wire in wires:
             plain = grpc.insecure_channel(targets[GRPCIO][wire], options=UNLIMITED)
             ours = rpc.insecure_channel(targets[BYTES][wire], UNLIMITED, transports=(wire,))
             ours.unary_unary("/bench/unary")(bytes(8))
@@ -154,7 +173,81 @@ class Driver:
                 (wire, GRPCIO): plain, (wire, BYTES): ours, (wire, TENSOR): ours,
                 (wire, RUNTIME): frames, (wire, RUNTIME_TENSOR): frames,
             }  # fmt: skip
+
+    def simple(
+        self, wire: str, case: str, system: str, payload: NDArray[np.uint8]
+    ) -> Callable[[], object]:
+        """A call with one buffer, or a stream of it."""
+        channel = self._channels[wire, system]
+        if system == TENSOR:
+            call = getattr(channel, _KINDS[case])(f"/bench/tensor_{case}", *_TYPES)
+            if case == UNARY:
+                return lambda: read(rpc.array(call(rpc.tensor(payload))))
+            if case == REQUESTS:
+                return lambda: call(rpc.tensor(payload) for _ in range(STREAMED))
+            return lambda: [read(rpc.array(each)) for each in call(rpc.tensor(payload))]
+        call, data = getattr(channel, _KINDS[case])(f"/bench/{case}"), payload.tobytes()
+        if case == UNARY:
+            return lambda: read(call(data))
+        if case == REQUESTS:
+            return lambda: call(data for _ in range(STREAMED))
+        return lambda: [read(each) for each in call(data)]
+
+    def scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
+        """A call with ten buffers."""
+        parts = payloads.buffers(case)
+        channel = self._channels[wire, system]
+        if system in (TENSOR, RUNTIME_TENSOR):
+            call = channel.unary_unary("/bench/tensors", *_TENSORS)
+            return lambda: _read_all(payloads.arrays(call(payloads.of_tensors(parts))))
+        call = channel.unary_unary("/bench/buffers", *_BUFFERS)
+        return lambda: _read_all(call(payloads.of_bytes(parts)).buffers)
+
+    def begin_scheme(self, wire: str, case: str, system: str) -> Callable[[], Callable[[], None]]:
+        """Begins a call with ten buffers; what that gives back waits for it and reads it."""
+        parts = payloads.buffers(case)
+        channel = self._channels[wire, system]
+        arrays = system in (TENSOR, RUNTIME_TENSOR)
+        method, types = ("tensors", _TENSORS) if arrays else ("buffers", _BUFFERS)
+        call = channel.unary_unary(f"/bench/{method}", *types)
+
+        def begin() -> Callable[[], None]:
+            message = payloads.of_tensors(parts) if arrays else payloads.of_bytes(parts)
+            future = call.future(message)
+            if arrays:
+                return lambda: _read_all(payloads.arrays(future.result()))
+            return lambda: _read_all(future.result().buffers)
+
+        return begin
+
+    def close(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels.values():
+            channel.close()
+
+
+class Driver:
+    """The client."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        link.recv()
+        self._link = link
+        self._targets: dict[str, dict[str, str]]
+        self._targets, of_aio = self._ask("targets")
+        self._calls = ClientCalls(self._targets, options["wires"])
         self._aio = AioCalls(of_aio, options["wires"], read)
+
+    def _ask(self, what: str) -> Any:
+        self._link.send((what,))
+        return self._link.recv()
+
+    def targets(self) -> dict[str, dict[str, str]]:
+        """Of the servers that are not of asyncio, by system and wire."""
+        return self._targets
+
+    def remote_cpu(self) -> float:
+        """Seconds of CPU time of the servers' process so far."""
+        return float(self._ask("cpu"))
 
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""
@@ -164,23 +257,19 @@ class Driver:
         else:
             if case in SCHEMES:
                 operation = self._scheme(wire, case, system)
+            elif system == MEMCPY:
+                operation = _copies(payload, case)
             else:
-                operation = self._operation(wire, case, system, payload)
+                operation = self._calls.simple(wire, case, system, payload)
             operation()
             times = time_each(operation, count)
-        return [each / (STREAMED if case in (STREAM, AIO_STREAM) else 1) for each in times]
+        return [each / (STREAMED if case in STREAMS else 1) for each in times]
 
     def _scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
-        parts = payloads.buffers(case)
         if system == MEMCPY:
-            each = [_copies(part, UNARY) for part in parts]
+            each = [_copies(part, UNARY) for part in payloads.buffers(case)]
             return lambda: [copy() for copy in each]
-        channel = self._channels[wire, system]
-        if system in (TENSOR, RUNTIME_TENSOR):
-            call = channel.unary_unary("/bench/tensors", *_TENSORS)
-            return lambda: _read_all(payloads.arrays(call(payloads.of_tensors(parts))))
-        call = channel.unary_unary("/bench/buffers", *_BUFFERS)
-        return lambda: _read_all(call(payloads.of_bytes(parts)).buffers)
+        return self._calls.scheme(wire, case, system)
 
     def crowd(
         self, wire: str, system: str, size_bytes: int, seconds: float, clients: int
@@ -189,7 +278,8 @@ class Driver:
 
         The CPU time is that of all threads, by calls.
         """
-        operation = self._operation(wire, UNARY, system, np.arange(size_bytes, dtype=np.uint8))
+        payload = np.arange(size_bytes, dtype=np.uint8)
+        operation = self._calls.simple(wire, UNARY, system, payload)
         operation()
 
         def work(_: int) -> list[float]:
@@ -200,50 +290,33 @@ class Driver:
                 times.append(time.perf_counter() - began)
             return times
 
-        here, there = time.process_time(), self._remote_cpu()
+        here, there = time.process_time(), self.remote_cpu()
         until = time.perf_counter() + seconds
         with ThreadPoolExecutor(clients) as pool:
             times = [each for some in pool.map(work, range(clients)) for each in some]
-        here, there = time.process_time() - here, self._remote_cpu() - there
+        here, there = time.process_time() - here, self.remote_cpu() - there
         return times, here / len(times), there / len(times)
-
-    def _remote_cpu(self) -> float:
-        self._link.send(("cpu",))
-        return float(self._link.recv())
-
-    def _operation(
-        self, wire: str, case: str, system: str, payload: NDArray[np.uint8]
-    ) -> Callable[[], object]:
-        if system == MEMCPY:
-            return _copies(payload, case)
-        channel = self._channels[wire, system]
-        kind = channel.unary_unary if case == UNARY else channel.unary_stream
-        if system == TENSOR:
-            call = kind(f"/bench/tensor_{case}", *_TYPES)
-            if case == UNARY:
-                return lambda: read(rpc.array(call(rpc.tensor(payload))))
-            return lambda: [read(rpc.array(each)) for each in call(rpc.tensor(payload))]
-        call, data = kind(f"/bench/{case}"), payload.tobytes()
-        if case == UNARY:
-            return lambda: read(call(data))
-        return lambda: [read(each) for each in call(data)]
 
     def close(self) -> None:
         """Closes the channels."""
         self._aio.close()
-        for channel in self._channels.values():
-            channel.close()
+        self._calls.close()
 
 
 def _copies(payload: NDArray[np.uint8], case: str) -> Callable[[], None]:
     """What moving the payload costs at least: a copy into the other's memory, and a look at it."""
     there, back = np.empty_like(payload), np.empty_like(payload)
 
+    def copy_there() -> None:
+        for _ in range(STREAMED):
+            np.copyto(there, payload)
+            read(there)
+
     def copy() -> None:
         np.copyto(there, payload)
         read(there)
-        for _ in range(STREAMED if case in (STREAM, AIO_STREAM) else 1):
+        for _ in range(STREAMED if case in STREAMS else 1):
             np.copyto(back, there)
             read(back)
 
-    return copy
+    return copy_there if case == REQUESTS else copy
