@@ -12,7 +12,9 @@ import pytest
 from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
 from test_rpc_conformance import LONG_S, UU, echo, wait_for
 
+from tensorwire.rpc.runtime.frames import parse
 from tensorwire.rpc.runtime.line import Line
+from tensorwire.rpc.runtime.ring import RingWriter
 from tensorwire.rpc.runtime.runner import QUICK_S, Runner
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
@@ -45,6 +47,63 @@ def test_quick_calls_stay_in_a_thread_of_the_pool(both: Ends) -> None:
 def runner_of_once(call: Any, ends: Ends) -> Runner:
     call(b"")
     return runner_of(ends)
+
+
+def test_answers_of_calls_that_came_together_leave_together(
+    both: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = RingWriter.write
+
+    def counted(writer: RingWriter, data: bytes) -> None:
+        written.append(len(list(parse(data))))
+        write(writer, data)
+
+    both.methods = {"/t/m": UU(echo)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/m")
+    for _ in range(OFTEN):
+        call(b"x")
+    client = channel.attachment.runtime
+    monkeypatch.setattr(RingWriter, "write", counted)
+    found = []
+    for _ in range(20):
+        written.clear()
+        client.line.hold()
+        calls = [call.future(b"x") for _ in range(8)]
+        client.line.release()
+        assert [each.result(LONG_S) for each in calls] == [b"x"] * 8
+        assert written[0] == 8  # the calls
+        found.append(max(written[1:]))
+    assert max(found) > 1  # answers; those of a thread that was held up for long leave earlier
+
+
+def test_an_answer_does_not_wait_for_a_call_that_waits_for_it(both: Ends) -> None:
+    """The caller acts on the first of two answers before the second call can end."""
+    answered = threading.Event()
+
+    def method(request: bytes, context: Any) -> bytes:
+        if request == b"second":
+            assert answered.wait(LONG_S)
+        return request
+
+    both.methods = {"/t/m": UU(method)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/m")
+    took = []
+    for _ in range(5):
+        for _ in range(OFTEN):
+            call(b"x")
+        began = time.monotonic()
+        channel.attachment.runtime.line.hold()
+        first, second = call.future(b"first"), call.future(b"second")
+        channel.attachment.runtime.line.release()
+        assert first.result(LONG_S) == b"first"
+        answered.set()
+        assert second.result(LONG_S) == b"second"
+        took.append(time.monotonic() - began)
+        answered.clear()
+    assert max(took) < LONG_S / 4
 
 
 def test_nobody_waits_for_a_quick_method_that_blocks(both: Ends) -> None:

@@ -79,6 +79,7 @@ class Line:
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._blocked = False
+        self._holder = 0
         self._over = False
         self._ending = threading.Lock()
         self._frames: Iterator[Frame] = iter(())
@@ -93,7 +94,17 @@ class Line:
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames behind those that were sent before; nobody waits for it."""
         self._outbox.extend(frames)
-        self._flush()
+        if self._holder != threading.get_ident():
+            self.flush()
+
+    def hold(self) -> None:
+        """Leaves what this thread sends from now on to `release`, or to who sends before that."""
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        """Takes back a `hold` of this thread, and sends what was held."""
+        self._holder = 0
+        self.flush()
 
     @property
     def backlog(self) -> int:
@@ -105,7 +116,8 @@ class Line:
         """The other end is there, and does not leave what is sent waiting here."""
         return not self._over and len(self._outbox) <= _MOST_WAITING
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes what was sent, unless another thread does that, or there is no room."""
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
             self.writer = threading.get_ident()
             try:
@@ -152,7 +164,7 @@ class Line:
             with self._writing:
                 self._blocked = not self._write_out()
             if not self._blocked:
-                self._flush()  # what came in between
+                self.flush()  # what came in between
                 return
 
     def drain(self, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ QUICK_S = 0.0005
 
 _LINGER_S = 0.0005
 _STUCK_S = 0.002
+_HELD_S = 0.0002
 _LONGEST_S = 0.1
 _TRUSTED, _MOST_TRUST, _DISTRUST = 4, 12, 6
 _MOST_METHODS = 1024  # a client may name any that a generic handler takes
@@ -112,6 +113,7 @@ class Runner:
     def _go_on_without(self) -> None:
         """The thread that runs calls is held up by one, or has not come to the first."""
         self._stuck = True
+        self._line.flush()  # perhaps it is held up by who waits for what it has sent
         try:
             while self._running and not self._line.is_over:
                 self._hand_over()
@@ -141,13 +143,7 @@ class Runner:
         until = time.monotonic() + _LONGEST_S
         try:
             while True:
-                while True:
-                    try:
-                        run, _ = self._ready.popleft()
-                    except IndexError:
-                        break
-                    self._count += 1
-                    run()
+                self._run_ready()
                 if not self._lingers(until) or not self._turn.acquire(blocking=False):
                     return
                 try:
@@ -161,6 +157,25 @@ class Runner:
         finally:
             self._running = False
             open_latch(self._parked)
+
+    def _run_ready(self) -> None:
+        """Runs what is ready, and has what that sends written at once: fewer wake the client."""
+        line = self._line
+        line.hold()
+        try:
+            written = time.monotonic()
+            while True:
+                try:
+                    run, _ = self._ready.popleft()
+                except IndexError:
+                    return
+                self._count += 1
+                run()
+                if (now := time.monotonic()) > written + _HELD_S:
+                    line.flush()
+                    written = now
+        finally:
+            line.release()
 
     def _lingers(self, until: float) -> bool:
         """Whether to read for a moment: calls come quickly, and nobody else needs the thread."""
