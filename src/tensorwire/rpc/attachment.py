@@ -26,7 +26,7 @@ from .threshold import Threshold
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
-ARRAYS_THRESHOLD = 1 << 16
+ARRAYS_THRESHOLDS = {"shm": 1 << 16, "tcp": 1 << 17, "rdma": 1 << 16}
 """Of the arrays of a message, which otherwise pass through protobuf."""
 
 CALLS = 1024
@@ -122,7 +122,7 @@ class RpcAttachment:
         self.transport = peer.path.transport
         own = limits.threshold_bytes
         self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
-        self.arrays_threshold_bytes = ARRAYS_THRESHOLD if own is None else own
+        self.arrays_threshold_bytes = ARRAYS_THRESHOLDS[self.transport] if own is None else own
         self._node = node
         self._board = board
         self._is_client = is_client
