@@ -36,8 +36,8 @@ class Mapping {
   // Throws kInvalid, kNoMemory or kBusy.
   static std::shared_ptr<Mapping> restore(int memory, size_t size);
 
-  // Likewise memory of a GPU, at least `size` bytes of it, that create_on() made shareable. Throws as
-  // GpuMemory::import, kBusy.
+  // Likewise memory of a GPU, at least `size` bytes of it, that create_on() made shareable. Throws
+  // as GpuMemory::import, kBusy.
   static std::shared_ptr<Mapping> restore_on_gpu(int memory, size_t size);
 
   // Maps memory of another Node of this process for reading alone, at least `size` bytes of it. The
