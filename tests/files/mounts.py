@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -41,13 +41,6 @@ def _is_stale(path: Path) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def mounted(folder: Path, address: str) -> Iterator[Mounted]:
     made = Mounted(folder, address)
@@ -59,11 +52,3 @@ def mounted(folder: Path, address: str) -> Iterator[Mounted]:
 
 def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
-def code_of(action: object) -> int | None:
-    try:
-        action()  # type: ignore[operator]
-    except OSError as error:
-        return error.errno
-    return None

@@ -1,7 +1,7 @@
 """A server that lends memory for checkpoints, its readers and writers, in one process."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tensorwire import Node
@@ -18,14 +18,6 @@ from tensorwire.parameters.checkpoint_files import (
 from tensorwire.parameters.server.checkpoints import CheckpointShelf
 
 MOST = 3 * PART_BYTES
-
-
-def code_of(action: Callable[[], object]) -> int | None:
-    try:
-        action()
-    except OSError as error:
-        return error.errno
-    return None
 
 
 class Writer:

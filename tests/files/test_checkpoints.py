@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from files.jobs import training
-from files.shelves import MOST, Shelf, Writer, code_of
+from files.outcomes import code_of
+from files.shelves import MOST, Shelf, Writer
 
 from tensorwire import Node
 from tensorwire.files.filesystem import TensorwireFileSystem, WritableFile, WritableStream

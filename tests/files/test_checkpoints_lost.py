@@ -4,25 +4,17 @@ import errno
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from files.jobs import training
-from files.shelves import Shelf, Writer, code_of
+from files.outcomes import code_of, wait_until
+from files.shelves import Shelf, Writer
 
 from tensorwire import Node
 from tensorwire.files.filesystem import TensorwireFileSystem
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def connect_again(shelf: Shelf, writer: Writer) -> None:

@@ -1,12 +1,12 @@
 """What the files of `control/` understand, without a job."""
 
 import errno
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from files.outcomes import code_of
 
 from tensorwire.errors import UnavailableError
 from tensorwire.files.control_tree import control_folder
@@ -86,15 +86,6 @@ def folder_of(tree: FakeTree) -> Folder:
 
 def write(tree: FakeTree, name: str, text: str, offset: int = 0) -> None:
     folder_of(tree).child(name).open_for_writing().write(offset, text.encode())
-
-
-def code_of(attempt: Callable[[], object]) -> int | None:
-    """The errno with which something fails; None if it does not."""
-    try:
-        attempt()
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def test_what_it_shows() -> None:

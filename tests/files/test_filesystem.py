@@ -6,13 +6,14 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from files.outcomes import code_of
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
 from jobs import training
 from programs import output_of
@@ -22,15 +23,6 @@ from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.files.names import file_name, tensor_name
 from tensorwire.files.tree_items import FileContent, TreeEntry
-
-
-def errno_of(attempt: Callable[[], object]) -> int | None:
-    """The errno with which something fails; None if it does not."""
-    try:
-        attempt()
-    except OSError as error:
-        return error.errno
-    return None
 
 
 class FakeTree:
@@ -135,7 +127,7 @@ def test_urls() -> None:
     for wrong in ("", "10.0.0.1", "10.0.0.1:x"):
         with pytest.raises(ValueError, match="address"):
             TensorwireFileSystem(wrong)
-    assert errno_of(lambda: TensorwireFileSystem("127.0.0.1:1").ls("")) == errno.ENOTCONN
+    assert code_of(lambda: TensorwireFileSystem("127.0.0.1:1").ls("")) == errno.ENOTCONN
 
 
 @pytest.mark.slow
@@ -153,7 +145,7 @@ def test_a_job_as_files(folder: Path) -> None:
     # The job is over: what is asked says so, and nothing hangs.
     file.close()
     for attempt in (lambda: fs.ls("params"), lambda: fs.cat_file(f"{held}/params/b.npy")):
-        assert errno_of(attempt) == errno.ENOTCONN
+        assert code_of(attempt) == errno.ENOTCONN
     fs.close()
 
 
@@ -223,7 +215,7 @@ def check_refusals(address: str) -> None:
         (lambda: TensorwireFileSystem(address, secret="w" * 32).ls(""), errno.EACCES),
     ]
     for number, (attempt, code) in enumerate(refused):
-        assert errno_of(attempt) == code, number
+        assert code_of(attempt) == code, number
     assert not fs.exists("params/none.npy")
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from files.jobs import JobAtWork
-from files.mounts import Mounted, code_of, mounted, run, wait_until
+from files.mounts import Mounted, mounted, run
+from files.outcomes import code_of, wait_until
 
 from tensorwire.files.reader import JobReader
 from tensorwire.files.tree import Tree

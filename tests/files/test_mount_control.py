@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from files.file_workers import STEPS, Client, FileJob, reference, same
 from files.jobs import JobAtWork
-from files.mounts import code_of, mounted, run, wait_until
+from files.mounts import mounted, run
+from files.outcomes import code_of, wait_until
 
 from tensorwire.membership import running_servers
 

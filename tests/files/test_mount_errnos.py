@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from files.jobs import JobAtWork
-from files.mounts import code_of, mounted, wait_until
+from files.mounts import mounted
+from files.outcomes import code_of, wait_until
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from files.jobs import JobAtWork
-from files.mounts import mounted, run, wait_until
+from files.mounts import mounted, run
+from files.outcomes import wait_until
 
 from tensorwire._core import fuse as core_fuse
 from tensorwire.errors import UnavailableError
