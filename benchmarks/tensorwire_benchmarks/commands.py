@@ -235,12 +235,12 @@ def files(
     of a mapped model beside the same file on tmpfs; a snapshot of 512 MiB taken and read beside
     torch.save and torch.load; the parameter by a mount beside libfuse's passthrough_ll; steps of a
     job with a file worker in C beside those with a Python worker; and steps while somebody reads
-    100 MB/s. Some five minutes and 4 GiB of memory; other work on the machine spoils the figures.
+    100 MB/s. Some ten minutes and 4 GiB of memory; other work on the machine spoils the figures.
     Mounts need root, passthrough_ll a C compiler and libfuse3-dev, the file worker a C compiler;
     what is missing is told, and its rows say so.
 
     \b
-    A look, half a minute:
+    A look, half a minute, without the case that rests for long (snapshot_first):
         tensorwire bench files --quick
 
     \b
@@ -255,7 +255,12 @@ def files(
     settings = file_bench.FilesSettings()
     if quick:
         settings = file_bench.FilesSettings(
-            large_mib=4, total_mib=16, rounds=6, window_s=0.3, step_bytes=(4096,)
+            cases=file_bench.QUICK_CASES,
+            large_mib=4,
+            total_mib=16,
+            rounds=6,
+            window_s=0.3,
+            step_bytes=(4096,),
         )
     settings = chosen(settings, cases=cases)
     carry_out(

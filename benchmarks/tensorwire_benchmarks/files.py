@@ -6,14 +6,16 @@ one of 64 MiB trains. Each way takes turns with what it is measured beside.
 parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a fresh `bytes` (the
 limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
 sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
-taken until its tensors are here, beside torch.save to tmpfs and torch.load, and beside writing the
-same bytes into fresh memory (the limit); snapshot_read: and
-every byte of them is read, on both sides. mount: the parameter by a mount whose process answers
-each read, opened anew, of which the kernel has kept nothing, beside tmpfs and beside libfuse's
-passthrough_ll on tmpfs; mount_random: 4 KiB of it, likewise; mount_mapped: the model by a mount
-that the kernel maps itself, beside the same file on tmpfs. step: steps of a job whose second worker
-is a program in C that reads and writes files, beside one of Python. training: steps per second
-while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
+taken until its tensors are here, by a reader that has taken others before, beside torch.save to
+tmpfs and torch.load, and beside writing the same bytes into memory that is there (the limit);
+snapshot_read: and every byte of them is read, on both sides; snapshot_first: by a reader that has
+taken none for long, and the limit writes into fresh memory. mount: the parameter by a mount whose
+process answers each read, opened anew, of which the kernel has kept nothing, beside tmpfs and
+beside libfuse's passthrough_ll on tmpfs; mount_random: 4 KiB of it, likewise, and all threads on
+one core; mount_random_apart: who reads is on another core than who answers; mount_mapped: the model
+by a mount that the kernel maps itself, beside the same file on tmpfs. step: steps of a job whose
+second worker is a program in C that reads and writes files, beside one of Python. training: steps
+per second while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
 
 Not measured: TCP, other hosts; what the kernel has kept of a file of a mount, which is as fast as
 tmpfs. What cannot be measured here is left out, with a warning.
@@ -44,6 +46,7 @@ from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
 from tensorwire.files import SealedModel
+from tensorwire.parameters.server.spare import KEEP_S
 
 from .files_jobs import running_job
 from .files_mount import MountWays, why_no_mount, why_no_passthrough
@@ -62,15 +65,19 @@ from .files_timing import (
 )
 
 CASES = (
-    PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, MOUNT, MOUNT_RANDOM, MOUNT_MAPPED, STEP,
-    TRAINING,
+    PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, SNAPSHOT_FIRST, MOUNT, MOUNT_RANDOM,
+    MOUNT_RANDOM_APART, MOUNT_MAPPED, STEP, TRAINING,
 ) = (
-    "parameter", "random", "mapped", "snapshot", "snapshot_read", "mount", "mount_random",
-    "mount_mapped", "step", "training",
+    "parameter", "random", "mapped", "snapshot", "snapshot_read", "snapshot_first", "mount",
+    "mount_random", "mount_random_apart", "mount_mapped", "step", "training",
 )  # fmt: skip
-_BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_MAPPED, STEP)
+QUICK_CASES = tuple(case for case in CASES if case != SNAPSHOT_FIRST)
+_BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART, MOUNT_MAPPED, STEP)
+_BESIDE_PASSTHROUGH = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART)
+_FIRST_ROUNDS = 6  # at most; an interval needs six
 _READ_BYTES_PER_S = 100e6
 _REST_S = 1.5  # before a snapshot, so that the server may copy for a reader at once
+_LONG_REST_S = KEEP_S + 1.0  # and keeps no memory for it
 _CHUNK_BYTES = 8 << 20
 
 
@@ -138,10 +145,12 @@ def is_left_out(report: Report, case: str) -> bool:
     reason = why_no_mount() if case in _BY_MOUNT else ""
     if case == STEP and shutil.which("cc") is None:
         reason = reason or "there is no C compiler (cc)"
+    if case == MOUNT_RANDOM_APART and len(os.sched_getaffinity(0)) < 2:
+        reason = reason or "there is one core"
     if reason:
         report.settings["warnings"].append(f"{case} is left out: {reason}")
         report.rows.append(Row("files", case, OURS, 0, note=reason))
-    elif case in (MOUNT, MOUNT_RANDOM) and (missing := why_no_passthrough()):
+    elif case in _BESIDE_PASSTHROUGH and (missing := why_no_passthrough()):
         report.settings["warnings"].append(f"{case} is not beside {PASSTHROUGH}: {missing}")
         report.rows.append(Row("files", case, PASSTHROUGH, 0, note=missing))
     return bool(reason)
@@ -161,10 +170,12 @@ def _measure_all(
         PARAMETER: (settings.large_mib * MIB, ways.parameter),
         RANDOM: (SMALL_BYTES, ways.random),
         MAPPED: (settings.large_mib * MIB, ways.mapped),
-        SNAPSHOT: (total, partial(ways.snapshot, False)),
-        SNAPSHOT_READ: (total, partial(ways.snapshot, True)),
+        SNAPSHOT: (total, ways.snapshot),
+        SNAPSHOT_READ: (total, partial(ways.snapshot, read=True)),
+        SNAPSHOT_FIRST: (total, partial(ways.snapshot, rest_s=_LONG_REST_S)),
         MOUNT: (settings.large_mib * MIB, ways.mounts.all),
-        MOUNT_RANDOM: (SMALL_BYTES, ways.mounts.random),
+        MOUNT_RANDOM: (SMALL_BYTES, partial(ways.mounts.random, apart=False)),
+        MOUNT_RANDOM_APART: (SMALL_BYTES, partial(ways.mounts.random, apart=True)),
         MOUNT_MAPPED: (settings.large_mib * MIB, ways.mount_mapped),
     }
     with contextlib.closing(ways):
@@ -178,7 +189,9 @@ def _measure_all(
                 report.rows.append(Row("files", case, OURS, 0, note=note))
             else:
                 size, make = makes[case]
-                _measure(report, case, size, make(), settings.rounds)
+                is_slow = case == SNAPSHOT_FIRST
+                rounds = min(settings.rounds, _FIRST_ROUNDS) if is_slow else settings.rounds
+                _measure(report, case, size, make(), rounds)
 
 
 def _measure(report: Report, case: str, size: int, ways: Mapping[str, Way], rounds: int) -> None:
@@ -186,9 +199,11 @@ def _measure(report: Report, case: str, size: int, ways: Mapping[str, Way], roun
     seconds: dict[str, list[float]] = {system: [] for system in ways}
     for way in ways.values():
         way()
+    turn = list(ways.items())
     for _ in range(rounds):
-        for system, way in ways.items():
+        for system, way in turn:
             seconds[system].append(way())
+        turn.reverse()  # what one leaves behind, such as cold memory, is not always the same's
     for system, each in seconds.items():
         row = Row("files", case, system, size).timed(each, moves=True)
         if system == OURS and COPY in seconds:
@@ -308,12 +323,14 @@ class _Ways:
         paths = {OURS: mounted, TMPFS: file}
         return {system: partial(timed, partial(read, path)) for system, path in paths.items()}
 
-    def snapshot(self, read: bool) -> Mapping[str, Way]:
+    def snapshot(self, read: bool = False, rest_s: float = _REST_S) -> Mapping[str, Way]:
         """All of a version, from the wish until its tensors are here; `read`: every byte of them.
 
         A server copies for readers during at most a quarter of its time, so that who asks without
-        a rest waits for that. The limit is writing the same bytes into fresh memory.
-        Ours are mapped when they are here, those of torch.load are in memory of their own.
+        a rest waits for that. Within the rest it makes memory for who asks again. The limit is
+        writing the same bytes into memory that is there, or, where the rest is longer than that is
+        kept, into fresh memory. Ours are mapped when they are here, those of torch.load are in
+        memory of their own.
         """
         import torch
         from safetensors import safe_open
@@ -338,14 +355,14 @@ class _Ways:
             use(torch.load(file))
 
         def rested() -> float:
-            time.sleep(_REST_S)
+            time.sleep(rest_s)
             return timed(ours)
 
         if read:
             return {OURS: rested, TORCH: lambda: timed(theirs)}
         return {
             OURS: rested,
-            COPY: partial(timed, partial(_into_fresh_memory, list(tensors.values()))),
+            COPY: partial(_into_memory, list(tensors.values()), is_there=rest_s < KEEP_S),
             TORCH: lambda: timed(theirs),
         }
 
@@ -371,8 +388,8 @@ class _Ways:
         rates.append(float(told))  # or it has failed
 
 
-def _into_fresh_memory(tensors: Sequence[Any]) -> None:
-    """Writes tensors into a memfd, by as many threads as there are cores."""
+def _into_memory(tensors: Sequence[Any], is_there: bool) -> float:
+    """The seconds that writing tensors into a memfd takes, with a thread for each core."""
     descriptor = os.memfd_create("tensorwire bench", os.MFD_CLOEXEC)
 
     def write(chunk: tuple[int, memoryview]) -> None:
@@ -380,6 +397,10 @@ def _into_fresh_memory(tensors: Sequence[Any]) -> None:
         while data:
             done = os.pwrite(descriptor, data, at)
             at, data = at + done, data[done:]
+
+    def write_all() -> None:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(write, chunks))
 
     try:
         chunks: list[tuple[int, memoryview]] = []
@@ -391,8 +412,9 @@ def _into_fresh_memory(tensors: Sequence[Any]) -> None:
                 chunks.append((size, part))
                 size += len(part)
         os.ftruncate(descriptor, size)
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(write, chunks))
+        if is_there:
+            os.posix_fallocate(descriptor, 0, size)
+        return timed(write_all)
     finally:
         os.close(descriptor)
 
@@ -427,7 +449,8 @@ BARS = (
             least=least)
         for case, name, least in (
             (MOUNT, "plain FUSE, a parameter,", 64 * MIB),
-            (MOUNT_RANDOM, "plain FUSE, 4 KiB,", 0),
+            (MOUNT_RANDOM, "plain FUSE, 4 KiB, on one core", 0),
+            (MOUNT_RANDOM_APART, "plain FUSE, 4 KiB, on two cores", 0),
         )
     ),
     Bar("a model that a mount passes through, of a mapped file on tmpfs", ">=", 0.95, "",

@@ -56,8 +56,11 @@ def compile_c(source: Path, program: Path, *flags: str) -> None:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, address: str) -> Iterator[bool]:
-    """A job in a folder that is made; whether the kernel reads and maps models itself."""
+def mounted(folder: Path, address: str) -> Iterator[tuple[int, bool]]:
+    """A job in a folder that is made.
+
+    Yields the process, and whether the kernel reads and maps models itself.
+    """
     folder.mkdir()
     command = [sys.executable, "-m", "tensorwire", "mount", str(folder), address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -65,14 +68,17 @@ def mounted(folder: Path, address: str) -> Iterator[bool]:
             assert process.stdout is not None
             if "is mounted" not in process.stdout.readline():
                 raise UnavailableError("the mount of the bench has not started")
-            yield "reads and maps models itself" in process.stdout.readline()
+            yield process.pid, "reads and maps models itself" in process.stdout.readline()
         finally:
             process.terminate()
 
 
 @contextlib.contextmanager
-def passed_through(folder: Path, source: Path) -> Iterator[Path]:
-    """A folder, by passthrough_ll, in another one that is made. It has libfuse's own settings."""
+def passed_through(folder: Path, source: Path) -> Iterator[int]:
+    """A folder, by passthrough_ll, in another one that is made. It has libfuse's own settings.
+
+    Yields the process.
+    """
     program = folder.with_name("passthrough_ll")
     flags = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "fuse3"], check=True, capture_output=True, text=True
@@ -87,10 +93,33 @@ def passed_through(folder: Path, source: Path) -> Iterator[Path]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise UnavailableError("passthrough_ll has mounted nothing")
                 time.sleep(0.02)
-            yield folder
+            yield process.pid
         finally:
             subprocess.run(["umount", "-l", str(folder)], check=False)
             process.terminate()
+
+
+@contextlib.contextmanager
+def placed(mine: set[int], pid: int | None, its: set[int]) -> Iterator[None]:
+    """This thread runs on these cores, and all threads of another process on those.
+
+    Linux leaves threads that wake each other where they are, on one core or on two, and that
+    decides what a small read takes, whoever answers it.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        _place(pid, its)
+        os.sched_setaffinity(0, mine)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        _place(pid, before)
+
+
+def _place(pid: int | None, cores: set[int]) -> None:
+    for thread in [] if pid is None else os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 class MountWays:
@@ -114,6 +143,7 @@ class MountWays:
         self._open = contextlib.ExitStack()
         self._passes: bool | None = None
         self._paths: dict[str, Path] = {}
+        self._processes: dict[str, int] = {}
 
     def close(self) -> None:
         """Ends the mounts."""
@@ -135,10 +165,15 @@ class MountWays:
 
         return {system: way(path) for system, path in self._mounted().items()}
 
-    def random(self) -> Mapping[str, Way]:
-        """A block somewhere in it; the mean of 200."""
+    def random(self, apart: bool) -> Mapping[str, Way]:
+        """A block somewhere in it; the mean of 200.
 
-        def way(path: Path) -> Way:
+        Who reads and who answers are on one core, or `apart`, on two.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        mine, its = {cores[0]}, {cores[1 if apart else 0]}
+
+        def way(system: str, path: Path) -> Way:
             descriptor = os.open(path, os.O_RDONLY)
             self._open.callback(os.close, descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -147,20 +182,23 @@ class MountWays:
             def read() -> float:
                 places = self._random.integers(0, self._size - SMALL_BYTES, 200) + self._start
                 offsets = [int(each) for each in places]
-                all_ = timed_cold(
-                    path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
-                )
+                with placed(mine, self._processes.get(system), its):
+                    os.preadv(descriptor, [target], 0)  # all are there now
+                    all_ = timed_cold(
+                        path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
+                    )
                 return all_ / len(offsets)
 
             return read
 
-        return {system: way(path) for system, path in self._mounted().items()}
+        return {system: way(system, path) for system, path in self._mounted().items()}
 
     def folder(self) -> Path:
         """Our mount, which is there from now on."""
         made = self._folder / "mount"
         if self._passes is None:
-            self._passes = self._open.enter_context(mounted(made, self._address))
+            found = self._open.enter_context(mounted(made, self._address))
+            self._processes[OURS], self._passes = found
         return made
 
     def passes_through(self) -> bool:
@@ -180,8 +218,8 @@ class MountWays:
                 source = self._folder / "source"
                 source.mkdir()
                 (source / self._file.name).write_bytes(self._file.read_bytes())
-                theirs = self._open.enter_context(
-                    passed_through(self._folder / "passthrough", source)
-                )
+                theirs = self._folder / "passthrough"
+                started = self._open.enter_context(passed_through(theirs, source))
+                self._processes[PASSTHROUGH] = started
                 self._paths[PASSTHROUGH] = theirs / self._file.name
         return self._paths

@@ -33,10 +33,14 @@ def test_some_rows_of_everything(folder: Path) -> None:
     }
     left_out = set()
     if os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK):
-        mounts = ("mount", "mount_random")
+        mounts = ["mount", "mount_random"]
+        if len(os.sched_getaffinity(0)) > 1:
+            mounts.append("mount_random_apart")
+        else:
+            left_out |= {("mount_random_apart", "tensorwire")}
         expected |= {(case, system) for case in mounts for system in ("tensorwire", "tmpfs")}
         if any("not beside passthrough_ll" in each for each in warnings):
-            left_out = {(case, "passthrough_ll") for case in mounts}
+            left_out |= {(case, "passthrough_ll") for case in mounts}
         else:
             expected |= {(case, "passthrough_ll") for case in mounts}
         if shutil.which("cc") is None:
@@ -48,7 +52,7 @@ def test_some_rows_of_everything(folder: Path) -> None:
         else:
             expected |= {("mount_mapped", system) for system in ("tensorwire", "tmpfs")}
     else:
-        mounts = ("mount", "mount_random", "mount_mapped", "step")
+        mounts = ["mount", "mount_random", "mount_random_apart", "mount_mapped", "step"]
         left_out = {(case, "tensorwire") for case in mounts}
         assert all(any(f"{case} is left out" in w for w in warnings) for case in mounts)
     assert found.keys() == expected | left_out
@@ -58,8 +62,9 @@ def test_some_rows_of_everything(folder: Path) -> None:
     met = [verdict["met"] for verdict in report["verdicts"]]
     assert met[:4] == [None] * 4  # of sizes that are too small
     assert (met[4] is None) == (("mount_random", "passthrough_ll") not in expected)
-    assert met[5] is None
-    assert met[6] is not None
+    assert (met[5] is None) == (("mount_random_apart", "passthrough_ll") not in expected)
+    assert met[6] is None
+    assert met[7] is not None
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +85,11 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(files.is_left_out(no_mount, case) for case in ("mount", "mount_mapped", "step"))
     assert {row.note for row in no_mount.rows} == {"only root may mount"}
     assert not files.is_left_out(no_mount, "parameter")
+    one_core = Report("files", {}, settings={"warnings": []})
+    monkeypatch.setattr(files, "why_no_mount", lambda: "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert files.is_left_out(one_core, "mount_random_apart")
+    assert one_core.settings["warnings"] == ["mount_random_apart is left out: there is one core"]
 
 
 def test_a_program_that_cannot_be_compiled(tmp_path: Path) -> None:

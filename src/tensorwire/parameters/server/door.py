@@ -246,6 +246,8 @@ class ReaderDoor:
     def _forget_all(self) -> None:
         for name in list(self._leases):
             self._forget(name)
+        for lending in list(self._lendings.values()):
+            lending.idle()
 
 
 def open_door(

@@ -41,6 +41,7 @@ from ..shard_memory import ShardMemory
 from ..snapshot import Parts, Reply, RequestOutcome
 from .budget import CopyBudget
 from .sealed import SealedMemory
+from .spare import KEEP_S, SpareMemory, whole_pages
 
 _MOST_AHEAD = 1 << 16  # versions that somebody may wait for
 
@@ -106,6 +107,8 @@ class Lending:
         self._present, self._changing, self._closed = 0, True, False
         self._copies: list[Copy] = []
         self._numbers = 0
+        self._asked_at, self._often = -KEEP_S, False  # the last two requests came soon
+        self._spare: SpareMemory | None = None
         states = (*memory.states, *(() if memory.average is None else (AVERAGE,)))
         with contextlib.ExitStack() as stack:  # what fails leaves nothing at the door
             word = node.allocate(64, name=version_name(store), access="r")
@@ -163,6 +166,7 @@ class Lending:
             for copy in self._copies:
                 self._discard(copy)
             self._copies.clear()
+            self._close_spare()
             self._stack.close()
 
     # ---- the door's thread
@@ -190,6 +194,8 @@ class Lending:
                 if self._closed:
                     return Reply(RequestOutcome.REFUSED, "the job is over")
                 self._copies.append(copy)
+            now = time.monotonic()
+            self._often, self._asked_at = now - self._asked_at < KEEP_S, now
         copy.holders.add(holder)
         with self._lock:
             if copy in self._due():
@@ -212,7 +218,15 @@ class Lending:
                     with self._lock:
                         if copy in self._copies:
                             self._copies.remove(copy)
+                            if copy.regions and self._often:
+                                self._make_spare(copy.regions[-1].size_bytes)
                             self._discard(copy)
+
+    def idle(self) -> None:
+        """Nobody is connected: what is kept for the next snapshot comes back."""
+        with self._lock:
+            self._asked_at, self._often = -KEEP_S, False
+            self._close_spare()
 
     def held(self) -> list[tuple[int, bool]]:
         """The versions of which there are snapshots, and whether they are whole."""
@@ -264,8 +278,9 @@ class Lending:
         file = model_file(self._share.layout, self.store, copy.version)
         size = max(held_bytes(file.held(self._share, self._first)), 1)
         pieces = file.pieces(self._memory.master, self._share, self._first)
+        spare = self._take_spare(size)
         copy.regions.append(
-            SealedMemory(self._node, name, size, pieces, self._threads, self._check)
+            SealedMemory(self._node, name, size, pieces, self._threads, self._check, spare)
         )
 
     def _copy_state(self, copy: Copy, name: str) -> str:
@@ -279,6 +294,27 @@ class Lending:
             SealedMemory(self._node, name, size, pieces, self._threads, self._check)
         )
         return name
+
+    def _make_spare(self, size_bytes: int) -> None:
+        """A thread makes memory for the next snapshot, while the job computes."""
+        self._close_spare()
+        if not self._closed:
+            with contextlib.suppress(OSError):  # no descriptor is left
+                self._spare = SpareMemory(size_bytes, self._budget.spend)
+
+    def _take_spare(self, size_bytes: int) -> int | None:
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        if spare.size_bytes == whole_pages(size_bytes):
+            return spare.take()
+        spare.close()
+        return None
+
+    def _close_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
 
     def _check(self) -> None:
         if self._closed:

@@ -7,7 +7,6 @@ writing ever exists.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,10 @@ from tensorwire.memory.lent import LentRegion
 
 from ..messages import Bytes
 from .room import check_room
+from .spare import memory_file, whole_pages
 
 _CHUNK_BYTES = 8 << 20
+_BLOCK_BYTES = 512  # of st_blocks
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -33,8 +34,11 @@ class SealedMemory:
         pieces: where each goes, and its bytes; what lies between them is zero.
         threads: that write.
         go_on: called often; what it raises ends the writing.
+        spare: memory to write to, as `SpareMemory.take` gives it, of whole pages for that size;
+            owned. None: fresh memory.
 
     Attributes:
+        size_bytes: of it.
         descriptor: of the memory, for reading alone, until `free`.
 
     Raises:
@@ -51,15 +55,15 @@ class SealedMemory:
         pieces: Iterable[tuple[int, Bytes]],
         threads: int,
         go_on: Callable[[], None],
+        spare: int | None = None,
     ) -> None:
-        self.descriptor = -1
-        limit, what = _core.memory_limit()
-        if size_bytes > limit:
-            raise MemoryError(f"{size_bytes} bytes are more than {what} ({limit} bytes)")
-        check_room(size_bytes)
-        writing = os.memfd_create("tensorwire snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size_bytes, self.descriptor = size_bytes, -1
+        writing = memory_file(whole_pages(size_bytes)) if spare is None else spare
         try:
-            os.ftruncate(writing, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            limit, what = _core.memory_limit()
+            if size_bytes > limit:
+                raise MemoryError(f"{size_bytes} bytes are more than {what} ({limit} bytes)")
+            check_room(max(size_bytes - os.fstat(writing).st_blocks * _BLOCK_BYTES, 0))
             _write(writing, pieces, threads, go_on)
             fcntl.fcntl(writing, fcntl.F_ADD_SEALS, _SEALS)
             # One for reading alone, as is wanted for lending.

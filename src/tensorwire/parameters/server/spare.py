@@ -1,0 +1,96 @@
+"""Memory for the next snapshot, made ahead: most of the time of a copy goes into fresh pages."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from .room import check_room
+
+KEEP_S = 20.0
+"""So long it waits for the next snapshot, and is then given back."""
+_CHUNK_BYTES = 2 << 20
+_REST = 3.0  # behind each chunk, of its time: the job computes meanwhile
+
+
+class SpareMemory:
+    """A memfd whose pages are made by a thread, little by little. Any thread.
+
+    Where the system has not room for twice as much, or gives no more, there is less of it or none.
+
+    Args:
+        size_bytes: of it, rounded up to whole pages.
+        spend: is told the seconds of each chunk.
+        keep_s: how long it is there.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+
+    def __init__(
+        self, size_bytes: int, spend: Callable[[float], None], keep_s: float = KEEP_S
+    ) -> None:
+        self.size_bytes = whole_pages(size_bytes)
+        self._spend, self._keep_s = spend, keep_s
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._descriptor = memory_file(self.size_bytes)
+        self._thread = threading.Thread(target=self._run, name="tensorwire-spare", daemon=True)
+        self._thread.start()
+
+    def take(self) -> int | None:
+        """Its descriptor, which the caller closes, with the pages made so far; None if it is gone.
+
+        Nothing was ever written to it.
+        """
+        self._ended.set()
+        with self._lock:
+            found, self._descriptor = self._descriptor, -1
+        return None if found < 0 else found
+
+    def close(self) -> None:
+        """Gives it back. Idempotent."""
+        if (found := self.take()) is not None:
+            os.close(found)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it is taken or given back; says whether it is."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            check_room(2 * self.size_bytes)
+            for start in range(0, self.size_bytes, _CHUNK_BYTES):
+                began = time.monotonic()
+                with self._lock:
+                    if self._descriptor < 0:
+                        return
+                    size = min(_CHUNK_BYTES, self.size_bytes - start)
+                    os.posix_fallocate(self._descriptor, start, size)
+                took = time.monotonic() - began
+                self._spend(took)
+                self._ended.wait(_REST * took)
+            self._ended.wait(self._keep_s)
+        except (MemoryError, OSError):
+            pass  # a snapshot then finds out whether there is memory for it
+        finally:
+            self.close()
+
+
+def memory_file(size_bytes: int) -> int:
+    """A memfd of that size that has no pages yet, and can be sealed."""
+    descriptor = os.memfd_create("tensorwire snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def whole_pages(size_bytes: int) -> int:
+    """As many bytes as the pages have that are needed."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
