@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from files.outcomes import code_of
 
-from tensorwire.errors import UnavailableError
+from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.files.control_tree import control_folder
 from tensorwire.files.drafts import Drafts, DraftWriting
 from tensorwire.files.npy import npy_header
@@ -193,6 +193,25 @@ def test_a_change_is_done_when_readers_see_it(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(f"tensorwire.files.owner.{name}", lambda *_, made=made: made)
     assert JobOwner(reader).scale({}, 1.0) == "w\ns\n"
     assert told == [(9, 9)]
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        pytest.param({"addresses": ["a"]}, PeerLostError, id="replaced"),
+        pytest.param({"addresses": ["b"]}, PermissionError, id="of-another"),
+        pytest.param({"addresses": ["a"], "running": False}, PermissionError, id="over"),
+    ],
+)
+def test_who_writes_first_while_server_0_is_replaced(
+    log: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user is told that it is gone, and not that the job is another's."""
+    logged = SimpleNamespace(**{"running": True, "control": "door", **log})
+    monkeypatch.setattr("tensorwire.files.owner.find_server", lambda _: None)
+    monkeypatch.setattr("tensorwire.files.owner.logged_jobs", lambda: [logged])
+    with pytest.raises(error):
+        JobOwner(SimpleNamespace(address="a")).first()  # type: ignore[arg-type]
 
 
 def test_parameters_that_nobody_can_write() -> None:

@@ -304,7 +304,7 @@ class JobOwner:
             PeerLostError: it is, and is not there now.
         """
         found = find_server(self._reader.address)
-        if found is None and self._was_found:
+        if found is None and (self._was_found or self._is_mine()):
             raise PeerLostError(
                 f"server 0 of the job at {self._reader.address} is gone; the job is over, or "
                 "another server takes its place"
@@ -316,6 +316,12 @@ class JobOwner:
             )
         self._was_found = True
         return found
+
+    def _is_mine(self) -> bool:
+        """The job's launcher is this user's, and runs."""
+        with contextlib.suppress(UnavailableError):  # there is no folder for logs
+            return any(self._reader.address in each.addresses for each in _running_jobs())
+        return False
 
     def first(self) -> tuple[Peer, str]:
         """Server 0, and the name of this side's Node there.
