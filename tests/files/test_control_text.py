@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from files.outcomes import code_of
 
+from tensorwire import Node
 from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.files.control_tree import control_folder
 from tensorwire.files.drafts import Drafts, DraftWriting
 from tensorwire.files.npy import npy_header
 from tensorwire.files.owner import JobOwner
+from tensorwire.files.reader import JobReader
 from tensorwire.files.tree_items import Changes, Folder
 from tensorwire.membership import ScaleError
 from tensorwire.parameters import AVERAGE_ONLY, TensorSpec
@@ -198,20 +200,32 @@ def test_a_change_is_done_when_readers_see_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("log", "error"),
     [
-        pytest.param({"addresses": ["a"]}, PeerLostError, id="replaced"),
-        pytest.param({"addresses": ["b"]}, PermissionError, id="of-another"),
-        pytest.param({"addresses": ["a"], "running": False}, PermissionError, id="over"),
+        pytest.param({"addresses": ["127.0.0.1:1"]}, PeerLostError, id="replaced"),
+        pytest.param({"addresses": ["127.0.0.1:2"]}, PermissionError, id="of-another"),
+        pytest.param({"addresses": ["127.0.0.1:1"], "running": False}, PermissionError, id="over"),
     ],
 )
 def test_who_writes_first_while_server_0_is_replaced(
     log: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its user is told that it is gone, and not that the job is another's."""
-    logged = SimpleNamespace(**{"running": True, "control": "door", **log})
+    logged = SimpleNamespace(**{"running": True, **log})
     monkeypatch.setattr("tensorwire.files.owner.find_server", lambda _: None)
-    monkeypatch.setattr("tensorwire.files.owner.logged_jobs", lambda: [logged])
+    monkeypatch.setattr("tensorwire.files.job.logged_jobs", lambda: [logged])
     with pytest.raises(error):
-        JobOwner(SimpleNamespace(address="a")).first()  # type: ignore[arg-type]
+        JobOwner(SimpleNamespace(address="127.0.0.1:1")).first()  # type: ignore[arg-type]
+
+
+def test_who_reads_while_server_0_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor that listens, and has not written yet by what secret it is read."""
+    with Node("server-0", secret=b"s" * 32) as server:
+        logged = SimpleNamespace(running=True, addresses=[server.address])
+        monkeypatch.setattr("tensorwire.files.job.logged_jobs", lambda: [logged])
+        with pytest.raises(PeerLostError, match="another server takes its place"):
+            JobReader(server.address)
+        monkeypatch.setattr("tensorwire.files.job.logged_jobs", list)
+        with pytest.raises(PermissionError, match="tensorwire ls --save-secret"):
+            JobReader(server.address)
 
 
 def test_parameters_that_nobody_can_write() -> None:

@@ -12,6 +12,7 @@ from tensorwire.membership import (
     LOOPBACK,
     RunningFileWorker,
     RunningServer,
+    logged_jobs,
     running_file_workers,
     running_servers,
 )
@@ -61,6 +62,15 @@ def find_way(
 def find_server(address: str) -> RunningServer | None:
     """Server 0 of the job at an address, of this user on this host; None: it is not known here."""
     return next((each for each in _running() if each.index == 0 and _is_at(each, address)), None)
+
+
+def is_launched_here(address: str) -> bool:
+    """A job of this user on this host runs whose server is at an address, if it is there now."""
+    try:
+        found = [each for each in logged_jobs() if each.running]
+    except UnavailableError:  # there is no folder for logs
+        return False
+    return any(_same(each, address) for job in found for each in job.addresses)
 
 
 def running_jobs() -> list[RunningServer]:

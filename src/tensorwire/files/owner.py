@@ -47,7 +47,7 @@ from tensorwire.parameters.hold import (
 from tensorwire.parameters.reading import parts_of
 from tensorwire.parameters.regions import RegionKind, region_name
 
-from .job import find_server, make_node
+from .job import find_server, is_launched_here, make_node
 from .reader import JobReader
 from .store import ReadStore
 from .wanted import is_still_wanted
@@ -304,7 +304,7 @@ class JobOwner:
             PeerLostError: it is, and is not there now.
         """
         found = find_server(self._reader.address)
-        if found is None and (self._was_found or self._is_mine()):
+        if found is None and (self._was_found or is_launched_here(self._reader.address)):
             raise PeerLostError(
                 f"server 0 of the job at {self._reader.address} is gone; the job is over, or "
                 "another server takes its place"
@@ -316,12 +316,6 @@ class JobOwner:
             )
         self._was_found = True
         return found
-
-    def _is_mine(self) -> bool:
-        """The job's launcher is this user's, and runs."""
-        with contextlib.suppress(UnavailableError):  # there is no folder for logs
-            return any(self._reader.address in each.addresses for each in _running_jobs())
-        return False
 
     def first(self) -> tuple[Peer, str]:
         """Server 0, and the name of this side's Node there.

@@ -17,6 +17,7 @@ import numpy as np
 from tensorwire.errors import (
     BusyError,
     ClosedError,
+    PeerLostError,
     StaleHandleError,
     TensorwireError,
     TimeoutError,
@@ -29,7 +30,7 @@ from tensorwire.parameters.checkpoint_files import INDEX, INDEX_PLACES, Index, r
 from tensorwire.parameters.reading import HEART_S, Ask, AskKind, Copied
 from tensorwire.parameters.snapshot import Reply, RequestOutcome
 
-from .job import Way, find_way, make_node
+from .job import Way, find_way, is_launched_here, make_node
 from .lease import DoorLease
 from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
@@ -368,11 +369,14 @@ def _connect_first(node: Node, way: Way) -> Peer:
                 "comes from secret= or secret_file=, TENSORWIRE_READ_SECRET_FILE or "
                 "TENSORWIRE_READ_SECRET, else from the job's file"
             ) from error
+        if is_launched_here(way.address):
+            raise PeerLostError(
+                f"server 0 of the job at {way.address} is gone, and another server takes its place"
+            ) from error
         raise PermissionError(
             f"{way.address} asks for a secret, and no job file of this host and user has the one "
-            "for reading it: a server that was killed may be about to be replaced, so try again; "
-            "for a job of another host or user give its door and the secret, which `tensorwire ls "
-            "--save-secret` writes there"
+            "for reading it; for a job of another host or user give its door and the secret, which "
+            "`tensorwire ls --save-secret` writes there"
         ) from error
 
 
