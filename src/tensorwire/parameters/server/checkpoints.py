@@ -51,7 +51,7 @@ MEMORY = "TENSORWIRE_CHECKPOINT_MEMORY"
 
 _LOOK_S = 0.25  # whether writers are still there
 _FIND_S, _FIND_LOOK_S = 2.0, 0.01  # for a lease whose owner has rung
-_HOSTILE_BELL = 1 << 62
+_HOSTILE_BELL = 1 << 62  # a bell near its end could not be waited for
 _OPEN_FILES = 1 << 16  # of server 0, where it may; checkpoints take at most half of them
 
 
@@ -143,7 +143,8 @@ class CheckpointShelf:
         self._most = _core.memory_limit()[0] // 2 if most_bytes is None else most_bytes
         # Each has two descriptors here, and a server needs others for those who train.
         self._most_parts = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        self._bell = node.allocate(64, name=BELL, access="rw").word(0)
+        bell = node.allocate(64, name=BELL, access="rw")
+        self._bell, self._rings = bell.word(0), bell.array("uint64")
         size = mailbox_bytes(INDEX_BYTES, INDEX_PLACES)
         self._index = Mailbox(door.allocate(size, name=INDEX, access="r"), INDEX_PLACES)
         self._leases: dict[str, _Lease] = {}
@@ -164,7 +165,8 @@ class CheckpointShelf:
     def _run(self) -> None:
         try:
             while True:
-                seen = self._bell.value
+                if (seen := self._bell.value) >= _HOSTILE_BELL:
+                    self._rings[0] = seen = 1  # whoever rings meanwhile is seen all the same
                 until = time.monotonic() + _FIND_S
                 self._look()
                 while self._bell.value == seen and time.monotonic() < until and seen:
@@ -179,9 +181,6 @@ class CheckpointShelf:
 
     def _wait(self, seen: int, seconds: float | None) -> None:
         """Until the bell rings again, or for so long."""
-        if seen >= _HOSTILE_BELL:  # it could not be waited for
-            time.sleep(_LOOK_S if seconds is None else seconds)
-            return
         with contextlib.suppress(TimeoutError):
             self._bell.wait_until(seen + 1, seconds)
 

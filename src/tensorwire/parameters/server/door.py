@@ -132,7 +132,8 @@ class ReaderDoor:
         )
         self.address = self.node.address
         self._status = StatusRegion(self.node)
-        self._bell = self.node.allocate(64, name=BELL, access="rw").word(0)
+        bell = self.node.allocate(64, name=BELL, access="rw")
+        self._bell, self._rings = bell.word(0), bell.array("uint64")
         told = member.node.allocate(_ADDRESS_BYTES, name=DOOR, access="r")
         told.array()[: len(self.address)] = bytearray(self.address.encode())
         self.budget = CopyBudget()
@@ -195,12 +196,11 @@ class ReaderDoor:
                 if not self.node.peers:
                     self._forget_all()
                     self.node.accept()
-                seen, began = self._bell.value, time.monotonic()
+                if (seen := self._bell.value) >= _HOSTILE_BELL:
+                    self._rings[0] = seen = 0  # whoever rings meanwhile is seen by this look
+                began = time.monotonic()
                 self._look()
                 time.sleep(min(_REST * (time.monotonic() - began), _MOST_REST_S))
-                if seen >= _HOSTILE_BELL:
-                    time.sleep(_LOOK_S)
-                    continue
                 look_s = min(self.budget.opens_in_s() or _LOOK_S, _LOOK_S)
                 with contextlib.suppress(TimeoutError):
                     self._bell.wait_until(seen + 1, look_s)
