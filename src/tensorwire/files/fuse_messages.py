@@ -5,6 +5,7 @@ The layouts are those of the kernel's include/uapi/linux/fuse.h, version 7.31.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -72,6 +73,15 @@ def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid:
         inode, size, -(-size // 512), seconds, seconds, seconds, nanoseconds, nanoseconds,
         nanoseconds, mode, 1, uid, gid, 0, 4096, 0,
     )  # fmt: skip
+
+
+def inode_of(path: str) -> int:
+    """What programs are told as the inode of a path, of all versions of it.
+
+    `cp` skips a file whose inode is another one when it opens it than when it has looked at it.
+    """
+    data = path.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
 def entry(node: int, valid_s: int, found: bytes) -> bytes:

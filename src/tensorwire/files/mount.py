@@ -1,8 +1,8 @@
 """A running job as a mounted folder: answers what the kernel asks, by FUSE.
 
 The core reads the requests and answers reads of what lies in memory; this module has what is what.
-A file of a version is a file of its own, as if it had been written anew and renamed: who has it
-open, or mapped, sees that version, and the kernel keeps no pages of one for another.
+A file of a version is a file of its own: who has it open, or mapped, sees that version, and the
+kernel keeps no pages of one for another. What stat(2) tells as its inode is that of the path.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .fuse_messages import (
     attributes_answer,
     directory,
     entry,
+    inode_of,
     name_in,
     opened,
     poll_answer,
@@ -289,7 +290,7 @@ class JobMount:
         if now.is_folder:
             mode = stat.S_IFDIR | 0o555 | (now.mode & 0o200)
             modified = modified or self._began
-        return attributes(node.number, size, modified, mode, self._uid, self._gid)
+        return attributes(inode_of(node.entry.path), size, modified, mode, self._uid, self._gid)
 
     def _getattr(self, number: int, _: bytes) -> bytes:
         node = self._node(number)
