@@ -12,6 +12,7 @@ from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.reading import Ask, AskKind
 from tensorwire.parameters.server.budget import CopyBudget
 from tensorwire.parameters.server.lending import Lending
+from tensorwire.parameters.server.sealed import SealedMemory
 from tensorwire.parameters.snapshot import RequestOutcome
 
 
@@ -94,3 +95,24 @@ def test_a_name_that_a_reader_took_leaves_nothing_at_the_door(door: Node) -> Non
             door.region("0/version")
         taken.free(10)
         make_lending(door, CopyBudget()).close()
+
+
+def test_memory_that_comes_back_holds_no_step_up(
+    door: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving it to the system takes long, and the store needs the lock for its next version."""
+    lending = make_lending(door, CopyBudget())
+    lending.open(5, settled=True)
+    assert lending.ask(READER, Ask(AskKind.MAKE, 0, 5)) is not None
+    held: list[bool] = []
+    free = SealedMemory.free
+
+    def freed(memory: SealedMemory) -> None:
+        held.append(lending._lock.locked())
+        free(memory)
+
+    monkeypatch.setattr(SealedMemory, "free", freed)
+    lending.free(READER)
+    assert held == [False]
+    assert lending.held() == []
+    lending.close()

@@ -216,11 +216,12 @@ class Lending:
                 copy.holders.discard(holder)
                 if not copy.holders:
                     with self._lock:
-                        if copy in self._copies:
-                            self._copies.remove(copy)
-                            if copy.regions and self._often:
-                                self._make_spare(copy.regions[-1].size_bytes)
-                            self._discard(copy)
+                        if copy not in self._copies:
+                            continue  # it was closed meanwhile
+                        self._copies.remove(copy)
+                        if copy.regions and self._often:
+                            self._make_spare(copy.regions[-1].size_bytes)
+                    self._discard(copy)  # it may take long, and the store waits for the lock
 
     def idle(self) -> None:
         """Nobody is connected: what is kept for the next snapshot comes back."""
