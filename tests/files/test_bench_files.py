@@ -1,5 +1,6 @@
 """The bench of files runs, and judges what it has measured."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -90,6 +91,16 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     assert files.is_left_out(one_core, "mount_random_apart")
     assert one_core.settings["warnings"] == ["mount_random_apart is left out: there is one core"]
+
+
+def test_cases_run_in_their_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a snapshot costs nothing, as the mount of a case before it holds one."""
+    ran: list[str] = []
+    monkeypatch.setattr(files, "is_left_out", lambda *_: False)
+    monkeypatch.setattr(files, "running_job", lambda *_: contextlib.nullcontext("address"))
+    monkeypatch.setattr(files, "_measure_all", lambda _, __, cases, *___: ran.extend(cases))
+    files.run(files.FilesSettings(cases=("mount_mapped", "snapshot")), lambda *_: None)
+    assert ran == ["snapshot", "mount_mapped"]
 
 
 def test_a_program_that_cannot_be_compiled(tmp_path: Path) -> None:
