@@ -128,12 +128,20 @@ class Opening:
     def worked_on(
         self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
     ) -> Bytes | DeviceBytes:
-        """Allocates a region of what steps change, on the share's device where it has one."""
+        """Allocates a region of what steps change, on the share's device where it has one.
+
+        Raises:
+            MemoryError: the device has not so much memory.
+        """
         size = self.regions.share.size_bytes if size_bytes is None else size_bytes
         if self.device is None:
             return self.allocate(kind, which, size_bytes).array()[:size]
         where, regions = self.device.where, self.regions
-        region = regions.allocate(self.member, kind, which, size_bytes, where)
+        try:
+            region = regions.allocate(self.member, kind, which, size_bytes, where)
+        except MemoryError as error:
+            advice = 'DistributedOptimizer(…, shares="host") keeps them in memory of the host'
+            raise MemoryError(f"of parameters and optimizer state: {error}; {advice}") from error
         self._allocated.append(region)
         return self.device.over(region, size)
 
