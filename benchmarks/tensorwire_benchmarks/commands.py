@@ -274,7 +274,7 @@ def files(
 @names("--models", known=tuple(GPU_BATCHES), help=f"Only these: {', '.join(GPU_BATCHES)}.")
 @click.option("--steps", type=click.IntRange(2), help="Of each model; the default is 20.")
 def gpu_training(json_path: Path | None, models: tuple[str, ...] | None, steps: int | None) -> None:
-    """What does a step cost with the model on a GPU and servers on the host?
+    """What does a step cost with the model on a GPU?
 
     Two workers share one GPU: on a job with one server and with two, and under
     DistributedDataParallel over gloo (NCCL refuses two processes on one GPU). The limit is one

@@ -1,7 +1,7 @@
 """Steps of real models on one GPU: two workers on a job, under DDP over gloo, one process alone.
 
 Both workers share the GPU. NCCL refuses two processes on one GPU, so that DDP is gloo's, which
-stages gradients through the host, as servers on the host do. The limit is a process that has the
+stages gradients through the host. The limit is a process that has the
 GPU to itself and exchanges nothing: with two workers, twice its work is done in a step, so that
 half of its speed is the most where the GPU computes all the time. The sides run one after the
 other; a time is that of the slower worker's step, with the GPU waited for at its end.

@@ -1,6 +1,11 @@
 """A quick `bench memory` gives all rows, with all keys, and honest reasons. No timed assertion."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +146,31 @@ def test_the_command_writes_rows_and_shows_verdicts(tmp_path: Path) -> None:
     assert {(row["system"], row["bytes"]) for row in rows} == {
         (system, size) for system in ("tensorwire", "memcpy") for size in (8, 1024)
     }
+
+
+def processes_with(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def test_sigterm_ends_it_with_all_that_it_has_started(tmp_path: Path) -> None:
+    """Named for a bug: its workers went on."""
+    name, value = "TENSORWIRE_TEST_MARK", str(tmp_path)
+    mark = f"{name}={value}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "tensorwire", "bench", "memory", "--seconds", "30"],
+        env={**os.environ, name: value}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as bench:  # fmt: skip
+        while len(processes_with(mark)) < 2:
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(60) in (0, 130), "as after Ctrl-C"
+    assert processes_with(mark) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ _IN_REPOSITORY = {
     "rpc": "What do large messages cost in gRPC, and what with tensorwire.rpc?",
     "modes": "What do the modes of a job gain, and what do they cost?",
     "files": "What does it cost to read a running job as files?",
-    "gpu-training": "What does a step cost with the model on a GPU and servers on the host?",
+    "gpu-training": "What does a step cost with the model on a GPU?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""
@@ -34,6 +35,8 @@ _IN_REPOSITORY = {
 @click.group(short_help="Measure tensorwire beside the machine's limits and other libraries.")
 def bench() -> None:
     """Measure tensorwire beside the machine's limits and beside other libraries."""
+    # As Ctrl-C: processes that were started end too, and the rows so far are written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @bench.command(cls=Command)
