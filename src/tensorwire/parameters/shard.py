@@ -490,6 +490,9 @@ class Shard:
         step = Step(commits, exchange, publisher, arrivals, contribute, journal)
         if step.reduced and self.memory.device is not None:
             self._keep_on_device()
+            if arrivals:  # what was edited may still be on its way
+                for index in self._trained:
+                    arrivals.wait(index)
             self._copy_kept(self.memory.device, to_host=False)
         if journal and (norm := journal.norm(step.head.version)) is not None:
             step.take_noted(norm)
