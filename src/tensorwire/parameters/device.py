@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensorwire.memory import Region
 
+from .layout import WITH_GRADIENT, Spec, padded
 from .messages import Bytes
 
 DeviceBytes = Any
@@ -38,9 +39,11 @@ class ShareDevice(Protocol):
     it by `synchronize`.
 
     Attributes:
+        name: of the device, as `ModelDevice` has it.
         where: of regions on it, for `Node.allocate`; None: they are in memory of the host.
     """
 
+    name: str
     where: str | None
 
     def over(self, region: Region, size_bytes: int) -> DeviceBytes:
@@ -60,3 +63,14 @@ class ShareDevice(Protocol):
 
     def close(self) -> None:
         """Lets go of locked pages."""
+
+
+def suits_device(spec: Spec) -> bool:
+    """Every share of a store may be on a device, or none: then bits do not depend on how many.
+
+    Not where there are tables, of which steps change rows on the host, nor where tensors without a
+    gradient have the most bytes: each array there has room for these too, and that room is taken.
+    """
+    trained = sum(padded(each.size_bytes) for each in spec.tensors if each.kind in WITH_GRADIENT)
+    rest = sum(padded(each.size_bytes) for each in spec.tensors) - trained
+    return rest <= trained and all(each.kind != "rows" for each in spec.tensors)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tensorwire.errors import ClosedError, TimeoutError
+from tensorwire.errors import ClosedError, TimeoutError, UnavailableError
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion, Word
 
 from ..contributions import Contribution
-from ..device import DeviceBytes, ShareDevice
+from ..device import DeviceBytes, ShareDevice, suits_device
 from ..layout import Layout, Spec
 from ..messages import Bytes, Description, DisagreementError, told_description
 from ..regions import RegionKind, ServerRegions, region_name
@@ -69,9 +69,8 @@ class Opening:
         self.mode = self.descriptions[0].mode
         devices = [each.device for _, each in sorted(self.descriptions.items())]
         alike = len({each.rpartition(" ")[0] for each in devices}) == 1
-        # In every share, or in none: only then do bits not depend on the number of servers.
-        rows = any(tensor.kind == "rows" for tensor in spec.tensors)
-        self.workers_device = devices[0] if alike and all(devices) and not rows else ""
+        together = alike and all(devices) and suits_device(spec)
+        self.workers_device = devices[0] if together else ""
         self.durable = member.durable and self.descriptions[0].durable
         if member.durable and not self.durable:
             member.decline_successor()
@@ -88,6 +87,13 @@ class Opening:
         """A worker of a slice can produce its gradients in this server's memory."""
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
+
+    def _is_beside(self, device: ShareDevice, slice_index: int) -> bool:
+        """A worker of a slice has its model on the very device, and can copy gradients to it."""
+        first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
+        ranks = self.mapped.intersection(self.committers[first : first + pipeline])
+        told = [self.descriptions.get(rank, self.descriptions[0]) for rank in ranks]
+        return any(each.device == device.name for each in told)
 
     def _find_descriptions(self, number: int) -> dict[int, Description]:
         """What the workers describe, who may be gone if a predecessor of this server has opened it.
@@ -143,16 +149,23 @@ class Opening:
             advice = 'DistributedOptimizer(…, shares="host") keeps them in memory of the host'
             raise MemoryError(f"of parameters and optimizer state: {error}; {advice}") from error
         self._allocated.append(region)
+        if region.device != (where or "cpu"):  # it is of a predecessor
+            raise UnavailableError(
+                f"server {regions.server}'s share of store {self.number} is on {region.device}, "
+                f"where another process left it, and not on {where or 'cpu'}: start the job anew"
+            )
         return self.device.over(region, size)
 
     def contribution(self, slice_index: int, slot: Region) -> Contribution:
         """The memory for a slice's gradients; its slot is there already."""
         size, produced, pool = self.regions.share.size_bytes, None, None
         heads = np.empty(0, np.uint8)
-        if self.produces(slice_index):
+        if self.device is not None:  # to which gradients are copied, each to its place
+            if self._is_beside(self.device, slice_index):
+                produced = self.worked_on(RegionKind.PRODUCED, slice_index)
+        elif self.produces(slice_index):
             produced = self.worked_on(RegionKind.PRODUCED, slice_index)
-            if self.device is None:  # to a device gradients are copied, each to its place
-                pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
+            pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
         if self.regions.tables:
             heads = self.allocate(RegionKind.ROWS, slice_index).array()
         return Contribution(slot.array()[:size], produced, pool, heads)

@@ -15,7 +15,7 @@ from tensorwire.membership import NoteKind
 from tensorwire.memory import local_memory
 
 from ..contributions import Contribution
-from ..device import DeviceBytes, ModelDevice
+from ..device import DeviceBytes, ModelDevice, suits_device
 from ..kernel import Kernel, Rows
 from ..layout import Layout, Selection, Spec
 from ..messages import Bytes, Commit, Result
@@ -50,7 +50,7 @@ class LocalStore:
         self._seen = seen = ScriptView(self.layout, self.own, view, private)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.compares, self.memory, self.place = seen.compares, seen.memory, seen.place
-        on_device = device is not None and not kernel.changes_kept and not tables_of(share)
+        on_device = device is not None and not kernel.changes_kept and suits_device(spec)
         self._device = kernel.device(device.name) if device and on_device else None
         worked_on = _zeros if self._device is None else self._device.empty
         self._memory = [
@@ -66,8 +66,6 @@ class LocalStore:
         self._averaged = np.zeros(len(spec.tensors), np.int64)
         if spec.ema:
             self._states[AVERAGE] = worked_on(size)
-        if self._device is not None:
-            self._device.lock([view])
         self._shard_memory = ShardMemory(
             view, self._memory, states, self._counts, self._scalars, self._states.get(AVERAGE),
             self._averaged, device=self._device,

@@ -32,17 +32,18 @@ class TorchDevice:
         name: of `model_device`. Where this process does not see it, another one of its kind does.
 
     Attributes:
-        where: as of `parameters.ShareDevice`.
+        name, where: as of `parameters.ShareDevice`.
 
     Raises:
         UnavailableError: torch sees no such device in this process.
     """
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.where: str | None = None
         self._device = torch.device("cpu")
         if name != _STAGED.name:
-            self.where = _like(name)
+            self.name, self.where = _like(name)
             self._device = torch.device(self.where)
         self._locks = PageLocks(self._device)
 
@@ -76,18 +77,18 @@ def _tensor(memory: Any) -> torch.Tensor:
     return memory if isinstance(memory, torch.Tensor) else host_tensor(memory)
 
 
-def _like(name: str) -> str:
+def _like(name: str) -> ModelDevice:
     """The device of that name in this process, or the first of its kind."""
     if not torch.cuda.is_available():
         raise UnavailableError(f"torch {torch.__version__} cannot use CUDA in this process")
     found = [model_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     for each in found:
         if each.name == name:
-            return each.here
+            return each
     kind = name.rpartition(" ")[0]
     for each in found:
         if each.name.rpartition(" ")[0] == kind:
-            return each.here
+            return each
     raise UnavailableError(
         f"this process sees no {kind.partition(' ')[2]}, as the workers have; a bit may differ by "
         "where servers compute, so all of them need such a GPU (CUDA_VISIBLE_DEVICES)"
