@@ -322,8 +322,9 @@ def test_memory_comes_back_however_a_call_ends(
         yield from requests
         release.wait(20)
 
-    server = serve({"/t/m": SS(method, **TENSORS)})
+    server = serve({"/t/m": SS(method, **TENSORS), "/t/echo": UU(echo)})
     with connect(server, options) as channel:
+        channel.unary_unary("/t/echo")(b"")  # an attachment is there, however long that takes
         call = channel.stream_stream("/t/m", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
         for _ in range(3):
             requests = (rpc.tensor(np.ones(5000)) for _ in range(6))
