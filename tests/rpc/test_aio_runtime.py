@@ -85,6 +85,29 @@ def test_a_call_that_is_cancelled_by_a_collector_takes_no_lock(wire: str, runtim
     runner(options, options)(FOUR, test)
 
 
+def test_a_message_is_written_at_once(wire: str) -> None:
+    """Each write that waits for the one before wakes threads at both ends."""
+    options = {**WIRES[wire], "threshold_bytes": 1 << 30}
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        return b"x"
+
+    async def test(channel: Any) -> None:
+        unary, stream = channel.unary_unary("/t/uu"), channel.stream_stream("/t/ss")
+        message = bytes(200_000)
+        assert await unary(b"x") == b"x"
+        node = channel.attachment._node
+        before = node.stats()["writes"]
+        assert await unary(message) == b"x"
+        assert node.stats()["writes"] - before == 1
+        before = node.stats()["writes"]
+        assert [each async for each in stream(items(message))] == [message]
+        # The call, its only request, that there are no more, and two credits at most.
+        assert node.stats()["writes"] - before <= 5
+
+    runner(options, options)({"/t/uu": UU(answer), "/t/ss": SS(echo_all)}, test)
+
+
 def test_a_sync_client_of_an_asyncio_server(wire: str) -> None:
     async def main() -> None:
         server = rpc.aio.server(**WIRES[wire])

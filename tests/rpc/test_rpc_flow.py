@@ -72,6 +72,24 @@ def test_messages_arrive_in_order_whoever_is_slow(turns: list[tuple[int, bool]])
     assert stream.into.take() is None
 
 
+def test_frames_with_room_leave_together() -> None:
+    out = Outflow()
+    sent = list(frames.message_frames(NUMBER, bytes(2 * flow.WINDOW_BYTES)))
+    lots = out.lots(sent)
+    first = next(lots)
+    assert isinstance(first, list)
+    assert sum(map(len, first)) >= flow.WINDOW_BYTES
+    waiter = next(lots)
+    assert isinstance(waiter, Waiter)
+    assert not waiter.finished
+    out.grant(flow.WINDOW_BYTES)
+    assert waiter.finished
+    second = next(lots)
+    assert isinstance(second, list)
+    out.close()  # what is left has to wait no more
+    assert [*first, *second, *(each for lot in lots for each in lot)] == sent
+
+
 def test_whoever_waits_is_woken() -> None:
     out = Outflow()
     assert out.reserve(flow.WINDOW_BYTES) is None

@@ -24,7 +24,6 @@ from . import observed
 from .aio_context import AioContext, SyncContext
 from .behavior import finish, refuse_payload
 from .context import Caller
-from .frames import message_frames
 from .loop import LoopWaiter
 from .served import ARITIES, IncomingCall
 
@@ -215,11 +214,12 @@ class AioPerformance:
         await message.finish_later()
 
     async def _send(self, data: bytes) -> None:
-        for frame in message_frames(self._call.number, data):
-            while (waiter := self._call.reserve(frame, LoopWaiter)) is not None:
-                assert isinstance(waiter, LoopWaiter)
-                await waiter.wait()
-            self._call.send_frame(frame)
+        for lot in self._call.lots(data, LoopWaiter):
+            if isinstance(lot, list):
+                self._call.send_frames(lot)
+            else:
+                assert isinstance(lot, LoopWaiter)
+                await lot.wait()
         await asyncio.sleep(0)  # others have their turn, however much there is to send
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:

@@ -25,7 +25,6 @@ from .call import NoResponse, call_weakly, failure_of, status_of
 from .flow import Inflow, Outflow, TooLongError
 from .frames import (
     CANCEL,
-    HEADER,
     MORE,
     REFUSED,
     WHOLE,
@@ -339,14 +338,14 @@ class AioCall:
             text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
             self.end_here(_Code.RESOURCE_EXHAUSTED, text)
             return False
-        for frame in message_frames(self.number, data):
-            size = len(frame) - HEADER.size
-            while (waiter := self.outflow.reserve(size, LoopWaiter)) is not None:
-                assert isinstance(waiter, LoopWaiter)
-                await waiter.wait()
-            if self.done():
+        for lot in self.outflow.lots(message_frames(self.number, data), LoopWaiter):
+            if not isinstance(lot, list):
+                assert isinstance(lot, LoopWaiter)
+                await lot.wait()
+            elif self.done():
                 return False
-            self._client.send((frame,))
+            else:
+                self._client.send(lot)
         await message.finish_later()
         await asyncio.sleep(0)  # others have their turn, however much there is to send
         return True

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from .frames import LAST, MORE, WHOLE, FrameError
+from .frames import HEADER, LAST, MORE, WHOLE, FrameError
 
 WINDOW_BYTES = 1 << 18
 _OVERHEAD_BYTES = 64  # so that messages of no bytes use up the window too
@@ -105,6 +105,31 @@ class Outflow:
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.finish()
+
+    def lots(
+        self, frames: Iterable[bytes], new: NewWaiter = Waiter
+    ) -> Iterator[list[bytes] | Waiter]:
+        """Frames of messages that may be sent now, as many as there is room for together.
+
+        A lot is written at once; each write wakes threads at both ends.
+
+        Args:
+            frames: in order.
+            new: makes what is waited for.
+
+        Yields:
+            Frames to send, or what to wait for before going on.
+        """
+        lot: list[bytes] = []
+        for frame in frames:
+            while (waiter := self.reserve(len(frame) - HEADER.size, new)) is not None:
+                if lot:
+                    yield lot
+                    lot = []
+                yield waiter
+            lot.append(frame)
+        if lot:
+            yield lot
 
     def close(self) -> None:
         """Nobody waits any more: the call is over."""

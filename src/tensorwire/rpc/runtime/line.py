@@ -23,6 +23,11 @@ from .ring import RingError, RingReader, RingWriter
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _BATCH_BYTES = 1 << 17
+"""Of a write that may wait for the one before: the other end handles one while it gets another."""
+_LOOP_BATCH_BYTES = 1 << 18
+"""Of a write in an event loop, which may not: each has to be chained to the one before by a thread
+that is woken at its answer, which costs more than what the other end gets earlier.
+"""
 _SLICE_S = 0.05
 _LAZY_S = 0.004
 MOST_BACKLOG = 256
@@ -75,6 +80,7 @@ class Line:
         self._node = node
         self._reader = RingReader(memory, other, peer)
         self._writer = RingWriter(memory, other, peer, patient=patient)
+        self._batch_bytes = _BATCH_BYTES if patient else _LOOP_BATCH_BYTES
         self._end = end
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
@@ -135,7 +141,7 @@ class Line:
         outbox = self._outbox
         try:
             while outbox:
-                left = min(self._writer.room, _BATCH_BYTES)
+                left = min(self._writer.room, self._batch_bytes)
                 batch = []
                 while outbox and len(outbox[0]) <= left:
                     batch.append(outbox.popleft())

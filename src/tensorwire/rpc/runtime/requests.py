@@ -19,8 +19,8 @@ import grpc
 from ..outgoing import CallLink, SentMessage
 from . import observed
 from .call import ClientEnd, RuntimeCall
-from .flow import Outflow
-from .frames import HEADER, Number, last_frame, message_frames
+from .flow import Outflow, Waiter
+from .frames import Number, last_frame, message_frames
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _KEEP_S = 2.0
@@ -135,12 +135,13 @@ class RequestSender:
             self._abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             return False
         outflow = self._outflow
-        for frame in message_frames(self._number, data):
-            while (waiter := outflow.reserve(len(frame) - HEADER.size)) is not None:
-                self._client.reader.wait(waiter, None)
-            if outflow.closed:
+        for lot in outflow.lots(message_frames(self._number, data)):
+            if isinstance(lot, Waiter):
+                self._client.reader.wait(lot, None)
+            elif outflow.closed:
                 return False
-            self._client.send((frame,))
+            else:
+                self._client.send(lot)
         message.finish()
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -14,7 +14,6 @@ from .context import Caller
 from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import (
-    HEADER,
     LAST,
     NO_DEADLINE,
     WHOLE,
@@ -201,23 +200,25 @@ class IncomingCall:
 
     def send_message(self, message: bytes) -> bool:
         """Sends one of several responses, when there is room; False if the call is over."""
-        for frame in message_frames(self.number, message):
-            while (waiter := self.reserve(frame)) is not None:
-                waiter.block()
-            if not self.send_frame(frame):
+        for lot in self.lots(message):
+            if isinstance(lot, Waiter):
+                lot.block()
+            elif not self.send_frames(lot):
                 return False
         return True
 
-    def reserve(self, frame: bytes, new: Callable[[], Waiter] = Waiter) -> Waiter | None:
-        """Takes room for a frame of a response, see `Outflow.reserve`."""
+    def lots(
+        self, message: bytes, new: Callable[[], Waiter] = Waiter
+    ) -> Iterator[list[bytes] | Waiter]:
+        """The frames of a response and what they wait for, see `Outflow.lots`."""
         assert self._responses is not None
-        return self._responses.reserve(len(frame) - HEADER.size, new)
+        return self._responses.lots(message_frames(self.number, message), new)
 
-    def send_frame(self, frame: bytes) -> bool:
-        """Sends a frame that has room; False if the call is over."""
+    def send_frames(self, frames: Sequence[bytes]) -> bool:
+        """Sends frames that have room; False if the call is over."""
         if not self._token:
             return False
-        self._end.send((frame,))
+        self._end.send(frames)
         return True
 
     # How it ends.
