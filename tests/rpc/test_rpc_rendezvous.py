@@ -16,8 +16,9 @@ from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_fo
 from tensorwire import rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc.attachment import THRESHOLDS
+from tensorwire.rpc.inbox import GivenUpError
 from tensorwire.rpc.negotiation import MARK, OPEN, host_id
-from tensorwire.rpc.rendezvous import CHUNK_BYTES
+from tensorwire.rpc.rendezvous import CHUNK_BYTES, Rendezvous
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall
 from tensorwire.rpc.threshold import LEAST_BYTES, Threshold
@@ -415,3 +416,22 @@ def test_the_threshold_stays_within_its_bounds() -> None:
     observe(fixed, 999, framed_s=2.0, offered_s=1.0, calls=400)
     assert fixed.size_bytes == 1000
     assert not any(fixed.passed(999) for _ in range(100))
+
+
+def test_memory_of_probes_that_the_server_gives_up_comes_back(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up(*given: Any) -> bytes:
+        raise GivenUpError("nobody needs it")
+
+    monkeypatch.setattr(Rendezvous, "read", give_up)
+    both = between(wire)
+    try:
+        both.methods = {"/t/m": UU(echo)}
+        channel = both.serve().channel()
+        assert channel.unary_unary("/t/m")(b"x") == b"x"
+        pool = offers(channel.attachment)
+        assert channel.attachment.runtime._probes > 0
+        assert pool.used == pool.leased_bytes == 0
+    finally:
+        both.close()

@@ -184,6 +184,8 @@ class AnyClient:
         self._attachment = attachment
         threshold.changed = self._tell_threshold
         found = measure(self, threshold.most_bytes)
+        # A probe that the server has given up is answered too, and its memory never given back.
+        attachment.rendezvous.offers.retire_calls(lambda number: True)
         if found is not None:
             threshold.measured(found)
 
