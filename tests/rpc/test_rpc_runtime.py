@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import rpc_serving
-from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, System
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
 from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
@@ -421,8 +421,12 @@ def test_a_call_in_the_place_of_one_that_was_given_up(both: Ends) -> None:
     release.set()
 
 
-def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends) -> None:
-    """Whose answers were lost with the thread that had read them, they do not wait for ever."""
+@pytest.mark.parametrize("size", [0, 100_000], ids=["small", "large"])
+def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends, size: int) -> None:
+    """Whose answers were lost with the thread that had read them, they do not wait for ever.
+
+    A large response is not made where frames of others are read, and they go on.
+    """
     running, release = threading.Event(), threading.Event()
 
     def hang(request: bytes, context: Any) -> bytes:
@@ -433,7 +437,7 @@ def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends) ->
     def interrupted(data: bytes) -> bytes:
         raise KeyboardInterrupt
 
-    both.methods = {"/t/way": UU(way), "/t/hang": UU(hang)}
+    both.methods = {"/t/way": UU(way), "/t/hang": UU(hang), "/t/make": UU(lambda r, c: bytes(size))}
     channel = both.serve().channel()
     assert channel.unary_unary("/t/way")(b"") == b"runtime"
     other = channel.unary_unary("/t/hang").future(b"")
@@ -442,8 +446,12 @@ def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends) ->
     reader.unwatch()  # so that this thread reads
     wait_for(lambda: not reader._turn.locked())
     with pytest.raises(KeyboardInterrupt):
-        channel.unary_unary("/t/way", response_deserializer=interrupted)(b"")
+        channel.unary_unary("/t/make", response_deserializer=interrupted)(b"")
     reader.watch()
+    if size:
+        release.set()
+        assert other.result(LONG_S) == b""
+        return
     assert other.code() is grpc.StatusCode.UNAVAILABLE
     assert "interrupted" in other.details()
     release.set()
@@ -873,3 +881,50 @@ def test_a_ring_of_another_size(
     registry = both.server._registry
     assert channel.unary_unary("/t/way")(b"") == b"grpcio"
     wait_for(lambda: not registry._waiting and not registry.attachments)
+
+
+@pytest.mark.parametrize("how", ["call", "future", "callback"])
+@pytest.mark.parametrize("message", [bytes(100_000), bytes(5 << 20)], ids=["framed", "offered"])
+@pytest.mark.parametrize("threshold", [1, 1 << 20], ids=["leased", "measured"])
+def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, threshold: int) -> None:
+    """Whoever waits for it makes it, and others read what arrives meanwhile."""
+    begun, others_done = threading.Event(), threading.Event()
+
+    def slowly(data: bytes) -> bytes:
+        begun.set()
+        assert others_done.wait(10)
+        return data
+
+    server = rpc.server(ThreadPoolExecutor(4), transports=("shm",), runtime=True)
+    methods = {"/t/m": UU(echo), "/t/b": UU(lambda request, context: message)}
+    server.add_generic_rpc_handlers((Methods(methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    options = {"transports": ("shm",), "runtime": True, "threshold_bytes": threshold}
+    with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+        small = channel.unary_unary("/t/m")
+        assert small(b"x") == b"x"
+        large = channel.unary_unary("/t/b", response_deserializer=slowly)
+        got: list[bytes] = []
+
+        def take() -> None:
+            if how == "call":
+                got.append(large(b""))
+            elif how == "future":
+                got.append(large.future(b"").result())
+            else:
+                future = large.future(b"")
+                future.add_done_callback(lambda each: got.append(each.result()))
+                assert future.result(20) == message
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert begun.wait(10)
+        try:
+            for number in range(20):
+                assert small(b"%d" % number, timeout=5) == b"%d" % number
+        finally:
+            others_done.set()
+            thread.join(20)
+        wait_for(lambda: got == [message])
+    server.stop(None)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from ..envelope import MAGIC
 from ..inbox import GivenUpError, SenderGoneError
 from ..janitor import JANITOR
 from .callbacks import Callbacks
@@ -42,6 +43,8 @@ from .options import MessageLimits
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _LOOK_S = 0.005
+_LARGE_BYTES = 1 << 16
+"""Of a response whose making holds up others too long, as does one that travelled beside."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -115,6 +118,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._pieces: list[bytes] = []
         self._bytes = 0
         self._whole = False
+        self._has_ended = False
         self._initial: Metadata | None = None
         self._trailing: Metadata = ()
         self._code: grpc.StatusCode | None = None
@@ -174,18 +178,35 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             if not self._piece(body.piece):
                 return
             self._whole = True
-        response = None
-        if code is grpc.StatusCode.OK:
-            if not self._whole:
-                code, details = grpc.StatusCode.INTERNAL, "the server sent no response"
+        if code is grpc.StatusCode.OK and self._whole:
+            if self._has_ended:
+                raise FrameError("an end behind the end of a call")
+            self._has_ended = True
+            reader, beside = self._client.reader, self._pieces[0].startswith(MAGIC)
+            if not beside:
+                self._client.forget(self)  # what becomes of the server changes nothing any more
+            if beside or self._bytes >= _LARGE_BYTES:
+                reader.leave(self, partial(self._make, body), attended=not self._unattended)
             else:
-                pieces = self._pieces
-                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                made = self._client.reader.aside(partial(self._message_of, data))
-                if isinstance(made, NoResponse):
-                    code, details = made
-                else:
-                    response = made
+                reader.aside(partial(self._make, body))
+            return
+        if code is grpc.StatusCode.OK:
+            code, details = grpc.StatusCode.INTERNAL, "the server sent no response"
+        self.conclude(code, details, body.initial, body.trailing)
+
+    def _make(self, body: EndBody) -> None:
+        """Ends the call with its response, once that is had."""
+        pieces = self._pieces
+        if not pieces:  # it has ended otherwise
+            return
+        try:
+            response = self._message_of(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        except BaseException:
+            self.end_here(grpc.StatusCode.CANCELLED, "the thread was interrupted", cancelled=True)
+            raise
+        code, details = grpc.StatusCode.OK, body.details
+        if isinstance(response, NoResponse):
+            (code, details), response = response, None
         self.conclude(code, details, body.initial, body.trailing, response)
 
     def _message_of(self, data: bytes) -> Any:

@@ -19,7 +19,8 @@ from .call import RuntimeCall, StreamCall
 from .client import RuntimeClient
 from .flow import Outflow
 from .frames import Metadata, as_metadata
-from .requests import THREADS, RequestSender
+from .requests import RequestSender
+from .threads import THREADS
 
 _LOG = logging.getLogger("tensorwire.rpc")
 LONGEST_S = 1e9

@@ -31,6 +31,8 @@ class Waiter:
         latches: of the threads that wait for it.
     """
 
+    _work: list[Callable[[], object]] | None = None
+
     def __init__(self) -> None:
         self.finished = False
         self.latches: list[threading.Lock] = []
@@ -40,6 +42,26 @@ class Waiter:
         self.finished = True
         for latch in list(self.latches):
             open_latch(latch)
+
+    @property
+    def has_work(self) -> bool:
+        """Something is left to do for who waits, before it comes about."""
+        return bool(self._work)
+
+    def leave(self, work: Callable[[], object]) -> None:
+        """Leaves work to who waits for it, and wakes them. Once."""
+        self._work = [work]
+        for latch in list(self.latches):
+            open_latch(latch)
+
+    def work(self) -> None:
+        """Does what was left, unless another thread does."""
+        try:
+            work = self._work.pop() if self._work else None
+        except IndexError:
+            return
+        if work is not None:
+            work()
 
     def block(self) -> None:
         """Sleeps until another thread finishes it."""

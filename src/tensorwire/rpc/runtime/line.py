@@ -20,6 +20,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from .flow import Waiter, open_latch
 from .frames import Frame, FrameError, parse
 from .ring import RingError, RingReader, RingWriter
+from .threads import THREADS
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _BATCH_BYTES = 1 << 17
@@ -278,6 +279,7 @@ class SharedReader:
         self._line = line
         self._turn = threading.Lock()
         self._leader = 0
+        self._led_for: Waiter | None = None
         self._mutex = threading.Lock()
         self._followers: dict[int, threading.Lock] = {}
         self._watched = 0
@@ -302,6 +304,12 @@ class SharedReader:
         chosen, me = False, threading.get_ident()
         try:
             while not waiter.finished:
+                if waiter.has_work:
+                    if chosen:  # it may take long
+                        chosen = False
+                        self._pass_on()
+                    waiter.work()
+                    continue
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     return False
@@ -317,7 +325,7 @@ class SharedReader:
                         self._leader = 0
                         self._turn.release()
                         self._pass_on()
-                    if self._line.is_over and not waiter.finished:
+                    if self._line.is_over and not (waiter.finished or waiter.has_work):
                         time.sleep(0.001)  # another thread is telling everybody
                 elif self._leader == me:
                     self._lead_within(waiter, until, whole=whole)
@@ -327,18 +335,24 @@ class SharedReader:
         finally:
             if chosen:  # and the turn not taken
                 self._pass_on()
+            if waiter.has_work and not waiter.finished:  # this thread was interrupted
+                THREADS.run(waiter.work)
 
     def _lead(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
-        """Reads until something is finished, its time or the line is over."""
-        while not waiter.finished and not self._line.is_over:
-            left = None
-            if until is not None:
-                left = until - time.monotonic()
-                if left <= 0:
-                    return
-            if not whole:
-                left = _SLICE_S if left is None else min(left, _SLICE_S)
-            self._line.read(left)
+        """Reads until something is finished or has work to do, or its time or the line is over."""
+        before, self._led_for = self._led_for, waiter
+        try:
+            while not (waiter.finished or waiter.has_work or self._line.is_over):
+                left = None
+                if until is not None:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        return
+                if not whole:
+                    left = _SLICE_S if left is None else min(left, _SLICE_S)
+                self._line.read(left)
+        finally:
+            self._led_for = before
 
     def _lead_within(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
         """As `_lead`, in a handler of a signal or a deserializer that runs while this one reads."""
@@ -359,6 +373,18 @@ class SharedReader:
         finally:
             self._line.may_nest = False
 
+    def leave(self, waiter: Waiter, work: Callable[[], object], *, attended: bool) -> None:
+        """Leaves to another thread what would hold up all that arrives. In the one that reads.
+
+        Args:
+            waiter: the work finishes it, and is done by a thread that waits for it.
+            work: raises nothing but what interrupts its thread.
+            attended: somebody waits for it, or is about to; else it may be a thread of its own.
+        """
+        waiter.leave(work)
+        if not attended and self._led_for is not waiter:
+            THREADS.run(waiter.work)
+
     def _follow(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """Sleeps while another thread reads; True if this one is chosen to read after it."""
         latch = threading.Lock()
@@ -370,7 +396,7 @@ class SharedReader:
                 self._followers[mine] = latch
             waiter.latches.append(latch)
             # Whoever finishes it, or gives up the turn, from here on finds the latch.
-            if not waiter.finished and self._turn.locked():
+            if not (waiter.finished or waiter.has_work) and self._turn.locked():
                 most = threading.TIMEOUT_MAX
                 latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
             interrupted = False

@@ -5,13 +5,9 @@ The thread keeps the call only weakly, so that a call that is forgotten is cance
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from queue import Empty, SimpleQueue
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -23,59 +19,6 @@ from .flow import Outflow, Waiter
 from .frames import Number, last_frame, message_frames
 
 _LOG = logging.getLogger("tensorwire.rpc")
-_KEEP_S = 2.0
-
-
-class Threads:
-    """Threads for work that may block, each used again if there is more within two seconds."""
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._idle = 0
-
-    def forked(self) -> None:
-        """In a forked child, where the threads are not."""
-        self._begin()
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Has it done by a thread of its own."""
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-                self._queue.put(work)
-                return
-        threading.Thread(
-            target=self._run, args=(work,), name="tensorwire-rpc-requests", daemon=True
-        ).start()
-
-    def _run(self, work: Callable[[], object] | None) -> None:
-        queue = self._queue
-        while work is not None:
-            try:
-                contextvars.Context().run(work)
-            except Exception:
-                _LOG.exception("sending requests failed")
-            work = None
-            with self._lock:
-                self._idle += 1
-            try:
-                work = queue.get(timeout=_KEEP_S)
-            except Empty:
-                with self._lock:
-                    if self._idle:  # nobody counts on this one
-                        self._idle -= 1
-                        return
-                work = queue.get()
-
-
-THREADS = Threads()
-"""Those of this process."""
-
-os.register_at_fork(after_in_child=THREADS.forked)
 
 
 class RequestSender:
