@@ -1,5 +1,7 @@
 """Frames of the runtime: what is made can be parsed, and whatever else comes is refused."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,3 +155,20 @@ def test_small_pieces_that_are_not_the_last(kind: int, size: int) -> None:
     data = frames.HEADER.pack(frames.HEADER.size + size, kind, frames.MORE, 0, 1, 1) + bytes(size)
     with pytest.raises(FrameError, match=f"a piece of {size} bytes, and more"):
         list(frames.parse(data))
+
+
+@pytest.mark.parametrize("kind", ["call", "end", "stream"])
+def test_a_long_message_is_copied_once(kind: str) -> None:
+    message, number = bytes(8 << 20), (1, 2)
+    tracemalloc.start()
+    try:
+        made = {
+            "call": lambda: frames.call_frames(number, b"/m", 1, (), message),
+            "end": lambda: frames.end_frames(number, 0, message=message),
+            "stream": lambda: list(frames.message_frames(number, message)),
+        }[kind]()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, made)) > len(message)
+    assert peak < 1.2 * len(message)

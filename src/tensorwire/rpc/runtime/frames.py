@@ -98,15 +98,16 @@ def _encoded(metadata: Metadata) -> bytes:
     return b"".join(parts)
 
 
-def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes]) -> bytes:
+def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes | memoryview]) -> bytes:
     size = HEADER.size + sum(map(len, body))
     return b"".join((HEADER.pack(size, kind, flags, 0, *number), *body))
 
 
-def _pieces(message: bytes) -> tuple[bytes, list[bytes]]:
-    """The first piece of a long message, and the others."""
+def _pieces(message: bytes) -> tuple[memoryview, list[memoryview]]:
+    """The first piece of a long message, and the others; nothing is copied."""
     starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
-    return message[:PIECE_BYTES], [message[at : at + PIECE_BYTES] for at in starts]
+    view = memoryview(message)
+    return view[:PIECE_BYTES], [view[at : at + PIECE_BYTES] for at in starts]
 
 
 def call_frames(
@@ -128,9 +129,10 @@ def call_frames(
         message: its only request; None: they come in MESSAGEs.
         streams: the client takes any number of responses.
     """
-    others: list[bytes] = []
+    others: list[memoryview] = []
+    first: bytes | memoryview = b""
     if message is None:
-        first, flags = b"", 0
+        flags = 0
     elif len(message) <= PIECE_BYTES:
         first, flags = message, WHOLE
     else:
@@ -144,7 +146,7 @@ def call_frames(
     return [b"".join((head, method, block, first)), *_message_frames(number, others)]
 
 
-def _message_frames(number: Number, pieces: Sequence[bytes]) -> Iterator[bytes]:
+def _message_frames(number: Number, pieces: Sequence[memoryview]) -> Iterator[bytes]:
     for place, piece in enumerate(pieces, 1):
         yield _frame(MESSAGE, MORE if place < len(pieces) else WHOLE, number, (piece,))
 
@@ -170,12 +172,10 @@ def credit_frame(number: Number, size_bytes: int) -> bytes:
 
 def probe_frames(number: Number, message: bytes) -> list[bytes]:
     """A message that is measured; the other end drops it and says so by a PROBED."""
-    starts = range(0, len(message), PIECE_BYTES)
-    return [
-        _frame(PROBE, MORE if at + PIECE_BYTES < len(message) else WHOLE, number,
-               (message[at : at + PIECE_BYTES],))
-        for at in starts
-    ]  # fmt: skip
+    first, others = _pieces(message)
+    flags = [MORE] * len(others) + [WHOLE]
+    pieces = zip(flags, (first, *others), strict=True)
+    return [_frame(PROBE, flag, number, (piece,)) for flag, piece in pieces]
 
 
 def threshold_frame(size_bytes: int) -> bytes:
@@ -202,7 +202,8 @@ def end_frames(
     refused: bool = False,
 ) -> list[bytes]:
     """How a call ended, with its response if it has one."""
-    frames, flags, last = [], REFUSED if refused else 0, b""
+    frames, flags = [], REFUSED if refused else 0
+    last: bytes | memoryview = b""
     if message is not None:
         flags |= WHOLE
         last = message
