@@ -215,6 +215,9 @@ def test_the_command(launcher: Launcher) -> None:
     assert "seconds are needed" in run("--workers", "1", "--timeout", "0")[1]
     assert run("--workers", "1") == (1, "Error: no job of this user runs on this host\n")
     logs = [JobLog(f"train{i}.py", True, pytest.fail) for i in range(2)]
+    code, text = run("--workers", "1")
+    assert code == 1
+    assert "the job is still starting; try again: train" in text
     for number, log in enumerate(logs):
         log.add("server listens", address=f"127.0.0.1:700{number}")
     launcher.handlers["workers"].outcome = {"workers": {"text": "2 workers"}}
@@ -233,3 +236,20 @@ def test_the_command(launcher: Launcher) -> None:
         with_files.close()
         for log in logs:
             log.close(keep=False)
+
+
+def test_a_job_that_ends_while_its_servers_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: the command waited 10 s for servers of a job that was over."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    log = JobLog("train.py", True, pytest.fail)
+    log.add("server listens", address="127.0.0.1:7000")
+    log.add("control", path=str(tmp_path / "control"))
+    end = threading.Timer(0.3, lambda: log.close(keep=False))
+    end.start()
+    began = time.monotonic()
+    done = CliRunner().invoke(scale, ["--workers", "2"])
+    end.join()
+    assert (done.exit_code, done.output) == (1, "Error: the job has ended\n")
+    assert time.monotonic() - began < 5

@@ -124,6 +124,8 @@ def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
             )
     else:
         found = [job for job in jobs if job.addresses]
+        if not found and jobs:
+            raise click.ClickException(f"the job is still starting; try again: {jobs[-1].command}")
         if not found:
             raise click.ClickException("no job of this user runs on this host")
         if len(found) > 1:
@@ -136,6 +138,8 @@ def _secret_of(job: LoggedJob, wait_s: float) -> bytes:
     """What one of its servers tells; servers that were killed are replaced in a moment."""
     deadline = time.monotonic() + wait_s
     while not (servers := [each for each in running_servers() if each.address in job.addresses]):
+        if not any(each.running and each.path == job.path for each in logged_jobs()):
+            raise click.ClickException("the job has ended")
         if time.monotonic() > deadline:
             raise click.ClickException("the servers of the job do not run at present; try again")
         time.sleep(0.05)
