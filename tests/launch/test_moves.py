@@ -143,6 +143,9 @@ def test_servers_come_and_go(place: Place, whole: str) -> None:
         shown = running.command("status").stdout
         assert "shares that moved" in shown
         assert "share 0 (server 0)" in shown
+        (server,) = set(running.owners().values())
+        os.kill(server, signal.SIGKILL)
+        running.wait_for("takes its place (restart 1)")
         assert running.end() == whole
     assert running.said.count("goes from server") == len(moves)
 

@@ -79,6 +79,18 @@ def test_killed_while_workers_come_and_go(tmp_path: Path) -> None:
     assert "server 0 (pid" in text
 
 
+def test_one_that_joins_is_stopped(tmp_path: Path) -> None:
+    """Named for a bug: nobody noticed, and the others waited for its first step for ever."""
+    fail = "worker-3+1:join.ready:1:stop"  # before it is told to go on
+    options = "--workers 2 --slices 4 --elastic --silence 1"
+    with running(tmp_path / "job", options, fail=fail) as job:
+        job.wait_for("epoch 0 digest")
+        with pytest.raises(ScaleError, match=r"was stopped for 1 s and was killed before it had"):
+            job.scale(4)
+        assert job.scale(4)["now"] == 4
+        check(job, tmp_path)
+
+
 @pytest.mark.parametrize("place", [row.name for row in CHANGE.rows])
 def test_the_launcher_is_killed(tmp_path: Path, place: str) -> None:
     with running(tmp_path / "job", fail=f"launcher:{place}:1:kill") as job:

@@ -334,7 +334,8 @@ class Restarts:
             to: a server that runs, which gets them; None: a successor is started.
 
         Returns:
-            The successor, that of a server is called a standby so far; how many there were with it.
+            The successor, that of a server is called a standby so far; how many processes have
+            died there until now, while a share that moves is nobody's death.
 
         Raises:
             OSError: it cannot be started.
@@ -345,7 +346,7 @@ class Restarts:
             members = {share: members[share] for share in only}
         grant = _Grant(process, members, to=to)
         self._grant(self, grant)
-        return grant.successor, max(each.term for each in members.values())
+        return grant.successor, max(each.restarts for each in members.values())
 
     def _bind(self) -> Walk[Restarts, _Grant]:
         return Walk[Restarts, _Grant](
@@ -427,8 +428,8 @@ class Restarts:
         if self._is_passed_on(process):
             return "and no worker is left to go on for it"
         member = next(iter(self._members_of(process).values()))
-        times = f"{member.term} time{'s' if member.term > 1 else ''}"
-        last = "" if member.term == self._job.restarts else f", the last {self._job.restarts}"
+        times = f"{member.restarts} time{'s' if member.restarts > 1 else ''}"
+        last = "" if member.restarts == self._job.restarts else f", the last {self._job.restarts}"
         return f"after it had been replaced {times}{last} without getting any further"
 
     # --- the loop -------------------------------------------------------------------------------

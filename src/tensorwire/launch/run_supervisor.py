@@ -13,6 +13,7 @@ from typing import Any
 from tensorwire import failpoints
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.scaling import FixedServers, Handler, Scaling
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
@@ -71,6 +72,9 @@ class RunSupervisor(Supervisor):
         """See `Staff`."""
         with self._restarts.add("worker", rank, joins=True) as store:
             return self._start_worker(rank, store.fileno(), joins=joins)
+
+    def _can_lose(self, process: Replaceable) -> bool:
+        return super()._can_lose(process) or self._worker_count.joins(process)
 
     def _note_end(self, process: Process) -> None:
         if self._ending or not self._worker_count.takes_end(process):

@@ -299,8 +299,12 @@ class Supervisor:
             self._retire_standby()
         self._restarts.tend()
         watched = self._watched() if self._replaces else ()
-        self._silence.tend(filter(self._restarts.could_replace, watched))
+        self._silence.tend(filter(self._can_lose, watched))
         self._escalation.tend(self._running)
+
+    def _can_lose(self, process: Replaceable) -> bool:
+        """Whether the job goes on if a process that runs is killed now."""
+        return self._restarts.could_replace(process)
 
     def _watched(self) -> Iterable[Replaceable]:
         """The processes that have to run, and are not to be stopped."""
@@ -446,14 +450,14 @@ class Supervisor:
                 self._say(f"{how}; {told}")
                 return
             if told is not None and self._restarts.count(process):
-                successor, term = self._restarts.replace(process)
+                successor, restarts = self._restarts.replace(process)
                 # Whether a worker's script can go on, the new process finds out.
                 place = f"{process.name} is started again as pid {successor.pid}"
                 if process.kind == "server":
                     successor.rename("server", process.index)
                     self._screen.name_lines(successor)
                     place = f"{_named(successor)} takes its place"
-                self._say(f"{how}; {place} (restart {term})")
+                self._say(f"{how}; {place} (restart {restarts})")
                 return
             text = f"{how} {self._restarts.history(process)}"
             text += f" ({process.hint()})" if process.hint() else ""

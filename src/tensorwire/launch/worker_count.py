@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.spec import JobSpec
 from tensorwire.membership import ChangeWord, PlannedChange, ScaleError
@@ -326,6 +327,10 @@ class WorkerCount:
         return {"workers": outcome}
 
     # ---- ends
+
+    def joins(self, process: Replaceable) -> bool:
+        """Whether a process is a worker that has not joined so far."""
+        return process.kind == "worker" and self._joining.get(process.index) is process
 
     def takes_end(self, process: Process) -> bool:
         """A worker has ended; whether that concerns this change alone, and not the job."""
