@@ -11,6 +11,7 @@ import pytest
 import test_taken_slices
 from elastic import SCRIPT, ElasticJob, disturb, running
 
+from tensorwire.errors import TimeoutError
 from tensorwire.membership import ScaleError, logged_jobs
 from tensorwire.phases_of_launcher import CHANGE
 from tensorwire.transitions import CHANGING
@@ -133,6 +134,24 @@ def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
         assert job.pids() == before
         assert job.scale(2)["went"] == [2]
         check(job, tmp_path)
+
+
+def test_a_change_that_is_not_taken_back_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: the command said that the launcher did not answer."""
+    monkeypatch.setattr("tensorwire.membership.asking._ANSWER_S", 1.0)
+    with running(tmp_path / "job", "--workers 2 --elastic", pause_s=4.0) as job:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with pytest.raises(TimeoutError, match=r"it goes on: all workers know of step \d+"):
+                    job.scale(1, timeout_s=0.5)
+                break
+            except (ScaleError, OSError, AssertionError):
+                assert time.monotonic() < deadline, job.text
+                time.sleep(0.05)
+        job.wait_for("has left, behind step")
 
 
 SAVES = """

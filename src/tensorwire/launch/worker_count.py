@@ -25,7 +25,7 @@ _SWITCHED = ChangeWord.SWITCHED
 _HISTORY = "region history"  # under which a worker keeps it
 _NOT_ELASTIC = (
     "the workers of this job are started again when they are killed, and their number stays: start "
-    "it with tensorwire run --elastic, and with --slices L for up to L workers"
+    "it with tensorwire run --elastic, in mode sync, and with --slices L for up to L workers"
 )
 
 
@@ -78,7 +78,7 @@ class WorkerCount:
         self._number = self._step = self._before = 0
         self._donor: int | None = None
         self._gone: list[str] = []  # what has become of workers that were to join
-        self._told_to_go = False
+        self._told_to_go = self._kept = False  # kept: somebody wanted it back, too late
         self._table: dict[int, list[int]] = {}
         self._owners: dict[int, int] = {}
 
@@ -161,6 +161,9 @@ class WorkerCount:
         """See `Handler`."""
         if self._state in ("starting", "asking"):
             self._abandon(why)
+        elif self._state == "switching" and not self._kept:
+            self._kept = True
+            self._tell(f"all workers know of step {self._step}; this is not taken back any more")
 
     # ---- under way
 

@@ -86,6 +86,7 @@ def ask_launcher(
         TimeoutError: it was not done in time, and is taken back.
     """
     deadline, late, interrupted = time.monotonic() + min(timeout_s, _LONGEST_WAIT_S), False, False
+    kept = ""  # why it is not taken back
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         try:
             channel.settimeout(min(timeout_s, _ANSWER_S))
@@ -105,8 +106,9 @@ def ask_launcher(
                         continue
                     error = KeyboardInterrupt()
                 if late:
-                    text = "it cannot be known what has become of it: tensorwire status shows it"
-                    raise TimeoutError(f"the launcher does not answer; {text}") from error
+                    text = "the launcher does not answer, and it cannot be known what becomes of it"
+                    text = f"not done so far, and it goes on: {kept}" if kept else text
+                    raise TimeoutError(f"{text}; tensorwire status shows it") from error
                 late, interrupted = True, isinstance(error, KeyboardInterrupt)
                 with contextlib.suppress(OSError):
                     channel.send(json.dumps({"cancel": True}).encode())
@@ -119,6 +121,7 @@ def ask_launcher(
             )
             if "says" in told:
                 show(str(told["says"]))
+                kept = str(told["says"]) if late else ""
             elif "done" in told:
                 outcome: dict[str, Any] = told["done"]
                 return outcome
