@@ -16,7 +16,7 @@ from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
 from test_rpc_conformance import LONG_S, SS, SU, US, UU
 from test_rpc_conformance import echo as sync_echo
-from test_rpc_rendezvous import UNLIMITED, Liar, message, nothing_is_offered, offers
+from test_rpc_rendezvous import LIES, UNLIMITED, Liar, message, nothing_is_offered, offers
 
 from tensorwire import rpc
 from tensorwire.rpc import rendezvous
@@ -286,18 +286,7 @@ def test_a_request_whose_sender_does_not_go_on(wire: str, stalled: list[bool]) -
 def test_offers_that_lie_are_refused(wire: str) -> None:
     def test(channel: Any, server: Any) -> None:
         liar = Liar(channel)
-        for changes in (
-            {"slot": 512},
-            {"serial": 77},
-            {"turn": 0},
-            {"turn": (1 << 63) - 1},
-            {"pieces": ((0, 8, 100),)},
-            {"pieces": ((0, 0, 0),)},
-            {"pieces": ((0, 0, 1 << 20),)},
-            {"pieces": ((0, 0, 1 << 50),)},
-            {"pieces": ((5, 0, 100),)},
-            {"pieces": ((0, 0, 50), (5, 50, 50))},
-        ):
+        for changes in LIES:
             with pytest.raises(grpc.RpcError) as caught:
                 liar.send(dataclasses.replace(liar.offered(), **changes))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes

@@ -210,6 +210,22 @@ class Liar:
         return call(envelopes.seal(envelope), metadata=((MARK, mark),))
 
 
+LIES: tuple[dict[str, Any], ...] = (
+    {"slot": 512},
+    {"slot": (1 << 32) - 1},
+    {"serial": 77},
+    {"turn": 0},
+    {"turn": (1 << 63) - 1},
+    {"pieces": ((0, 8, 100),)},
+    {"pieces": ((0, 0, 0),)},
+    {"pieces": ((0, 0, 1 << 20),)},
+    {"pieces": ((0, 0, 1 << 50),)},
+    {"pieces": ((5, 0, 100),)},
+    {"pieces": ((0, 0, 50), (5, 50, 50))},
+)
+"""What no honest end says of an offer of its own."""
+
+
 def test_offers_that_lie_are_refused(both: Ends) -> None:
     served = []
 
@@ -219,19 +235,7 @@ def test_offers_that_lie_are_refused(both: Ends) -> None:
 
     both.methods = {"/t/m": UU(method)}
     liar, honest = Liar(both.serve().channel()), both.channel()
-    for changes in (
-        {"slot": 512},
-        {"slot": (1 << 32) - 1},
-        {"serial": 77},
-        {"turn": 0},
-        {"turn": (1 << 63) - 1},
-        {"pieces": ((0, 8, 100),)},
-        {"pieces": ((0, 0, 0),)},
-        {"pieces": ((0, 0, 1 << 20),)},
-        {"pieces": ((0, 0, 1 << 50),)},
-        {"pieces": ((5, 0, 100),)},
-        {"pieces": ((0, 0, 50), (5, 50, 50))},
-    ):
+    for changes in LIES:
         with pytest.raises(grpc.RpcError) as caught:
             liar.send(dataclasses.replace(liar.offered(), **changes))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes

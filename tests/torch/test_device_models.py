@@ -16,5 +16,4 @@ def test_models_have_one_result(model: str, monkeypatch: pytest.MonkeyPatch) -> 
     one = trained("tensorwire", 1, settings, deterministic=True)
     two = trained("tensorwire", 2, settings, deterministic=True)
     assert len({each[model]["digest"] for each in [*one, *two]}) == 1
-    print(f"{model}: DDP has the same bits: {ddp[0][model]['digest'] == one[0][model]['digest']}")
     assert one[0][model]["values"] == pytest.approx(ddp[0][model]["values"], rel=1e-5, abs=1e-6)

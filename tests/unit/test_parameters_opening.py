@@ -87,7 +87,7 @@ def description(**changes: Any) -> Description:
 
 
 def test_a_description_travels() -> None:
-    made = description(home=-1, view=2, wants=[0], durable=True)
+    made = description(home=-1, view=2, wants=[0], durable=True, device="cuda NVIDIA H200 1-2")
     assert Description.from_json(made.to_json(), 1) == made
 
 
@@ -98,6 +98,7 @@ def test_a_description_travels() -> None:
         ({"home": -2}, "there is no server -2"),
         ({"wants": [1]}, "there are 1 tensors"),
         ({"spec": "no"}, "not a description of a store"),
+        ({"device": 1}, "the name of a device is no text"),
     ],
 )
 def test_a_wrong_description_is_refused(changes: dict[str, object], says: str) -> None:
@@ -135,9 +136,9 @@ def test_who_commits() -> None:
 
 
 def test_a_worker_without_a_script_wants_what_worker_0_wants() -> None:
-    first = description(home=-1, durable=True)
+    first = description(home=-1, durable=True, device="cuda NVIDIA H200 1-2")
     found = told_description(follower_text(1, 3), 2, first)
-    assert found == first._replace(home=1, view=3)
+    assert found == first._replace(home=1, view=3, device=""), "its gradients come from files"
     assert told_description(first.to_json(), 2) == first
 
 

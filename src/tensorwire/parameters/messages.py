@@ -112,7 +112,9 @@ class Description(NamedTuple):
             spec = Spec.from_json(raw["spec"].encode())
             wants = checked_wants(raw["wants"], spec)
             mode = checked_mode(raw["mode"], raw["staleness"])
-            durable, device = raw["durable"] is True, str(raw["device"])
+            durable, device = raw["durable"] is True, raw["device"]
+            if not isinstance(device, str):
+                raise ValueError("the name of a device is no text")
             return Description(home, int(raw["view"]), wants, spec, durable, mode, device)
         except MALFORMED as error:
             raise ValueError(str(error)) from error

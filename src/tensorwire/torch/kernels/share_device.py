@@ -26,7 +26,10 @@ def model_device(device: torch.device) -> ModelDevice:
 
 
 class TorchDevice:
-    """See `parameters.ShareDevice`. All is done in the device's default stream.
+    """See `parameters.ShareDevice`. All is done in the current stream of the thread that calls.
+
+    That is the device's default stream in a server, whose threads choose none, and that of the
+    script in a worker that trains alone.
 
     Args:
         name: of `model_device`. Where this process does not see it, another one of its kind does.
