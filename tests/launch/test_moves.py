@@ -45,6 +45,8 @@ class Job:
 
     def scale(self, servers: int) -> dict[str, Any]:
         done = self.command("scale", "--servers", str(servers), "--json")
+        if done.returncode != 0:
+            time.sleep(2.0)  # why is what the launcher says behind it
         assert done.returncode == 0, done.stdout + done.stderr + self._launched.text
         found: dict[str, Any] = json.loads(done.stdout)["servers"]
         return found
