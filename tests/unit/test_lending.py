@@ -1,5 +1,6 @@
 """What a server lends readers, at a door where they may do what they like."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from tensorwire import Node
+from tensorwire.files.lease import DoorLease
 from tensorwire.parameters import Layout, Spec, TensorSpec
-from tensorwire.parameters.reading import Ask, AskKind
+from tensorwire.parameters.reading import BELL, Ask, AskKind, lease_name
 from tensorwire.parameters.server.budget import CopyBudget
+from tensorwire.parameters.server.door import ReaderLease
 from tensorwire.parameters.server.lending import Lending
-from tensorwire.parameters.server.sealed import SealedMemory
 from tensorwire.parameters.snapshot import RequestOutcome
 
 
@@ -79,7 +81,8 @@ def test_a_copy_takes_of_the_budget(door: Node) -> None:
         reply = lending.ask(READER, Ask(AskKind.MAKE, 0, 5))
         assert reply is not None
         assert reply.outcome == RequestOutcome.DONE
-        lending.free(READER)
+        for memory in lending.release(READER):
+            memory.free()
         copies += 1
         assert copies < 100_000
     assert lending.ask(READER, Ask(AskKind.MAKE, 0, 5)) is None
@@ -97,22 +100,31 @@ def test_a_name_that_a_reader_took_leaves_nothing_at_the_door(door: Node) -> Non
         make_lending(door, CopyBudget()).close()
 
 
-def test_memory_that_comes_back_holds_no_step_up(
-    door: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Giving it to the system takes long, and the store needs the lock for its next version."""
+def test_memory_that_comes_back_holds_nobody_up(door: Node) -> None:
+    """Giving it to the system takes long: neither the store nor the reader waits for it."""
     lending = make_lending(door, CopyBudget())
     lending.open(5, settled=True)
-    assert lending.ask(READER, Ask(AskKind.MAKE, 0, 5)) is not None
-    held: list[bool] = []
-    free = SealedMemory.free
+    with Node("reader") as node:
+        lease = DoorLease(node.connect(door.address), "reader")
+        bell = door.allocate(64, name=BELL, access="rw")
+        lease.send(Ask(AskKind.MAKE, 0, 5))
+        served = ReaderLease(door.region(lease_name("reader")))
+        served.serve({0: lending})
+        assert lease.answer(time.monotonic() + 10).outcome == RequestOutcome.DONE
+        (memory,) = (copy.regions[0] for copy in lending._copies)
+        seen: list[RequestOutcome] = []
+        free = memory.free
 
-    def freed(memory: SealedMemory) -> None:
-        held.append(lending._lock.locked())
-        free(memory)
+        def freed() -> None:
+            assert not lending._lock.locked()
+            seen.append(lease.answer(time.monotonic() + 10).outcome)  # it is there already
+            free()
 
-    monkeypatch.setattr(SealedMemory, "free", freed)
-    lending.free(READER)
-    assert held == [False]
-    assert lending.held() == []
+        memory.free = freed  # type: ignore[method-assign]
+        lease.send(Ask(AskKind.FREE, 0, 5))
+        served.serve({0: lending})
+        assert seen == [RequestOutcome.DONE]
+        assert lending.held() == []
+        assert memory.descriptor == -1
+        bell.free()
     lending.close()

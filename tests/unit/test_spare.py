@@ -96,7 +96,8 @@ def test_who_takes_snapshots_again_and_again_gets_memory_that_is_there(
         reply = lending.ask(READER, Ask(AskKind.MAKE, 0, 5))
         assert reply is not None
         assert reply.outcome == RequestOutcome.DONE
-        lending.free(READER)
+        for memory in lending.release(READER):
+            memory.free()
 
     take()
     assert not made  # nobody has come twice

@@ -30,6 +30,7 @@ from ..reading import ANSWERS, ASKS, BELL, LEASE_BYTES, LOST_S, Ask, AskKind, le
 from ..snapshot import Reply, RequestOutcome
 from .budget import CopyBudget
 from .lending import Lending
+from .sealed import SealedMemory
 
 DOOR = "door"
 """The region of a server's Node with the address of its door, for other servers."""
@@ -76,17 +77,21 @@ class ReaderLease:
                 self._answer(Reply(RequestOutcome.REFUSED, "that is no request"))
         if (ask := self._pending) is None:
             return
-        lending = lendings.get(ask.store)
+        lending, unheld = lendings.get(ask.store), list[SealedMemory]()
         if lending is None:
             answer: Reply | None = Reply(RequestOutcome.REFUSED, "there is no such store")
         elif ask.kind == AskKind.FREE:
-            lending.free(self, ask)
+            unheld = lending.release(self, ask)
             answer = Reply(RequestOutcome.DONE)
         else:
             answer = lending.ask(self, ask)
-        if answer is not None:
-            self._pending = None
-            self._answer(answer)
+        try:
+            if answer is not None:
+                self._pending = None
+                self._answer(answer)
+        finally:
+            for memory in unheld:  # which takes long: the reader does not wait for it
+                memory.free()
 
     def _answer(self, reply: Reply) -> None:
         # Under the request's number, whatever the reader has written to the word.
@@ -238,7 +243,8 @@ class ReaderDoor:
     def _forget(self, name: str) -> None:
         lease = self._leases.pop(name)
         for lending in list(self._lendings.values()):
-            lending.free(lease)
+            for memory in lending.release(lease):
+                memory.free()
         if not lease.region.freed:
             with contextlib.suppress(ClosedError):
                 lease.region.free()

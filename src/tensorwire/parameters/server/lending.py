@@ -204,13 +204,16 @@ class Lending:
                 # The store began the next version before it knew of the copy.
                 copy.told = Reply(RequestOutcome.PASSED, str(self._next()))
         if copy.told is not None and copy.told.outcome != RequestOutcome.DONE:
-            told = copy.told
-            self.free(holder, ask)
-            return told
+            self.release(holder, ask)  # it has no memory
         return copy.told
 
-    def free(self, holder: object, ask: Ask | None = None) -> None:
-        """A reader holds a snapshot no more; None: it holds none."""
+    def release(self, holder: object, ask: Ask | None = None) -> list[SealedMemory]:
+        """A reader holds a snapshot no more; `ask` None: it holds none.
+
+        Returns:
+            Memory that nobody holds any more. The caller frees it, which takes long.
+        """
+        unheld: list[SealedMemory] = []
         for copy in list(self._copies):
             if ask is None or (copy.version, copy.whole) == (ask.version, ask.whole):
                 copy.holders.discard(holder)
@@ -221,7 +224,9 @@ class Lending:
                         self._copies.remove(copy)
                         if copy.regions and self._often:
                             self._make_spare(copy.regions[-1].size_bytes)
-                    self._discard(copy)  # it may take long, and the store waits for the lock
+                    unheld += copy.regions
+                    copy.regions.clear()
+        return unheld
 
     def idle(self) -> None:
         """Nobody is connected: what is kept for the next snapshot comes back."""
