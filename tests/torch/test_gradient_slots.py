@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripts import digest
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire.torch as tw
+from tensorwire.torch.allocator import gradient_slots
 from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
 
 STEPS = 6
@@ -850,3 +852,37 @@ def test_memory_of_the_host(team: Team) -> None:
     for size, shared, private in team.run(memory_of_the_host, "plan"):
         assert shared <= 1.05 * (2 + 1 + 2) * size
         assert private <= 0.2 * size
+
+
+class NoAllocator:
+    """What a pool tells the allocator."""
+
+    def __init__(self) -> None:
+        self.waits: dict[int, bool] = {}
+
+    def add_pool(self) -> int:
+        return 0
+
+    def add_block(self, pool: int, address: int, size_bytes: int) -> int:
+        return 1
+
+    def miss(self, slot: int, waits: bool) -> None:
+        self.waits[slot] = waits
+
+
+def test_a_pool_waits_for_a_gradient_for_some_steps() -> None:
+    """Also late in training, for a parameter whose gradients come in some steps alone."""
+    told: Any = NoAllocator()
+    pool = gradient_slots._Pool(told)
+    pool.add(0, 7, np.zeros(64, np.uint8))
+    for _ in range(10):
+        for _ in range(gradient_slots._PATIENCE):
+            pool.stepped()
+            assert told.waits == {7: True}
+        pool.seen(0)
+    for _ in range(gradient_slots._PATIENCE):
+        pool.stepped()
+    assert pool.awaits(0)
+    pool.stepped()
+    assert not pool.awaits(0)
+    assert told.waits == {7: False}
