@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,6 +61,44 @@ def serve(channel: Channel, host: str) -> None:
     server.stop(0).wait()
 
 
+def serve_aio(channel: Channel, host: str) -> None:
+    """Process function: as `serve`, in an event loop; then tells how much it has offered."""
+    server: Any = None
+
+    async def same(request: bytes, context: Any) -> bytes:
+        return request
+
+    async def thrice(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield request
+
+    offered = 0
+
+    async def join(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        nonlocal offered
+        (end,) = server.attachments
+        offered = end.rendezvous.offers.leased_bytes  # for the responses so far
+        return b"".join([each async for each in requests])
+
+    async def main() -> None:
+        nonlocal server
+        handlers = {
+            "Echo": grpc.unary_unary_rpc_method_handler(same),
+            "Thrice": grpc.unary_stream_rpc_method_handler(thrice),
+            "Join": grpc.stream_unary_rpc_method_handler(join),
+        }
+        server = rpc.aio.server(options=UNLIMITED, listen=host, **WAY)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", handlers),))
+        port = server.add_insecure_port(f"{host}:0")
+        await server.start()
+        channel.send(f"{host}:{port}")
+        await asyncio.to_thread(channel.recv, LONG_S)
+        channel.send(offered)
+        await server.stop(0)
+
+    asyncio.run(main())
+
+
 def call_aio(channel: Channel, target: str) -> dict[str, Any]:
     """Process function: as `call`, from an event loop."""
 
@@ -77,6 +116,9 @@ def call_aio(channel: Channel, target: str) -> dict[str, Any]:
             stream = client.unary_stream("/t/Thrice")(messages[-1])
             said["streamed"] = [len(each) async for each in stream]
             said["joined"] = len(await client.stream_unary("/t/Join")(iter(messages)))
+            said["rendezvous_bytes"] = client.rendezvous_bytes
+            assert client.attachment is not None
+            said["offered"] = client.attachment.rendezvous.offers.leased_bytes
         return said
 
     return asyncio.run(main())
