@@ -1,5 +1,6 @@
 """Runs the launcher as a process of its own, with scripts for its workers, and watches both."""
 
+import contextlib
 import json
 import os
 import resource
@@ -155,6 +156,14 @@ class Launched:
 
     def poll(self) -> int | None:
         return self._process.poll()
+
+    def heard(self, within_s: float) -> str:
+        """All that it has printed, and prints within so long."""
+        deadline = time.monotonic() + within_s
+        with contextlib.suppress(AssertionError):
+            while self._read(deadline):
+                pass
+        return self.text
 
     def _read(self, deadline: float) -> bool:
         assert self._process.stdout is not None

@@ -46,8 +46,8 @@ class Job:
     def scale(self, servers: int) -> dict[str, Any]:
         done = self.command("scale", "--servers", str(servers), "--json")
         if done.returncode != 0:
-            time.sleep(2.0)  # why is what the launcher says behind it
-        assert done.returncode == 0, done.stdout + done.stderr + self._launched.text
+            why = self._launched.heard(2.0)
+            raise AssertionError(done.stdout + done.stderr + why)
         found: dict[str, Any] = json.loads(done.stdout)["servers"]
         return found
 
