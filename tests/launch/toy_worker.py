@@ -141,13 +141,11 @@ def train(
         if step % 4 == 1:
             commit(APPLY, bytes(present), WANT_NORM, 0.5)
         elif step % 4 == 3:
-            # Tables keep what is reduced in a server's own memory, which is not restored.
-            dense = bytes([*present[:2], 0])
-            commit(REDUCE, dense)
+            commit(REDUCE, bytes(present))
             reduced = np.zeros(store.own.size_bytes, np.uint8)
             store.read_reduced(reduced)
             digest.update(reduced[: 4 * 300_000].tobytes())
-            commit(APPLY, dense, REDUCED, 0.7)
+            commit(APPLY, bytes(present), REDUCED, 0.7)
         else:
             commit(APPLY, bytes(present))
         if step == STEPS // 2:

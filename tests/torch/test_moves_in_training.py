@@ -6,6 +6,7 @@ tests/launch/test_moves.py moves them at every place, without torch.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import test_killed_in_modes
 
-# Between clip_grad_norm_() and step() the averaged rows of a table are in a server's own memory.
+# Between clip_grad_norm_() and step() the averaged rows of a table are in a server's own memory: a
+# successor averages them again.
 SCRIPT = """
 import sys, hashlib, pathlib, time, torch, tensorwire.torch as tw
 from torch import nn
@@ -72,12 +74,8 @@ def digest(job: subprocess.Popen[str]) -> tuple[str, str]:
     return digests[0], said
 
 
-WAIT_S = 8.0
-"""So long nothing must move; new servers need a part of it until they could."""
-
-
 @pytest.mark.slow
-def test_tables_do_not_move_while_a_server_alone_has_their_average(tmp_path: Path) -> None:
+def test_who_has_averaged_tables_gives_them_away_and_is_killed(tmp_path: Path) -> None:
     one, other = tmp_path / "undisturbed", tmp_path / "moved"
     for folder in (one, other):
         folder.mkdir(mode=0o700)
@@ -90,19 +88,20 @@ def test_tables_do_not_move_while_a_server_alone_has_their_average(tmp_path: Pat
             assert job.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        asking = run(other, "scale", "--servers", "3")
-        assert asking.stdout is not None
-        assert "server 1 (pid" in asking.stdout.readline()
-        time.sleep(WAIT_S)
-        assert asking.poll() is None
-        (other / "go on").touch()
-        answer, _ = asking.communicate(timeout=60)
+        answer, _ = run(other, "scale", "--servers", "3").communicate(timeout=60)
         assert "3 servers, 2 shares moved" in answer
+        told = json.loads(run(other, "status", "--json").communicate(timeout=60)[0])
+        servers = {each["pid"] for each in told[0]["members"] if each["kind"] == "share"}
+        assert len(servers) == 3
+        for server in servers:
+            os.kill(server, signal.SIGKILL)
+        (other / "go on").touch()
         found, said = digest(job)
     finally:
         job.kill()
     assert found == expected
     assert said.count("goes from server") == 2
+    assert said.count("was killed by SIGKILL") == 3
     assert (other / "saved").read_bytes() == (one / "saved").read_bytes()
     assert json.loads((other / "report.json").read_text())["server_takeovers_s"]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tensorwire.membership import LISTENER, ChangeWord
 
 MOST_KEYS = 4096
-COUNTERS = "progress", "work", "size", "holds"
+COUNTERS = "progress", "work", "size"
 """Numbers of a server or worker that may lie in what it keeps."""
 LONGEST_MESSAGE = 1 << 16
 _MOST_PER_MESSAGE = 100

@@ -177,11 +177,10 @@ class Moves:
             self._end_giver(process)
 
     def _end_giver(self, giver: Process) -> None:
-        """Kills it, but not while it has in its own memory what others would need."""
+        """Kills it as soon as it stands still, so that no thread of it goes on."""
         if self._killed or giver.has_ended or not giver.stands_still:
             return
-        keepers = [self._restarts.share(share) for share in self._dealt.shares_of(giver.index)]
-        if any(sum(each.counted("holds").values()) for each in keepers) or not self._plan:
+        if not self._plan:
             self._giver = None
             giver.go_on()
             return

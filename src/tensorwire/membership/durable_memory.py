@@ -90,8 +90,8 @@ class DurableMemory:
             access: of peers; not "r" where it is durable.
             device: as of `Node.allocate`; a predecessor's region is where that had allocated it.
             counters: where in it 64 bits lie that the launcher reads: `progress` counts what the
-                member has achieved, `work` the nanoseconds that it has worked for that, `size` is
-                in bytes, and `holds` is not 0 while nobody could go on in the place of the member.
+                member has achieved, `work` the nanoseconds that it has worked for that, and `size`
+                is in bytes.
 
         Raises:
             ValueError: a predecessor's region is of another size.

@@ -37,11 +37,8 @@ WORK_AT = 40
 SIZE_AT = 48
 """Where the size in bytes of what the server applies gradients to lies."""
 
-HOLDS_AT = 56
-"""Where 1 lies while the server has in its own memory what its successor would need; else 0."""
-
 _PUBLISHED, _BEGUN, _RELEASED, _NORMED, _NORM = 0, 1, 2, 3, 4
-_WORKED, _SIZE, _HOLDS = WORK_AT // 8, SIZE_AT // 8, HOLDS_AT // 8
+_WORKED, _SIZE = WORK_AT // 8, SIZE_AT // 8
 _HEAD_WORDS = 8
 _CELL_BITS = 24  # of an armed word, which also has the version; Layout has fewer cells
 
@@ -107,7 +104,7 @@ class Journal:
         self._settle = settle
         tensors, cells = len(share.layout.spec.tensors), len(share.cells)
         self._arrays, self._undo = arrays, undo
-        parts = _parts(tensors, cells, scalars)
+        parts = _parts(share, scalars)
         words = memory[: parts.result].view(np.uint64)
         self._head = words[:_HEAD_WORDS]
         self._armed = words[_HEAD_WORDS : _HEAD_WORDS + MOST_THREADS]
@@ -115,7 +112,7 @@ class Journal:
         self._armed_tables = words[_HEAD_WORDS + MOST_THREADS + cells :][:cells]
         self._result = memory[parts.result : parts.counts]
         counts = memory[parts.counts : parts.scalars].view(np.int64).reshape(2, -1)[:, :tensors]
-        numbers = memory[parts.scalars : parts.stop].view(np.float64)[: 2 * tensors * scalars]
+        numbers = memory[parts.scalars : parts.reduced].view(np.float64)[: 2 * tensors * scalars]
         before, self._scalars_after = numbers.reshape(2, tensors, scalars)
         self._before = Numbers(counts[0], counts[1], before)
         self._room = _room(arrays)
@@ -125,9 +122,12 @@ class Journal:
         self._spent_before_s = 0.0
         self._bytes = len(memory) + len(undo) + len(table_undo)
         self._tables: dict[int, _TableUndo] = {}
+        self._reduced: dict[int, NDArray[np.float64]] = {}  # of each, version and slices' weights
+        weights = memory[parts.reduced : parts.stop].view(np.float64)
         start = 0
-        for table in tables_of(share):
-            first = table.cells.start
+        for number, table in enumerate(tables_of(share)):
+            first, slices = table.cells.start, share.layout.spec.slices
+            self._reduced[first] = weights[number * (1 + slices) :][: 1 + slices]
             self._tables[first] = _TableUndo(table, table_undo[start:], tables[first])
             start += _table_bytes(table, len(tables[first]))
         self._head[_SIZE] = share.size_bytes
@@ -136,7 +136,7 @@ class Journal:
     @staticmethod
     def size_bytes(share: Share, scalars: int) -> int:
         """Of the memory of a journal."""
-        return _parts(len(share.layout.spec.tensors), len(share.cells), scalars).stop
+        return _parts(share, scalars).stop
 
     @staticmethod
     def undo_bytes(arrays: Mapping[int, Sequence[Bytes]], threads: int) -> int:
@@ -174,7 +174,7 @@ class Journal:
             scalars: likewise.
             memory: likewise.
         """
-        parts = _parts(len(share.layout.spec.tensors), len(share.cells), scalars)
+        parts = _parts(share, scalars)
         head = memory[: 8 * _HEAD_WORDS].view(np.uint64)
         if not head[_PUBLISHED] or head[_RELEASED] != head[_PUBLISHED]:
             return None
@@ -187,10 +187,6 @@ class Journal:
         if last:
             self._head[_RELEASED] = version
         self._head[_PUBLISHED] = version
-
-    def hold(self, holds: bool) -> None:
-        """Notes whether this process has something that no successor would have."""
-        self._head[_HOLDS] = holds
 
     def worked(self, spent_s: float) -> None:
         """Counts time that was spent on a version."""
@@ -219,6 +215,28 @@ class Journal:
         if self._head[_NORMED] != version:
             return None
         return float(self._head[_NORM : _NORM + 1].view(np.float64)[0])
+
+    def note_reduced(self, cell: int, version: int, weights: Sequence[tuple[int, float]]) -> None:
+        """Notes by which weights of slices a version has reduced the gradient of a table.
+
+        Args:
+            cell: the first of the table's.
+            version: of that.
+            weights: the slices that have given something, and the weight of each.
+        """
+        noted = self._reduced[cell]
+        noted[1:] = np.nan
+        for which, weight in weights:
+            noted[1 + which] = weight
+        noted[0] = version
+
+    def noted_reduced(self, cell: int) -> list[tuple[int, float]] | None:
+        """What `note_reduced` was given last; None: nothing."""
+        noted = self._reduced[cell]
+        if not noted[0]:
+            return None
+        given = np.flatnonzero(~np.isnan(noted[1:])).tolist()
+        return [(which, float(noted[1 + which])) for which in given]
 
     # ---- cells
 
@@ -328,6 +346,7 @@ class _Parts(NamedTuple):
     result: int
     counts: int
     scalars: int
+    reduced: int
     stop: int
 
 
@@ -337,8 +356,11 @@ def _place(results: Bytes, version: int) -> Bytes:
     return results[size * (version % 2) :][:RESULT_BYTES]
 
 
-def _parts(tensors: int, cells: int, scalars: int) -> _Parts:
+def _parts(share: Share, scalars: int) -> _Parts:
+    tensors, cells = len(share.layout.spec.tensors), len(share.cells)
     result = padded(8 * (_HEAD_WORDS + MOST_THREADS + 2 * cells))
     counts = result + 2 * padded(RESULT_BYTES)
     at = counts + 2 * padded(8 * tensors)
-    return _Parts(result, counts, at, at + padded(2 * 8 * tensors * scalars))
+    reduced = at + padded(2 * 8 * tensors * scalars)
+    size = len(tables_of(share)) * 8 * (1 + share.layout.spec.slices)
+    return _Parts(result, counts, at, reduced, reduced + padded(size))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tensorwire.membership import ServerMember, WorkerMember
 from tensorwire.memory import Region, mailbox_bytes
 
-from .journal import HOLDS_AT, PROGRESS_AT, SIZE_AT, WORK_AT
+from .journal import PROGRESS_AT, SIZE_AT, WORK_AT
 from .layout import Share, Spec, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
@@ -185,9 +185,7 @@ class ServerRegions:
         access = "none" if kind in _UNSEEN else self._access.get(kind, "rw")
         counters: dict[str, int | None] = {}
         if kind == RegionKind.JOURNAL:
-            counters = {
-                "progress": PROGRESS_AT, "work": WORK_AT, "size": SIZE_AT, "holds": HOLDS_AT,
-            }  # fmt: skip
+            counters = {"progress": PROGRESS_AT, "work": WORK_AT, "size": SIZE_AT}
         name = self.name(kind, which)
         size_bytes = max(size_bytes, _LEAST_BYTES)
         return member.allocate(size_bytes, name=name, access=access, device=device, **counters)

@@ -220,6 +220,9 @@ class Shard:
         def work(index: int) -> list[float]:
             if index in self._tables:
                 rows = self._find_rows(index, given, reduced)
+                if self._journal and not reduced:
+                    weights = given.of_any(self._tables[index].tensors)
+                    self._journal.note_reduced(index, step.head.version, weights)
                 return self._square_sums(index, rows) if looks else []
             cell, tile = self.share.cells[index], self._tiles[index]
             for run in () if reduced else given.of(cell):
@@ -254,19 +257,20 @@ class Shard:
     def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
         """The rows of a table that any slice has, whose gradient is reduced then."""
         if not reduced:
-            return self._reduce_rows(index, given)
+            return self._reduce_rows(index, given.of_any(self._tables[index].tensors))
         if index not in self._reduced_rows:
-            raise ValueError(
-                "the averaged gradients of tables with sparse gradients, which synchronize() or "
-                "clip_grad_norm_() had asked for, were lost with the server that was killed"
-            )
+            # What slices gave lies where it lay when a process that was killed had reduced it.
+            weights = self._journal.noted_reduced(index) if self._journal else None
+            if weights is None:
+                raise ValueError("a step of an averaged gradient that nobody has averaged")
+            return self._reduce_rows(index, weights)
         return self._reduced_rows[index]
 
-    def _reduce_rows(self, index: int, given: Contributions) -> Rows:
-        """The rows of a table that any slice has."""
+    def _reduce_rows(self, index: int, weights: Sequence[tuple[int, float]]) -> Rows:
+        """The rows of a table that any of some slices has, which are reduced by their weights."""
         table = self._tables[index]
         parts = []
-        for number, weight in given.of_any(table.tensors):
+        for number, weight in weights:
             try:
                 there = self.memory.contributions[number]
                 rows, values = read_part(table, there.heads, there.slot)
@@ -496,12 +500,7 @@ class Shard:
             self._copy_kept(self.memory.device, to_host=False)
         if journal and (norm := journal.norm(step.head.version)) is not None:
             step.take_noted(norm)
-        reduces = commits[0].operation == REDUCE
-        if self._journal and self._tables and reduces:
-            self._journal.hold(True)  # the rows of an average are in no memory that outlives us
         self._walk(self, step)
-        if self._journal and self._tables and not reduces:
-            self._journal.hold(False)
         return step.finite, step.norm
 
     def _map(
