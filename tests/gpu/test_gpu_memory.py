@@ -65,6 +65,15 @@ def test_of_another_library() -> None:
     assert "lacks cuInit" in refused(TENSORWIRE_CUDA_LIBRARY="libc.so.6")
 
 
+def test_a_region_takes_no_more_than_the_granules_that_it_needs(driver: str) -> None:
+    if driver == "real":
+        pytest.skip("NVIDIA's driver cannot be told how much memory there is")
+    for size, enough in ((1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)):
+        code = REFUSED.replace("allocate(8,", f"allocate({size},").format(ordinal=0)
+        assert run(code, STANDIN_BYTES=str(enough)) == ""
+        assert run(code, STANDIN_BYTES=str(enough - 1)).startswith("MemoryError")
+
+
 def test_no_such_gpu() -> None:
     assert refused(7).startswith("ValueError there is no cuda:7: this process sees 1 GPU")
 
