@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tensorwire.memory.mailbox import mailbox_bytes
 from tensorwire.parameters import (
     ABSENT,
     APPLY,
@@ -156,3 +157,20 @@ def test_a_worker_without_a_script_wants_what_worker_0_wants() -> None:
 def test_one_that_cannot_follow(text: bytes, first: Description | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         told_description(text, 2, first)
+
+
+def test_the_squares_of_every_server_have_a_place() -> None:
+    """Also where one server has a few large cells, and another one many small ones."""
+    sizes = [64_000, *[1000] * 64]
+    tensors = tuple(
+        TensorSpec(f"t{number}", "float32", (size,), "whole") for number, size in enumerate(sizes)
+    )
+    shares = Layout(Spec("sgd", (), 1, 1, tensors)).deal(2)
+    counts = [len(share.cells) for share in shares]
+    assert max(counts) > 4 * min(counts)
+    for server in range(2):
+        regions = ServerRegions(7, shares, server)
+        for sender, count in enumerate(counts):
+            block = regions.norms_block(sender)
+            assert block.stop - block.start >= mailbox_bytes(8 * count, 2)
+        assert regions.norms_block(0).stop <= regions.norms_block(1).start
