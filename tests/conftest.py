@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """With `--last-failed` nothing to do is well done, if nothing has failed."""
     cache = getattr(session.config, "cache", None)  # There is none with `-p no:cacheprovider`.
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf"):
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf", False):
         if cache is not None and not cache.get("cache/lastfailed", {}):
             session.exitstatus = pytest.ExitCode.OK
 
