@@ -1,11 +1,11 @@
 """Threads share a Node and a Peer: operations mix, waits differ, and closing ends them all."""
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import ExitStack
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -195,13 +195,26 @@ def blocked(pair: Any) -> list["Future[Any]"]:
 
 
 def test_several_threads_accept_and_each_peer_goes_to_one_of_them(transport: str) -> None:
-    with Node("host", transports=[transport]) as host, ExitStack() as guests:
-        accepted: list[Future[Any]] = [background(host.accept, PATIENCE_S) for _ in range(8)]
-        names = [f"guest-{number}" for number in range(len(accepted))]
-        for name in names:
-            guest = guests.enter_context(Node(name, transports=[transport]))
-            guest.connect(host.address)
-        assert sorted(each.result(PATIENCE_S).name for each in accepted) == names
+    """Some of a hundred times two threads wake up for the same peer, and one finds it taken."""
+    names = sorted(f"guest-{number}" for number in range(100))
+    with Node("host", transports=[transport]) as host:
+
+        def accept() -> list[str]:
+            found = []
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    found.append(host.accept(1.0).name)
+            return found
+
+        def come(name: str) -> None:
+            with Node(name, transports=[transport]) as guest:
+                guest.connect(host.address, timeout_s=PATIENCE_S)
+                time.sleep(0.02)
+
+        accepting = [background(accept) for _ in range(8)]
+        with ThreadPoolExecutor(4) as guests:
+            list(guests.map(come, names))
+        assert sorted(each for one in accepting for each in one.result(PATIENCE_S)) == names
 
 
 def test_closing_ends_all_waits(transport: str) -> None:
