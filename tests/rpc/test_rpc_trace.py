@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -603,13 +604,17 @@ def test_signals_are_passed_on() -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    assert process.stdout is not None
+    # A signal that does not come is waited for in vain.
+    too_late = threading.Timer(30.0, os.killpg, (process.pid, signal.SIGKILL))
+    too_late.start()
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for number in (signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
             assert process.stdout.readline() == f"{int(number)}\n"
         assert process.wait(20) == 5
+    too_late.cancel()
 
 
 def test_the_thresholds_are_those_of_attachments() -> None:
