@@ -10,6 +10,10 @@ void bind_node(nb::module_& m) {
   m.def(
       "listening_host",
       [](int socket) { return SocketAddress::of(listen_on(socket).get()).text(); }, "socket"_a);
+  nb::class_<Pace>(m, "Pace",
+                   "How long waits for one thing have taken lately, for `Word.wait_until`. Any "
+                   "thread may use it.")
+      .def(nb::init<>());
   nb::class_<Node>(m, "Node")
       .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
                        nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,
@@ -91,16 +95,17 @@ void bind_node(nb::module_& m) {
       .def(
           "wait_word",
           [](Node& n, std::shared_ptr<Region> region, uint64_t offset, uint64_t value,
-             std::optional<double> timeout_s, std::optional<PeerPtr> peer) {
+             std::optional<double> timeout_s, std::optional<PeerPtr> peer, Pace* pace) {
             n.check_open();
             auto wait = [&](Deadline d) {
-              return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr);
+              return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr, pace);
             };
             if (!wait_patiently(wait, timeout_s)) {
               time_out("the word did not reach " + std::to_string(value), *timeout_s);
             }
           },
-          "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none())
+          "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none(),
+          "pace"_a.none() = nb::none())
       .def("raise_word", &Node::raise_word, "region"_a, "offset"_a, "value"_a)
       .def(
           "close_peer",

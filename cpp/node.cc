@@ -381,7 +381,7 @@ std::vector<PeerPtr> Node::all_peers() const {
 }
 
 bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
-                     const PeerPtr& watch) {
+                     const PeerPtr& watch, Pace* pace) {
   check_open();
   check_word(region, offset);
   auto word = word_at(region.data() + offset);
@@ -393,7 +393,7 @@ bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Dead
                closed->load(std::memory_order_relaxed) ||
                region.freed.load(std::memory_order_relaxed) || (peer != nullptr && peer->lost());
       },
-      deadline);
+      deadline, pace);
   if (word.load(std::memory_order_acquire) >= value) return true;
   check_open();
   // If another connection has succeeded a lost one meanwhile, nothing is wrong: the caller goes on.

@@ -85,8 +85,9 @@ class Node : public std::enable_shared_from_this<Node> {
   // Waits until the word at offset is >= value. False if the deadline passed (or a signal came).
   // Throws kClosed if the Node is closed meanwhile, kStaleHandle if the region is freed, and the
   // peer's own status if watch is given and lost first.
+  // pace: as for Progress::wait.
   bool wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
-                 const PeerPtr& watch = nullptr);
+                 const PeerPtr& watch = nullptr, Pace* pace = nullptr);
 
   // Raises a word of this Node's own, as a peer would. Throws as wait_word does.
   void raise_word(Region& region, uint64_t offset, uint64_t value);

@@ -12,7 +12,6 @@
 
 #include "blocking.h"
 #include "error.h"
-#include "spin.h"
 
 namespace tensorwire {
 namespace {
@@ -443,8 +442,9 @@ void Progress::drive_once(int timeout_ms) {
   }
 }
 
-bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline deadline) {
+bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace) {
   if (deadline.passed()) return false;
+  auto began = Clock::now();
   interrupted_ = false;
   bool leading = false;
   auto lead = [&] {
@@ -456,14 +456,19 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
   };
   auto leave = [&](bool result) {
     if (leading) release_drive();
+    if (pace != nullptr) pace->took(std::chrono::nanoseconds(Clock::now() - began).count());
     return result;
   };
 
   Polls polls = expected_ > 0 ? Polls::kGpu : polled_ ? Polls::kDevice : Polls::kWords;
   // The thread would sleep until the GPU's driver wakes it, which takes longer than most copies.
   if (polls == Polls::kGpu && driver_.load() == kThread && !yield_.exchange(true)) kick();
-  if (int64_t bound = spin_bound_ns(polls); bound > 0) {
-    auto end = Clock::now() + std::chrono::nanoseconds(bound);
+  int64_t bound = spin_bound_ns(polls), longer = pace == nullptr ? 0 : pace->bound_ns();
+  bool paced = longer > bound;
+  if (paced) bound = longer;
+  if (bound > 0) {
+    if (!deadline.never()) bound = std::min(bound, deadline.left_ns());
+    auto end = began + std::chrono::nanoseconds(bound);
     do {
       for (int i = 0; i < 16; ++i) {
         if (ready(argument)) return leave(true);
@@ -471,6 +476,7 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
       }
       // Words that peers on other hosts raise arrive through the loop.
       if (lead()) drive_once(0);
+      if (paced && !leave_core()) break;
     } while (Clock::now() < end);
   }
 
@@ -515,7 +521,7 @@ void Progress::unpark() {
 void Progress::park() {
   for (;;) {
     uint32_t word = park_word_.load();
-    uint64_t leads = leads_.load();
+    uint64_t leads = leads_.load(), rounds = counters_.rounds.load();
     park_state_ = kParked;
     if (stopping_ || urgent_) break;
     int64_t period = kParkNs;
@@ -523,7 +529,11 @@ void Progress::park() {
     if (stopping_ || urgent_) break;
     if (woken != Woken::kTimeout)
       continue;  // somebody stopped driving: leave waiters one more period
-    if (driver_.load() == kNobody) break;
+    if (driver_.load() == kNobody) {
+      // Waiters that come and go have looked at everything within the period.
+      if (counters_.rounds.load() != rounds) continue;
+      break;
+    }
     if (leads_.load() != leads) continue;
     // One waiter drove all that time. It wakes us when it stops.
     word = park_word_.load();

@@ -26,6 +26,7 @@
 #include "fork.h"
 #include "mapping.h"
 #include "page.h"
+#include "spin.h"
 
 namespace tensorwire {
 
@@ -111,11 +112,15 @@ class Progress {
 
   // Waits until ready() or the deadline; true if ready. ready must be cheap, may be called often
   // and must only read. Any thread but not from a handler.
+  // pace: of waits for the same, which says how long to poll.
   template <class Ready>
-  bool wait(const Ready& ready, Deadline deadline) {
-    if (ready()) return true;
+  bool wait(const Ready& ready, Deadline deadline, Pace* pace = nullptr) {
+    if (ready()) {
+      if (pace != nullptr) pace->took(0);
+      return true;
+    }
     return wait_slow([](const void* r) { return (*static_cast<const Ready*>(r))(); }, &ready,
-                     deadline);
+                     deadline, pace);
   }
 
   // A condition may have become true: makes every waiter look again, rings notifiers. Any thread.
@@ -156,7 +161,7 @@ class Progress {
   enum Driver : int { kNobody, kWaiter, kThread };
   using ReadyFunction = bool (*)(const void*);
 
-  bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline);
+  bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace);
   bool try_drive(Driver who);
   void release_drive();
   void drive_once(int timeout_ms);

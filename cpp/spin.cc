@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -42,7 +43,23 @@ int runnable() {
 constexpr int kPolledSpins = 8;
 constexpr int kGpuSpins = 50;
 
-// Half of the median round trip between two threads that sleep on eventfds.
+// A wait that usually takes so many wake-ups is polled for to its end.
+constexpr int kSoonSpins = 4;
+constexpr int kPaceWeight = 4;  // of all waits before one, by it
+
+// Keeps this thread on the n-th of the cores that it may use. One that is woken on the core of who
+// wakes it costs much less.
+void keep_to_core(int n) {
+  cpu_set_t all, one;
+  if (::sched_getaffinity(0, sizeof all, &all) != 0 || CPU_COUNT(&all) <= n) return;
+  int core = 0;
+  for (int seen = 0; !CPU_ISSET(core, &all) || seen++ < n;) ++core;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  ::sched_setaffinity(0, sizeof one, &one);
+}
+
+// Half of the median round trip between two threads, of two cores, that sleep on eventfds.
 int64_t measure_wake_ns() {
   Descriptor there(::eventfd(0, EFD_CLOEXEC)), back(::eventfd(0, EFD_CLOEXEC));
   if (!there || !back) return 0;
@@ -54,38 +71,92 @@ int64_t measure_wake_ns() {
     while (::eventfd_read(fd, &count) < 0 && errno == EINTR) {
     }
   };
+  std::vector<int64_t> times;
+  auto ask = [&] {
+    keep_to_core(0);
+    for (int i = 0; i < kRounds; ++i) {
+      auto start = Clock::now();
+      ::eventfd_write(there.get(), 1);
+      receive(back.get());
+      times.push_back(std::chrono::nanoseconds(Clock::now() - start).count());
+    }
+  };
   std::thread other([&] {
+    keep_to_core(1);
     for (int i = 0; i < kRounds; ++i) receive(there.get()), ::eventfd_write(back.get(), 1);
   });
-  std::vector<int64_t> times;
-  for (int i = 0; i < kRounds; ++i) {
-    auto start = Clock::now();
-    ::eventfd_write(there.get(), 1);
-    receive(back.get());
-    times.push_back(std::chrono::nanoseconds(Clock::now() - start).count());
+  std::thread one;
+  try {
+    one = std::thread(ask);
+  } catch (const std::system_error&) {
+    other.join();
+    throw;
   }
+  one.join();
   other.join();
   std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
   return std::clamp<int64_t>(times[kRounds / 2] / 2, 1'000, 100'000);
 }
 
+int64_t wake_ns() {
+  static const int64_t cost = measure_wake_ns();
+  return cost;
+}
+
+int64_t now_ns() { return Clock::now().time_since_epoch().count(); }
+
+constexpr int64_t kLookNs = 50'000'000;
+
+// Others want the cores: until when nobody polls whose Pace would have him, and for how long that
+// was said.
+constexpr int64_t kGoneNs = 1'000'000, kLongestWantedNs = 32 * kLookNs;
+std::atomic<int64_t> wanted_until{0}, wanted_for{kLookNs};
+std::atomic<bool> several{false};  // cores; see spin_bound_ns, which every waiter asks first
+
 }  // namespace
 
 int64_t spin_bound_ns(Polls polls) {
-  static const int64_t cost = measure_wake_ns();
+  int64_t cost = wake_ns();
   // Looking at the load costs some microseconds, so it is done now and then.
   static std::atomic<int64_t> bound{cost}, calm{1}, looked_at{0};
-  int64_t now = Clock::now().time_since_epoch().count();
+  int64_t now = now_ns();
   int64_t last = looked_at.load(std::memory_order_relaxed);
-  if (now - last > 50'000'000 && looked_at.compare_exchange_strong(last, now)) {
+  if (now - last > kLookNs && looked_at.compare_exchange_strong(last, now)) {
     int here = cores();
     bool crowded = runnable() > here;
+    several = here > 1;
     bound = here < 2 || crowded ? 0 : cost;
     calm = crowded ? 0 : 1;
   }
   if (polls == Polls::kWords) return bound.load(std::memory_order_relaxed);
   return calm.load(std::memory_order_relaxed) * cost *
          (polls == Polls::kGpu ? kGpuSpins : kPolledSpins);
+}
+
+int64_t Pace::bound_ns() const {
+  int64_t cost = wake_ns(), usual = usual_ns_.load(std::memory_order_relaxed);
+  if (usual > kSoonSpins * cost || now_ns() < wanted_until.load(std::memory_order_relaxed))
+    return 0;
+  return several.load(std::memory_order_relaxed) ? 2 * usual + cost : 0;
+}
+
+void Pace::took(int64_t ns) {
+  int64_t usual = usual_ns_.load(std::memory_order_relaxed);
+  usual += (std::min(ns, kLongestNs) - usual) / kPaceWeight;
+  usual_ns_.store(usual, std::memory_order_relaxed);
+}
+
+bool leave_core() {
+  int64_t began = now_ns();
+  ::sched_yield();
+  int64_t now = now_ns();
+  if (now - began < kGoneNs) return true;
+  int64_t last = wanted_until.load(std::memory_order_relaxed);
+  int64_t before = wanted_for.load(std::memory_order_relaxed);
+  int64_t next = now - last < kLongestWantedNs ? std::min(2 * before, kLongestWantedNs) : kLookNs;
+  wanted_for.store(next, std::memory_order_relaxed);
+  wanted_until.store(now + next, std::memory_order_relaxed);
+  return false;
 }
 
 }  // namespace tensorwire

@@ -1,6 +1,7 @@
 // How long it pays to poll for something before sleeping until it comes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace tensorwire {
@@ -8,10 +9,32 @@ namespace tensorwire {
 // What a waiter polls for, by what being woken costs there.
 enum class Polls { kWords, kDevice, kGpu };
 
-// How long a waiter polls before it sleeps: the cost of being woken, measured once per process;
-// 0 on one core or when more threads want to run than there are cores. What devices do needs no
-// core of ours, so there it is longer, also on one core: eight times with a patient Poller, fifty
-// times while a GPU copies, since its driver's call comes later than most copies take. Any thread.
+// How long a waiter polls before it sleeps: the cost of being woken by another core, measured once
+// per process; 0 on one core or when more threads want to run than there are cores. What devices do
+// needs no core of ours, so there it is longer, also on one core: eight times with a patient
+// Poller, fifty times while a GPU copies, since its driver's call comes later than most copies
+// take. Any thread.
 int64_t spin_bound_ns(Polls polls = Polls::kWords);
+
+// How long waits for one thing have taken lately, such as for the next message of a peer. Who
+// expects a short one polls longer than being woken costs: sleeping costs both ends that, and the
+// time until caches and the core itself are awake again. Any thread.
+class Pace {
+ public:
+  // How long to poll: twice as long as is usual, and as a wake-up costs, where that is usually
+  // a few wake-ups; else, and where cores are wanted by others, 0. Call leave_core() meanwhile.
+  int64_t bound_ns() const;
+  // One wait is over.
+  void took(int64_t ns);
+
+ private:
+  std::atomic<int64_t> usual_ns_{kLongestNs};
+  static constexpr int64_t kLongestNs = 1'000'000;
+};
+
+// Lets whoever wants this core have it; perhaps that is the peer that is waited for. False if it
+// was gone for so long that nobody here should poll for a while: first for 50 ms, and twice as long
+// each time that it happens again soon.
+bool leave_core();
 
 }  // namespace tensorwire

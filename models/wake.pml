@@ -92,6 +92,7 @@ Buffer buf[BUFFERS];
    say whether they moved since thread i (the progress thread) took it: exact, and finite. */
 bool stale[3];
 bool park_stale;
+bool driven;                    /* a waiter has driven since the progress thread parked */
 
 byte jobs[3];                   /* queue under a mutex; a job raises word i */
 #define HAVE_JOBS (jobs[0] || jobs[1] || jobs[2])
@@ -218,6 +219,7 @@ inline try_drive(p, who, x) {   /* x: who drove before; NOBODY means that we do 
 /* One round of the loop; the caller drives. In C++ the round goes on to a non-blocking epoll_wait
    after a job; here the next round does that. */
 inline drive_once(p, x) {
+  d_step { if :: p != T -> driven = 1 :: else fi }
 #if JOBS
   store(p, URGENT, 0);
 #endif
@@ -435,7 +437,7 @@ yield:
 #endif
 
 park:
-  park_stale = 0;
+  atomic { park_stale = 0; driven = 0 }
   store(T, PARK, PARKED);
 #if JOBS
   atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
@@ -447,7 +449,14 @@ park:
     }
   :: atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
   fi;
-  atomic { load(T, DRIVER, x); if :: x == NOBODY -> goto awake :: else -> x = 0 fi }
+  atomic {
+    load(T, DRIVER, x);
+    if
+    :: x == NOBODY && driven -> goto park       /* everything was looked at meanwhile */
+    :: x == NOBODY && !driven -> goto awake
+    :: else -> x = 0
+    fi
+  }
   if :: goto park :: true fi;   /* other leaders than before; or one stayed a whole period */
 
   park_stale = 0;

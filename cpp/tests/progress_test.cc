@@ -106,6 +106,55 @@ TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
   CHECK(lost == 0);
 }
 
+TEST_CASE("pace: who usually waits for long does not poll longer; who does not polls for a while") {
+  Pace pace;
+  CHECK(pace.bound_ns() == 0);  // nothing is known yet
+  for (int i = 0; i < 100; ++i) pace.took(2'000);
+  int64_t longest = pace.bound_ns();
+  if (longest != 0) {  // there are two cores, and nobody else wants them
+    CHECK(longest >= 2 * 2'000);
+    CHECK(longest < 1'000'000);
+  }
+  for (int i = 0; i < 100; ++i) pace.took(INT64_MAX);
+  CHECK(pace.bound_ns() == 0);
+}
+
+TEST_CASE("progress: waits with a pace wake each other, however long they poll") {
+  Loop here, there;
+  constexpr uint64_t kRounds = 20'000;
+  alignas(64) uint64_t ping = 0, pong = 0;
+  auto* ping_word = reinterpret_cast<std::byte*>(&ping);
+  auto* pong_word = reinterpret_cast<std::byte*>(&pong);
+  Pace mine, other_pace;
+  std::atomic<int> lost{0};
+  std::thread other([&] {
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      auto reached = [&] { return word_at(ping_word).load(std::memory_order_acquire) >= round; };
+      if (!there->wait(reached, soon(), &other_pace)) return void(++lost);
+      store_max(pong_word, round);
+      ring_like_a_peer(here);
+    }
+  });
+  for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
+    if (round % 2'000 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    store_max(ping_word, round);
+    ring_like_a_peer(there);
+    auto reached = [&] { return word_at(pong_word).load(std::memory_order_acquire) >= round; };
+    if (!here->wait(reached, soon(), &mine)) ++lost;
+  }
+  other.join();
+  CHECK(lost == 0);
+}
+
+TEST_CASE("progress: a deadline ends a wait that polls because of its pace") {
+  Loop loop;
+  Pace pace;
+  for (int i = 0; i < 100; ++i) pace.took(2'000);
+  auto began = Clock::now();
+  CHECK_FALSE(loop->wait([] { return false; }, Deadline::after(1e-6), &pace));
+  CHECK(Clock::now() - began < std::chrono::seconds(1));
+}
+
 TEST_CASE("progress: several waiters of one doorbell all wake") {
   Loop loop;
   constexpr uint64_t kRounds = 2000;

@@ -3,7 +3,7 @@
 Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
 """
 
-from tensorwire._core import Transfer, checksum, same_bytes
+from tensorwire._core import Pace, Transfer, checksum, same_bytes
 
 from .handle import Handle
 from .mailbox import Mailbox, RemoteMailbox, mailbox_bytes
@@ -18,6 +18,7 @@ __all__ = [
     "Handle",
     "Mailbox",
     "Node",
+    "Pace",
     "Path",
     "PathWarning",
     "Peer",

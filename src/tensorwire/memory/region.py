@@ -352,7 +352,12 @@ class Word:
         self._node.core.raise_word(self._core, self.offset, word_value(value))
 
     def wait_until(
-        self, value: int, timeout_s: float | None = None, *, peer: Peer | None = None
+        self,
+        value: int,
+        timeout_s: float | None = None,
+        *,
+        peer: Peer | None = None,
+        pace: _core.Pace | None = None,
     ) -> None:
         """Blocks until the word is at least `value`. Any number of threads may wait.
 
@@ -362,6 +367,9 @@ class Word:
             value: 0 to 2**64 - 1.
             timeout_s: None waits for ever.
             peer: who is to raise the word. The waiting ends if it is lost.
+            pace: of waits for the same, which it remembers. Where they were as short as a few
+                wake-ups, this one polls for up to twice as long as they took before it sleeps, if
+                a core is free.
 
         Raises:
             TimeoutError: `timeout_s` has passed.
@@ -376,6 +384,7 @@ class Word:
             word_value(value),
             timeout_s,
             None if peer is None else peer._core,
+            pace,
         )
 
     async def reached(

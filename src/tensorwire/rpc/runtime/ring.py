@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tensorwire._core import Transfer
 from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion
 
 CAPACITY_BYTES = 1 << 19
 RING = "ring"
@@ -58,6 +58,7 @@ class RingReader:
         self._view = memory[_START:].memoryview()
         self._taken_word = other.word(_TAKEN)
         self._peer = peer
+        self._pace = Pace()
         self._taken = 0
         self._told = 0
 
@@ -67,7 +68,7 @@ class RingReader:
         Raises:
             TimeoutError, PeerLostError, ClosedError, StaleHandleError: as for `Word.wait_until`.
         """
-        self._word.wait_until(self._taken + 1, timeout_s, peer=self._peer)
+        self._word.wait_until(self._taken + 1, timeout_s, peer=self._peer, pace=self._pace)
 
     async def arrive(self) -> None:
         """As `wait`, without an end, and without blocking the event loop."""
