@@ -20,7 +20,7 @@ from tensorwire._core import Buffer
 from .gpu import OnStream, dlpack_buffer, interface_buffer, on_stream, tensor_buffer
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
-_PLAIN = frozenset({np.ndarray, bytes, bytearray, memoryview})
+PLAIN = frozenset({np.ndarray, bytes, bytearray, memoryview})
 
 
 def as_local(local: Any) -> tuple[object, OnStream | None]:
@@ -41,7 +41,7 @@ def as_local(local: Any) -> tuple[object, OnStream | None]:
         ValueError: a tensor that is not contiguous, not on the CPU or a GPU, or not dense.
         UnavailableError: the driver of its GPU cannot be used.
     """
-    if type(local) in _PLAIN:
+    if type(local) in PLAIN:
         return local, None
     if isinstance(local, np.ndarray):
         check_unmasked(local)

@@ -26,7 +26,7 @@ from .arguments import (
     word_offset,
     word_value,
 )
-from .buffers import as_local, check_batch, describe, index_vector, placed, size_bytes
+from .buffers import PLAIN, as_local, check_batch, describe, index_vector, placed, size_bytes
 from .connection import Connection
 from .gpu import OnStream, current_stream, on_stream
 from .handle import Handle, access_name
@@ -341,7 +341,7 @@ class RemoteRegion(MappedView):
             The last two, like every failure after the start, may instead come from the Transfer.
         """
         order = None
-        if type(local) is not np.ndarray or stream is not None:
+        if type(local) not in PLAIN or stream is not None:
             local, order = placed(local, stream, self._core.gpu)
         target = self._core, self._offset, self.size_bytes
         if signal is None:

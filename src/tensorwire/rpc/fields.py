@@ -26,11 +26,13 @@ def is_tensor_message(message: object) -> bool:
 
 def may_have_tensors(message_type: Any) -> bool:
     """Whether objects of this class can have a Tensor."""
+    descriptor = getattr(message_type, "DESCRIPTOR", None)
+    if descriptor is None:
+        return False
     known = _types.get(message_type)
     if known is None:
-        descriptor = getattr(message_type, "DESCRIPTOR", None)
         known = False
-        if descriptor is not None and hasattr(descriptor, "fields"):
+        if hasattr(descriptor, "fields"):
             known = descriptor.full_name == _NAME or bool(_ways_from(descriptor))
         _types[message_type] = known
     return known

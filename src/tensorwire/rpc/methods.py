@@ -19,7 +19,7 @@ from tensorwire.errors import TensorwireError
 
 from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream, is_refused
-from .envelope import mark
+from .envelope import MAGIC, mark
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
@@ -115,6 +115,8 @@ class Method:
         return self._attachment(options, waits=waits)
 
     def _deserialize(self, data: bytes, link: CallLink | None = None) -> Any:
+        if not data.startswith(MAGIC):
+            return self._reader.inside(data)
         needed = None if link is None else link.awaits_messages
         return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
 

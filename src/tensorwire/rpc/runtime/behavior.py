@@ -13,14 +13,15 @@ from typing import Any
 import grpc
 
 from ..attachment import RpcAttachment
+from ..envelope import MAGIC
 from ..inbox import RefusedError
 from ..incoming import Reader, find_only
 from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding
-from . import observed
 from .context import CallContext
 from .flow import Waiter
 from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
+from .leaving import leaving
 from .served import ARITIES, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -49,7 +50,7 @@ class Performance:
         traced: Any,
         most_bytes: int,
     ) -> None:
-        self._find = partial(find_only, attachment)
+        self._attachment = attachment
         self.call = call
         self.context = context
         self.handler = handler
@@ -60,6 +61,9 @@ class Performance:
         self._link = CallLink(attachment, call.number, remaining, call.is_active)
         self._link.offers = True
         self.answered = False
+
+    def _find(self, id: bytes) -> RpcAttachment | None:
+        return find_only(self._attachment, id)
 
     def run(self) -> None:
         """Runs the servicer and ends the call, unless responses are called back."""
@@ -124,8 +128,10 @@ class Performance:
                     needed=self.call.is_active,
                 )
                 request = self._traced.deserialize(read, data, protocol="runtime")
-            else:
+            elif data.startswith(MAGIC):
                 request = self._reader.read(data, self._find, holdings, needed=self.call.is_active)
+            else:
+                request = self._reader.inside(data)
         except RefusedError as error:
             refuse_payload(self.call, error)
             return None
@@ -135,14 +141,14 @@ class Performance:
             self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
         return request
 
-    def serialize(self, response: Any) -> tuple[bytes, SentMessage] | None:
-        """The bytes of a response, and what is to `finish` when they have been sent.
+    def serialize(self, response: Any) -> tuple[bytes, SentMessage | None] | None:
+        """The bytes of a response, and what is to `finish` when they have been sent, if anything.
 
         None: there are none, and the call has ended.
         """
-        message = SentMessage(response, self._link, last=True)
+        message, serializer = None, self.handler.response_serializer
         try:
-            data = observed.serialize(self._traced, message, self.handler.response_serializer)
+            data, message = leaving(response, self._link, serializer, self._traced, last=True)
         except Exception:
             _LOG.exception("a response could not be serialized")
             data = None
@@ -166,7 +172,8 @@ class Performance:
                 self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
-        message.finish()
+        if message is not None:
+            message.finish()
         self.answered = True
 
     def _respond_all(self, responses: Any) -> None:
@@ -193,7 +200,8 @@ class Performance:
             data, message = serialized
             self.context.head_sent = True
             self.call.send_message(data)
-            message.finish()
+            if message is not None:
+                message.finish()
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""

@@ -94,6 +94,24 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         refused: it has ended because the server refuses to carry it out here.
     """
 
+    # What is so at first stands here: a small call takes little longer than to set all of it.
+    finished = False
+    refused = False
+    _second: Any = None
+    _bytes = 0
+    _whole = False
+    _has_ended = False
+    _forgotten = False
+    _initial: Metadata | None = None
+    _trailing: Metadata = ()
+    _code: grpc.StatusCode | None = None
+    _details = ""
+    _response: Any = None
+    _cancelled = False
+    _alarm: Deadline | None = None
+    _unattended = False
+    _hurries = False
+
     def __init__(
         self,
         client: ClientEnd,
@@ -104,31 +122,17 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         again: Callable[[], Any] | None = None,
         outflow: Outflow | None = None,
     ) -> None:
-        super().__init__()
+        self.latches = []
         self.number = number
         self.outflow = outflow
-        self.refused = False
         self._client = client
         self._deadline = deadline
         self._deserialize = deserialize
         self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
         self._again = again
-        self._second: Any = None
         self._token = [True]
         self._pieces: list[bytes] = []
-        self._bytes = 0
-        self._whole = False
-        self._has_ended = False
-        self._initial: Metadata | None = None
-        self._trailing: Metadata = ()
-        self._code: grpc.StatusCode | None = None
-        self._details = ""
-        self._response: Any = None
-        self._cancelled = False
         self._callbacks: list[Callable[[], None]] | None = []
-        self._alarm: Deadline | None = None
-        self._unattended = False
-        self._hurries = False
 
     # What arrives.
 
@@ -185,10 +189,11 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             reader, beside = self._client.reader, self._pieces[0].startswith(MAGIC)
             if not beside:
                 self._client.forget(self)  # what becomes of the server changes nothing any more
+                self._forgotten = True
             if beside or self._bytes >= _LARGE_BYTES:
                 reader.leave(self, partial(self._make, body), attended=not self._unattended)
             else:
-                reader.aside(partial(self._make, body))
+                reader.aside(self._make, body)
             return
         if code is grpc.StatusCode.OK:
             code, details = grpc.StatusCode.INTERNAL, "the server sent no response"
@@ -237,7 +242,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             self._token.pop()
         except IndexError:
             return False
-        self._client.forget(self)
+        if not self._forgotten:
+            self._client.forget(self)
         if self._initial is None:
             self._initial = initial
         self._trailing, self._response, self._cancelled = trailing, response, cancelled

@@ -19,6 +19,7 @@ from .call import RuntimeCall, StreamCall
 from .client import RuntimeClient
 from .flow import Outflow
 from .frames import Metadata, as_metadata
+from .leaving import leaving
 from .requests import RequestSender
 from .threads import THREADS
 
@@ -81,11 +82,10 @@ class CarriedMethod:
         if began is None:
             return None
         client, call, link, entries, told = began
-        outgoing = SentMessage(request, link, last=False)
-        told.outgoing = outgoing
+        outgoing: SentMessage | None = None
         data: Any = None
         try:
-            data = observed.serialize(told.traced, outgoing, self._serializer)
+            data, outgoing = leaving(request, link, self._serializer, told.traced, last=False)
         except Exception:
             _LOG.exception("a request could not be serialized")
         except BaseException:
@@ -97,12 +97,14 @@ class CarriedMethod:
                 return None  # grpcio says that it takes bytes
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
-        if outgoing.size_bytes >= LEAST_BYTES and not self._takes_stream:
-            told.began_s = time.monotonic()
+        if outgoing is not None:
+            told.outgoing = outgoing
+            if outgoing.size_bytes >= LEAST_BYTES and not self._takes_stream:
+                told.began_s = time.monotonic()
         if again is not None or self._takes_stream:
             call.leave_unattended()
         client.begin(call, self._name, entries, data, streams=self._takes_stream)
-        if outgoing.staging is not None:
+        if outgoing is not None and outgoing.staging is not None:
             try:
                 outgoing.finish()
             except BaseException:

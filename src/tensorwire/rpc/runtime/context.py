@@ -13,6 +13,7 @@ import grpc
 from .frames import Metadata, as_metadata
 
 _LOG = logging.getLogger("tensorwire.rpc")
+_NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 _END_OF_TIME_S = float((1 << 63) // 10**9)
 
 
@@ -92,14 +93,15 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
         given_up: what the context itself has raised because the call does not go on.
     """
 
+    head_sent = False
+    aborted = False
+    _trailing: Any = None
+    _code: Any = None
+    _details: bytes | None = None
+
     def __init__(self, caller: Caller, call: Served) -> None:
         self._caller = caller
         self._call = call
-        self.head_sent = False
-        self._trailing: Any = None
-        self._code: Any = None
-        self._details: bytes | None = None
-        self.aborted = False
         self.given_up: list[BaseException] = []
 
     def is_active(self) -> bool:
@@ -183,7 +185,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
         """How the call ends: as the servicer has said, and where it said nothing, like this."""
         chosen = code if self._code is None else self._code
-        number = chosen.value[0] if isinstance(chosen, grpc.StatusCode) else 2
+        number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
         return number, details.encode() if self._details is None else self._details
 
 

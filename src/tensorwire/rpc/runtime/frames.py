@@ -17,6 +17,7 @@ servicer has not run and will not; there are no more messages; the client of a C
 of them."""
 
 HEADER = struct.Struct("<IBBHII")
+_HEADER_BYTES = HEADER.size
 PIECE_BYTES = 48 << 10
 """Of a message in one frame; longer ones travel in several."""
 MOST_METADATA_BYTES = 16 << 10
@@ -29,8 +30,10 @@ _CALL = struct.Struct("<QHH")
 _END = struct.Struct("<IIHH")
 _CALL_HEADER = struct.Struct("<IBBHIIQHH")
 _END_HEADER = struct.Struct("<IBBHIIIIHH")
+_CALL_BYTES, _END_BYTES = _CALL.size, _END.size
 _COUNT = struct.Struct("<H")
 _CREDIT = struct.Struct("<Q")
+_new = tuple.__new__
 _FLAGS = MORE | WHOLE | REFUSED | LAST | STREAM
 _ENTRY = struct.Struct("<HI")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -247,17 +250,17 @@ def parse(data: bytes) -> Iterator[Frame]:
     """
     at, end = 0, len(data)
     while at < end:
-        if end - at < HEADER.size:
+        if end - at < _HEADER_BYTES:
             raise FrameError(f"{end - at} bytes are no frame")
         size, kind, flags, zero, slot, generation = HEADER.unpack_from(data, at)
-        if not HEADER.size <= size <= min(end - at, MOST_BYTES):
+        if not _HEADER_BYTES <= size <= end - at or size > MOST_BYTES:
             raise FrameError(f"a frame of {size} bytes in {end - at}")
         if not CALL <= kind <= THRESHOLD or zero or flags & ~_FLAGS:
             raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
         if kind in (MESSAGE, PROBE) and flags & MORE and size != HEADER.size + PIECE_BYTES:
             # Any number of small ones would cost far more than the bytes that are counted.
             raise FrameError(f"a piece of {size - HEADER.size} bytes, and more of the message")
-        yield Frame(kind, flags, (slot, generation), data[at + HEADER.size : at + size])
+        yield _new(Frame, (kind, flags, (slot, generation), data[at + _HEADER_BYTES : at + size]))
         at += size
 
 
@@ -284,26 +287,26 @@ def parse_call(body: bytes) -> CallBody:
     """Decodes the body of a CALL; FrameError if it is none."""
     try:
         timeout_us, method_bytes, count = _CALL.unpack_from(body)
-        at = _CALL.size + method_bytes
+        at = _CALL_BYTES + method_bytes
         if at > len(body):
             raise FrameError("a method that is cut off")
-        method = body[_CALL.size : at].decode()
+        method = body[_CALL_BYTES:at].decode()
         metadata: Metadata = ()
         if count:
             metadata, at = _decoded(body, at, count)
     except (struct.error, UnicodeDecodeError) as error:
         raise FrameError(f"a call that is none: {error}") from None
-    return CallBody(method, timeout_us, metadata, body[at:])
+    return _new(CallBody, (method, timeout_us, metadata, body[at:]))
 
 
 def parse_end(body: bytes) -> EndBody:
     """Decodes the body of an END; FrameError if it is none."""
     try:
         code, details_bytes, initial_count, trailing_count = _END.unpack_from(body)
-        at = _END.size + details_bytes
+        at = _END_BYTES + details_bytes
         if at > len(body):
             raise FrameError("details that are cut off")
-        details = body[_END.size : at].decode(errors="replace")
+        details = body[_END_BYTES:at].decode(errors="replace") if details_bytes else ""
         initial: Metadata = ()
         trailing: Metadata = ()
         if initial_count:
@@ -312,7 +315,7 @@ def parse_end(body: bytes) -> EndBody:
             trailing, at = _decoded(body, at, trailing_count)
     except (struct.error, UnicodeDecodeError) as error:
         raise FrameError(f"an end that is none: {error}") from None
-    return EndBody(code, details, initial, trailing, body[at:])
+    return _new(EndBody, (code, details, initial, trailing, body[at:]))
 
 
 def parse_head(body: bytes) -> Metadata:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
@@ -23,6 +23,7 @@ from .ring import RingError, RingReader, RingWriter
 from .threads import THREADS
 
 _LOG = logging.getLogger("tensorwire.rpc")
+_Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17
 """Of a write that may wait for the one before: the other end handles one while it gets another."""
 _LOOP_BATCH_BYTES = 1 << 18
@@ -365,11 +366,11 @@ class SharedReader:
         finally:
             line.may_nest = True
 
-    def aside(self, work: Callable[[], Any]) -> Any:
+    def aside(self, work: Callable[[_Given], Any], given: _Given) -> Any:
         """Runs a user's code in the thread that reads; it may wait for something that arrives."""
         self._line.may_nest = True
         try:
-            return work()
+            return work(given)
         finally:
             self._line.may_nest = False
 
@@ -410,6 +411,8 @@ class SharedReader:
 
     def _pass_on(self) -> None:
         """The turn is free: wakes somebody who takes it, if anybody waits."""
+        if not self._followers and self._watched <= 0:
+            return  # who comes from here on finds the turn free
         with self._mutex:
             if self._followers:
                 open_latch(self._followers.pop(next(iter(self._followers))))

@@ -372,12 +372,7 @@ class Service(AnyService):
         if call.once and (handler.request_streaming or handler.response_streaming):
             call.refuse()  # grpcio says what comes of that
             return
-        with self._lock:
-            if self._most is not None and self._running >= self._most:
-                handler = None
-            else:
-                self._running += 1
-        if handler is None:
+        if not self._may_run():
             call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
             return
         if call.deadline is not None:
@@ -414,9 +409,20 @@ class Service(AnyService):
         self._ran()
         call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
 
-    def _ran(self) -> None:
+    def _may_run(self) -> bool:
+        """Counts a call, unless there are as many as there may be; `_ran` follows."""
+        if self._most is None:
+            return True
         with self._lock:
-            self._running -= 1
+            if self._running >= self._most:
+                return False
+            self._running += 1
+        return True
+
+    def _ran(self) -> None:
+        if self._most is not None:
+            with self._lock:
+                self._running -= 1
 
     def _run(self, end: ServerEnd, call: IncomingCall, handler: Any) -> None:
         """In a thread of the user's."""
@@ -449,9 +455,9 @@ def nobody() -> bool:
 
 def _pool_of(handler: Any) -> Any:
     """The threads that a behavior wants for itself, None if it wants none."""
-    for name in ARITIES.values():
-        behavior = getattr(handler, name)
-        if behavior is not None:
-            pool = getattr(behavior, "experimental_thread_pool", None)
-            return pool if isinstance(pool, ThreadPoolExecutor) else None
-    return None
+    behavior = getattr(handler, "unary_unary", None)  # the first one in grpcio's order
+    if behavior is None:
+        found = (getattr(handler, name) for name in ARITIES.values())
+        behavior = next((each for each in found if each is not None), None)
+    pool = getattr(behavior, "experimental_thread_pool", None)
+    return pool if isinstance(pool, ThreadPoolExecutor) else None

@@ -1,0 +1,52 @@
+"""The bytes of a message that leaves by a line, and what is left to do when they have been sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..attachment import RpcAttachment
+from ..envelope import MAGIC
+from ..fields import may_have_tensors
+from ..outgoing import CallLink, SentMessage, Serializer
+from ..threshold import LEAST_BYTES
+from . import observed
+
+_SMALL_BYTES = LEAST_BYTES // 2
+"""No threshold is below it, but the user's own."""
+
+
+def leaving(
+    message: Any, link: CallLink, serializer: Serializer, traced: Any, *, last: bool
+) -> tuple[Any, SentMessage | None]:
+    """What travels of a message, and whose `finish` follows; None: it is small, and all there.
+
+    Args:
+        message: the user's.
+        link: of its call, which has an attachment.
+        serializer: the user's.
+        traced: what counts messages, None if nobody does.
+        last: as for `SentMessage`.
+
+    Returns:
+        No bytes, if the serializer has made none.
+
+    Raises:
+        Exception: as `SentMessage.serialize`.
+    """
+    if traced is not None or may_have_tensors(type(message)):
+        sent = SentMessage(message, link, last=last)
+        return observed.serialize(traced, sent, serializer), sent
+    data = message if serializer is None else serializer(message)
+    attachment = link.attachment
+    assert attachment is not None
+    if type(data) is bytes and _is_small(len(data), attachment) and not data.startswith(MAGIC):
+        return data, None
+    sent = SentMessage(message, link, last=last)
+    return sent.serialize(lambda _: data), sent
+
+
+def _is_small(size_bytes: int, attachment: RpcAttachment) -> bool:
+    """Whether it can only travel inside, in frames."""
+    if size_bytes > _SMALL_BYTES or size_bytes >= attachment.threshold_bytes:
+        return False
+    return attachment.limits.fixed_bytes is None
