@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
-RUNTIME_TENSOR, TORCH = "runtime-tensor", "torch-rpc"
+RUNTIME_TENSOR, TORCH, BY_HAND = "runtime-tensor", "torch-rpc", "by-hand"
 UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
 REQUESTS = "requests"
 """A stream of requests."""
@@ -26,12 +26,12 @@ STREAMS = (STREAM, REQUESTS, AIO_STREAM)
 WIRES = ("shm", "tcp")
 
 SYSTEMS = {
-    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, MEMCPY),
+    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, BY_HAND, MEMCPY),
     STREAM: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     REQUESTS: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     AIO_STREAM: (GRPCIO, BYTES, RUNTIME, MEMCPY),
-    **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, MEMCPY)),
+    **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, BY_HAND, MEMCPY)),
     **dict.fromkeys((*CROWDS, *PROCESSES), (GRPCIO, BYTES, RUNTIME)),
     PUSH_PULL: (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR),
 }

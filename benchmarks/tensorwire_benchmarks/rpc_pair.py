@@ -25,9 +25,11 @@ from tensorwire.bench.processes import serve_messages
 
 from . import rpc_payloads as payloads
 from .rpc_aio import UNLIMITED, AioCalls, AioServers
+from .rpc_by_hand import HandServer, calls_by_hand
 from .rpc_names import (
     AIO,
     AIO_STREAM,
+    BY_HAND,
     BYTES,
     GRPCIO,
     MEMCPY,
@@ -138,7 +140,14 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
             servers.append(server)
         aio = AioServers(Path(folder), read, STREAMED)
         all_targets = targets, aio.targets
-        serve_messages(link, {"targets": lambda: all_targets, "cpu": time.process_time})
+        serve_messages(
+            link,
+            {
+                "targets": lambda: all_targets,
+                "cpu": time.process_time,
+                "by_hand": HandServer(link, read).begin,
+            },
+        )
         aio.close()
         for server in servers:
             server.stop(0).wait()
@@ -252,6 +261,11 @@ class Driver:
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""
         payload = np.arange(size_bytes, dtype=np.uint8)
+        if system == BY_HAND:
+            parts = payloads.buffers(case) if case in SCHEMES else [payload]
+            with calls_by_hand(self._link, wire, parts, read) as by_hand:
+                by_hand()
+                return time_each(by_hand, count)
         if case in (AIO, AIO_STREAM) and system != MEMCPY:
             times = self._aio.time(wire, case, system, payload.tobytes(), count)
         else:

@@ -17,12 +17,19 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     cases = {(row["case"], row["system"], row["bytes"]) for row in report["rows"]}
-    systems = ("grpcio", "bytes", "tensor", "runtime", "memcpy")  # torch RPC takes long to begin
+    systems = (
+        "grpcio",
+        "bytes",
+        "tensor",
+        "runtime",
+        "by-hand",
+        "memcpy",
+    )  # torch RPC is slow to begin
     unary = {("shm.unary", system, size) for size in (8, 1 << 20) for system in systems}
     crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime")}
     assert cases == unary | crowd
     assert all(row["seconds_median"] > 0 for row in report["rows"])
-    assert len(report["comparisons"]) == 6
+    assert len(report["comparisons"]) == 8
     met = {verdict["name"]: verdict["met"] for verdict in report["verdicts"]}
     assert met["shm bytes against grpcio's bytes, at 1 MiB"] is not None
     assert met["shm bytes against grpcio's bytes, at 64 MiB"] is None
