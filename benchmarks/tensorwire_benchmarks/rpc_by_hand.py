@@ -32,7 +32,7 @@ def _span(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE) * _PAGE
 
 
-class _Memory:
+class _HandMemory:
     """Shared memory for the buffers of both ways, and an eventfd for each.
 
     Args:
@@ -58,7 +58,7 @@ class _Memory:
         os.close(self.answered)
 
 
-def _answer_by_memory(memory: _Memory, look: Look) -> None:
+def _answer_by_memory(memory: _HandMemory, look: Look) -> None:
     while os.eventfd_read(memory.asked) != _END:
         for there in memory.there:
             look(there)
@@ -107,7 +107,7 @@ class HandServer:
         """Answers calls with such buffers; gives back the port, or 0 of shared memory."""
         port = 0
         if wire == "shm":
-            memory = _Memory(sizes, [reduction.recv_handle(self._link) for _ in range(3)])
+            memory = _HandMemory(sizes, [reduction.recv_handle(self._link) for _ in range(3)])
             work: tuple[Any, ...] = (_answer_by_memory, memory, self._look)
         else:
             listener = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def calls_by_hand(
         descriptors = [file, os.eventfd(0), os.eventfd(0)]
         for each in descriptors:
             reduction.send_handle(link, each, os.getppid())
-        memory = _Memory(sizes, descriptors)
+        memory = _HandMemory(sizes, descriptors)
         link.recv()
 
         def call() -> None:
