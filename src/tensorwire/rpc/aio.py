@@ -26,6 +26,7 @@ from .incoming import Reader
 from .janitor import JANITOR
 from .methods import call_is_confirmed
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
+from .originals import make, original
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_client import METHOD, AioClient, AioMethod
 from .runtime.options import kept, offer
@@ -447,12 +448,14 @@ def insecure_channel(
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.
     """
+    if plain := original("aio.insecure_channel"):
+        return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    make = partial(grpc.aio.insecure_channel, target, options, compression)
+    inner = partial(make, "aio.insecure_channel", target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), runtime=offered)
-    return _channel(make, interceptors, terms)
+    return _channel(inner, interceptors, terms)
 
 
 def secure_channel(
@@ -468,14 +471,18 @@ def secure_channel(
     plaintext_transports: tuple[str, ...] = (),
 ) -> AioRpcChannel:
     """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
-    make = partial(grpc.aio.secure_channel, target, credentials, kept(options), compression)
+    if plain := original("aio.secure_channel"):
+        return plain(  # type: ignore[no-any-return]
+            target, credentials, options, compression, interceptors
+        )
+    inner = partial(make, "aio.secure_channel", target, credentials, kept(options), compression)
     transports = as_transports(("shm", *plaintext_transports))
     terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
-    return _channel(make, interceptors, terms)
+    return _channel(inner, interceptors, terms)
 
 
-def _channel(make: Any, interceptors: Sequence[Any] | None, terms: Terms) -> AioRpcChannel:
-    client = _Client(make(None), terms)
+def _channel(inner: Any, interceptors: Sequence[Any] | None, terms: Terms) -> AioRpcChannel:
+    client = _Client(inner(None), terms)
     kinds = (_UnaryUnaryPayload, _UnaryStreamPayload, _StreamUnaryPayload, _StreamStreamPayload)
     innermost = [kind(client) for kind in kinds]
-    return AioRpcChannel(make([*(interceptors or ()), *innermost]), client)
+    return AioRpcChannel(inner([*(interceptors or ()), *innermost]), client)

@@ -22,6 +22,7 @@ from .envelope import MAGIC, read_mark
 from .factories import as_limits, as_transports
 from .incoming import Reader, find_only
 from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
+from .originals import make, original
 from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_service import AioService
 from .runtime.context import Caller
@@ -207,6 +208,11 @@ def server(
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.
     """
+    if plain := original("aio.server"):
+        return plain(  # type: ignore[no-any-return]
+            *(migration_thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs),
+            compression,
+        )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     plaintext = as_transports(plaintext_transports)
     terms = Terms(limits, as_transports(transports), listen, plaintext)
@@ -220,7 +226,9 @@ def server(
         )
     registry = Registry(terms, max_attachments, service)
     outermost = (AioInterceptor(registry), *interceptors)
-    inner = grpc.aio.server(
-        migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression
+    inner = make(
+        "aio.server",
+        *(migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs),
+        compression,
     )
     return AioRpcServer(inner, registry, service, carried.reason)

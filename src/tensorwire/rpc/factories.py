@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from .attachment import Limits
 from .channel import RpcChannel
 from .negotiation import Registry, Terms
+from .originals import make, original
 from .runtime.options import kept, offer
 from .runtime.server import Service
 from .server import Interceptor, RpcServer
@@ -45,10 +44,12 @@ def insecure_channel(
     Raises:
         ValueError: a keyword, or the variable, has a value that it cannot have.
     """
+    if plain := original("insecure_channel"):
+        return plain(target, options, compression)  # type: ignore[no-any-return]
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    inner = grpc.insecure_channel(target, options, compression)
+    inner = make("insecure_channel", target, options, compression)
     return RpcChannel(inner, Terms(limits, as_transports(transports), runtime=offered))
 
 
@@ -76,7 +77,9 @@ def secure_channel(
         plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
             has to allow it too.
     """
-    inner = grpc.secure_channel(target, credentials, options, compression)
+    if plain := original("secure_channel"):
+        return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
+    inner = make("secure_channel", target, credentials, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     return RpcChannel(inner, Terms(limits, as_transports(("shm", *plaintext_transports))))
 
@@ -120,6 +123,10 @@ def server(
         max_attachments: clients at a time whose payload goes ahead; those beyond get plain gRPC.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
     """
+    if plain := original("server"):
+        return plain(  # type: ignore[no-any-return]
+            thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
+        )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
@@ -132,8 +139,9 @@ def server(
         )
     registry = Registry(terms, max_attachments, service)
     outermost = (Interceptor(registry), *interceptors)
-    inner = grpc.server(
-        thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
+    inner = make(
+        "server",
+        *(thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds),
     )
     return RpcServer(inner, registry, service, carried.reason)
 
