@@ -27,6 +27,7 @@ from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_service import AioService
 from .runtime.context import Caller
 from .runtime.options import kept, offer
+from .runtime.served import ARITIES
 from .server import DRAIN_S, is_encrypted, outside_host, reader_of
 
 
@@ -38,10 +39,8 @@ class AioServedCall(grpc.RpcMethodHandler):
     ) -> None:
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self.unary_unary = handler.unary_unary
-        self.unary_stream = handler.unary_stream
-        self.stream_unary = handler.stream_unary
-        self.stream_stream = handler.stream_stream
+        for name in ARITIES.values():
+            setattr(self, name, getattr(handler, name, None))
         self.request_deserializer = self._receive
         self.response_serializer = self._send
         self._serializer = handler.response_serializer

@@ -455,9 +455,6 @@ def nobody() -> bool:
 
 def _pool_of(handler: Any) -> Any:
     """The threads that a behavior wants for itself, None if it wants none."""
-    behavior = getattr(handler, "unary_unary", None)  # the first one in grpcio's order
-    if behavior is None:
-        found = (getattr(handler, name) for name in ARITIES.values())
-        behavior = next((each for each in found if each is not None), None)
-    pool = getattr(behavior, "experimental_thread_pool", None)
+    arity = ARITIES[handler.request_streaming, handler.response_streaming]
+    pool = getattr(getattr(handler, arity, None), "experimental_thread_pool", None)
     return pool if isinstance(pool, ThreadPoolExecutor) else None
