@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import grpc
 import pytest
 from ends import Ends
 from test_rpc_conformance import echo, echo_all, join, repeat

@@ -1,7 +1,7 @@
 """grpcio's own factories, also where a program has put tensorwire's in their place.
 
-A program changes over by `grpc.insecure_channel = tensorwire.rpc.insecure_channel`, or by a function
-that calls it. The channel within ours is then still to be one of grpcio.
+A program may change over by `grpc.insecure_channel = tensorwire.rpc.insecure_channel`, or by a
+function that calls it. The channel within ours is then still to be one of grpcio.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def make(name: str, *given: Any) -> Any:
 
 
 def original(name: str) -> Callable[..., Any] | None:
-    """grpcio's own factory, if `make` has just asked for it and has got ours; otherwise None."""
+    """The factory of grpcio, if `make` has just asked for it and has got ours; otherwise None."""
     return _ORIGINALS[name] if _MAKING.get() == name else None
