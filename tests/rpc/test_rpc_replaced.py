@@ -71,3 +71,18 @@ def test_factories_in_the_place_of_those_of_asyncio() -> None:
         await server.stop(None)
 
     asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::grpc.experimental.ExperimentalApiWarning")
+@pytest.mark.usefixtures("replaced")
+def test_static_methods_of_generated_services() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, handlers=(Methods({"/t/m": UU(echo)}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        for _ in range(2):  # the channel is made, and found again
+            answer = grpc.experimental.unary_unary(
+                b"abc", f"127.0.0.1:{port}", "/t/m", insecure=True, _registered_method=True
+            )
+            assert answer == b"abc"
+        server.stop(None).wait()

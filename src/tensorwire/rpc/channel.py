@@ -106,6 +106,10 @@ class RpcChannel(grpc.Channel):
         return StreamStream(self, "stream_stream", method, request_serializer,
                              response_deserializer, _registered_method)  # fmt: skip
 
+    def _get_registered_call_handle(self, method: str) -> Any:
+        # What the static methods of generated services, grpcio's experimental ones, ask a channel.
+        return self.inner._get_registered_call_handle(method)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         self.inner.close()
         self.keeper.close()
