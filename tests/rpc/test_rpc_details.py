@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import grpc
 import pytest
 from ends import Ends
 from test_rpc_conformance import echo, echo_all, join, repeat
@@ -17,8 +18,9 @@ class BareHandler:
     response_serializer = None
 
     def __init__(self, arity: str, behavior: Any) -> None:
-        self.request_streaming = arity.startswith("stream")
-        self.response_streaming = arity.endswith("stream")
+        # Not False, which gRPC does not ask for either.
+        self.request_streaming = arity.startswith("stream") or None
+        self.response_streaming = arity.endswith("stream") or None
         setattr(self, arity, behavior)
 
 
@@ -33,3 +35,17 @@ def test_handlers_that_have_their_own_arity_only(ends: Ends, arity: str) -> None
         else:
             answer = getattr(channel, arity)("Method")(b"abc")
         assert (b"".join(answer) if arity.endswith("stream") else answer).startswith(b"abc")
+
+
+def test_a_handler_without_its_behavior(ends: Ends) -> None:
+    if ends.system.our_server is None:
+        pytest.skip("a server of grpcio ends all its calls then")
+    wrong = BareHandler("unary_stream", repeat)
+    wrong.response_streaming = None
+    ends.methods = {"/t/wrong": wrong, "/t/right": BareHandler("unary_unary", echo)}
+    channel = ends.serve().channel()
+    assert channel.unary_unary("/t/right")(b"abc") == b"abc"
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/t/wrong")(b"abc", timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNKNOWN
+    assert channel.unary_unary("/t/right")(b"abc") == b"abc"

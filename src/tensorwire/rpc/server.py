@@ -24,7 +24,7 @@ from .incoming import Reader, find_only
 from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage
 from .runtime.context import Caller
-from .runtime.served import ARITIES
+from .runtime.served import arity_of, behavior_of
 from .runtime.server import Service
 from .tensors import Holding
 
@@ -123,13 +123,12 @@ class ServedCall(grpc.RpcMethodHandler):
         self._reader = reader
         self._attachment = attachment
         self._call = (0, 0) if found is None else found[1:]
-        kind = ARITIES[self.request_streaming, self.response_streaming]
-        self._behavior = getattr(handler, kind)
+        self._behavior = behavior_of(handler)
         run = partial(self._run)
         for name in _OF_BEHAVIORS:
             if hasattr(self._behavior, name):
                 setattr(run, name, getattr(self._behavior, name))
-        setattr(self, kind, run)
+        setattr(self, arity_of(handler), run)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)

@@ -25,7 +25,7 @@ from .aio_context import AioContext, SyncContext
 from .behavior import finish, refuse_payload
 from .context import Caller
 from .loop import LoopWaiter
-from .served import ARITIES, IncomingCall
+from .served import IncomingCall, behavior_of
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -100,7 +100,7 @@ class AioPerformance:
 
     async def _run(self) -> None:
         handler, call = self._handler, self._call
-        behavior = getattr(handler, ARITIES[handler.request_streaming, handler.response_streaming])
+        behavior = behavior_of(handler)
         holdings: list[Holding] = []
         request: Any
         if not handler.request_streaming:

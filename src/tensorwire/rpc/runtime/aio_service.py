@@ -21,7 +21,7 @@ from .frames import PROBED, FrameError, Number, short_frame
 from .line import MOST_BACKLOG
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
-from .served import ARITIES, IncomingCall
+from .served import IncomingCall, arity_of, behavior_of
 from .server import AnyService, ServerEnd, nobody
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -125,6 +125,8 @@ class AioService(AnyService):
             handler = await self._look_up(
                 self._interceptors, CallDetails(call.method, call.metadata)
             )
+            if handler is not None:
+                behavior_of(handler)
         except Exception as error:
             _LOG.exception("an interceptor failed")
             call.fail(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
@@ -149,7 +151,7 @@ class AioService(AnyService):
                 call.fail(_Code.UNIMPLEMENTED, text)
                 return
             call.first = taken
-        arity = ARITIES[handler.request_streaming, handler.response_streaming]
+        arity = arity_of(handler)
         traced = observed.watched("server", arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
         performance = AioPerformance(

@@ -22,7 +22,7 @@ from .context import CallContext
 from .flow import Waiter
 from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
 from .leaving import leaving
-from .served import ARITIES, IncomingCall
+from .served import IncomingCall, behavior_of
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -70,7 +70,7 @@ class Performance:
         handler = self.handler
         holdings: list[Holding] = []
         request: Any = None
-        behavior = getattr(handler, ARITIES[handler.request_streaming, handler.response_streaming])
+        behavior = behavior_of(handler)
         if handler.request_streaming:
             request = self._single() if self.call.requests is None else RequestIterator(self)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -34,6 +34,16 @@ ARITIES = {  # by whether requests and responses are streams
     (True, False): "stream_unary",
     (True, True): "stream_stream",
 }
+
+
+def arity_of(handler: Any) -> str:
+    """The name of the method of a handler; what it says of its streams need not be a bool."""
+    return ARITIES[bool(handler.request_streaming), bool(handler.response_streaming)]
+
+
+def behavior_of(handler: Any) -> Any:
+    """The user's function; AttributeError if the handler has none of its arity."""
+    return getattr(handler, arity_of(handler))
 
 
 class Receiver(Protocol):

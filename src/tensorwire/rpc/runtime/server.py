@@ -50,7 +50,7 @@ from .frames import (
 from .line import Line
 from .options import MessageLimits
 from .runner import Runner
-from .served import ARITIES, IncomingCall
+from .served import IncomingCall, arity_of, behavior_of
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -362,6 +362,8 @@ class Service(AnyService):
         details = CallDetails(call.method, call.metadata)
         try:
             handler = context.run(self._pipeline, details)
+            if handler is not None:
+                behavior_of(handler)
         except Exception as error:
             _LOG.exception("Exception servicing handler: %s", error)
             call.fail(_Code.UNKNOWN, "Error in service handler!", reading=True)
@@ -426,7 +428,7 @@ class Service(AnyService):
 
     def _run(self, end: ServerEnd, call: IncomingCall, handler: Any) -> None:
         """In a thread of the user's."""
-        arity = ARITIES[handler.request_streaming, handler.response_streaming]
+        arity = arity_of(handler)
         traced = observed.watched("server", arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
         context = CallContext(end.caller, call)
@@ -455,6 +457,5 @@ def nobody() -> bool:
 
 def _pool_of(handler: Any) -> Any:
     """The threads that a behavior wants for itself, None if it wants none."""
-    arity = ARITIES[handler.request_streaming, handler.response_streaming]
-    pool = getattr(getattr(handler, arity, None), "experimental_thread_pool", None)
+    pool = getattr(behavior_of(handler), "experimental_thread_pool", None)
     return pool if isinstance(pool, ThreadPoolExecutor) else None
