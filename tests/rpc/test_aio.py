@@ -329,11 +329,12 @@ def test_behind_a_load_balancer() -> None:
         target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
         robin = [("grpc.lb_policy_name", "round_robin")]
         async with rpc.aio.insecure_channel(target, options=robin, **SHM) as channel:
-            keeper, array = channel._client.keeper, np.arange(5000)
+            keeper, array = channel.sender.keeper, np.arange(5000)
             await channel.channel_ready()
             for _ in range(4):  # until the question has met a server of ours
                 keeper.disconnected()
                 await channel.unary_unary("/t/m", *TYPES)(rpc.tensor(array))
+                await channel.unary_unary("/t/m", *TYPES)(rpc.Tensor())  # the other one's turn
             keeper.disconnected()
             assert channel.attachment is not None
             served.clear()

@@ -1,10 +1,19 @@
 """Details of `grpc.aio` that programs rely on, as grpcio's own tests show: the same for all."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+from ends import Methods
 from test_aio import echo, echo_all, join, repeat, run
+from test_aio_streams import AS_THEY_ARE, until
+from test_rpc_conformance import SS, SU, US, UU
 from test_rpc_details import BareHandler
+
+from tensorwire import rpc
 
 __all__ = ["run"]  # a fixture
 
@@ -24,3 +33,211 @@ def test_handlers_that_have_their_own_arity_only(run: Any, arity: str) -> None:
                 assert await answer == b"abc"
 
     run({"/t/m": BareHandler(arity, BEHAVIORS[arity])}, test)
+
+
+def begin(channel: Any, arity: str, **options: Any) -> Any:
+    """A call whose requests, if they are a stream, are written."""
+    given = () if arity.startswith("stream") else (b"abc",)
+    return getattr(channel, arity)("/t/m")(*given, **options)
+
+
+async def hang(request: Any, context: Any) -> bytes:
+    await asyncio.sleep(60)
+    return b""
+
+
+async def hang_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
+    await asyncio.sleep(60)
+    yield b""
+
+
+HANGING = {"unary_unary": UU(hang), "unary_stream": US(hang_stream), "stream_unary": SU(hang),
+           "stream_stream": SS(hang_stream)}  # fmt: skip
+
+
+@pytest.mark.parametrize("arity", BEHAVIORS)
+@pytest.mark.parametrize("when", ["at once", "later", "by closing the channel"])
+def test_a_cancelled_call_is_cancelled_at_once(run: Any, arity: str, when: str) -> None:
+    async def test(channel: Any) -> None:
+        call = begin(channel, arity)
+        if when == "later":
+            await asyncio.sleep(0.3)
+        if when == "by closing the channel":
+            await channel.close()
+        else:
+            assert call.cancel()
+        assert call.cancelled()
+        assert call.done()
+        assert not call.cancel()
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert await call.details()
+        assert tuple(await call.trailing_metadata()) == ()
+        with pytest.raises(asyncio.CancelledError):
+            await (call.read() if arity.endswith("stream") else call)
+        if arity.startswith("stream"):
+            with pytest.raises(asyncio.InvalidStateError):
+                await call.write(b"abc")
+
+    run({"/t/m": HANGING[arity]}, test)
+
+
+@pytest.mark.parametrize("arity", BEHAVIORS)
+def test_who_stops_waiting_for_metadata_does_not_end_the_call(run: Any, arity: str) -> None:
+    ready = asyncio.Event()
+
+    async def one(request: Any, context: Any) -> bytes:
+        await ready.wait()
+        return b"def"
+
+    async def many(request: Any, context: Any) -> AsyncIterator[bytes]:
+        await ready.wait()
+        yield b"def"
+
+    async def test(channel: Any) -> None:
+        ready.clear()
+        call = begin(channel, arity, timeout=20)
+        for wait in (call.initial_metadata, call.code):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(wait(), 0.2)
+        assert not call.done()
+        assert 0 < call.time_remaining() <= 20
+        ready.set()
+        if arity.startswith("stream"):
+            await call.write(b"abc")
+            await call.done_writing()
+            await call.done_writing()
+        if arity.endswith("stream"):
+            assert await call.read() == b"def"
+            assert await call.read() is grpc.aio.EOF
+        else:
+            assert await call == b"def"
+        assert await call.code() is grpc.StatusCode.OK
+        assert await call.debug_error_string() == ""
+        assert not call.cancelled()
+        assert not call.cancel()
+
+    kinds = {"unary_unary": UU(one), "unary_stream": US(many), "stream_unary": SU(one),
+             "stream_stream": SS(many)}  # fmt: skip
+    run({"/t/m": kinds[arity]}, test)
+
+
+def test_a_stream_is_written_and_read_in_one_way_only(run: Any) -> None:
+    async def test(channel: Any) -> None:
+        call = channel.stream_stream("/t/m")()
+        await call.write(b"abc")
+        assert await call.read() == b"abc"
+        with pytest.raises(grpc.aio.UsageError):
+            [each async for each in call]
+        await call.done_writing()
+        with pytest.raises(asyncio.InvalidStateError):
+            await call.write(b"abc")
+        assert await call.read() is grpc.aio.EOF
+        call = channel.stream_stream("/t/m")(iter([b"abc"]))
+        with pytest.raises(grpc.aio.UsageError):
+            await call.write(b"abc")
+        assert [each async for each in call] == [b"abc"]
+
+    run({"/t/m": SS(echo_all)}, test)
+
+
+def test_credentials_of_a_call_need_a_secure_channel(run: Any) -> None:
+    async def test(channel: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(grpc.aio.UsageError):
+                channel.unary_unary("/t/m")(
+                    b"abc", credentials=grpc.access_token_call_credentials("abc")
+                )
+            assert await channel.unary_unary("/t/m")(b"abc") == b"abc"
+
+    run({"/t/m": UU(echo)}, test)
+
+
+@pytest.mark.parametrize("arity", BEHAVIORS)
+def test_a_compressed_call(run: Any, arity: str) -> None:
+    async def test(channel: Any) -> None:
+        for _ in range(2):
+            call = begin(channel, arity, compression=grpc.Compression.Gzip)
+            if arity.startswith("stream"):
+                await call.write(b"abc")
+                await call.done_writing()
+            answer = await (call.read() if arity.endswith("stream") else call)
+            assert answer.startswith(b"abc")
+            call.cancel()
+
+    kinds = {"unary_unary": UU, "unary_stream": US, "stream_unary": SU, "stream_stream": SS}
+    run({"/t/m": kinds[arity](BEHAVIORS[arity])}, test)
+
+
+def test_an_interceptor_gets_a_call_that_goes_on(run: Any) -> None:
+    class Cancelling(grpc.aio.UnaryUnaryClientInterceptor):
+        async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+            call = await continuation(details, request)
+            assert not call.done()
+            if request == b"cancel":
+                assert call.cancel()
+            return call
+
+    async def test(channel: Any) -> None:
+        for _ in range(2):
+            assert await channel.unary_unary("/t/m")(b"abc") == b"abc"
+            call = channel.unary_unary("/t/m")(b"cancel")
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert call.cancelled()
+            assert await call.code() is grpc.StatusCode.CANCELLED
+
+    run({"/t/m": UU(echo)}, test, interceptors=[Cancelling()])
+
+
+def test_a_callback_of_a_servicer_that_fails_ends_no_call(run: Any) -> None:
+    called: list[int] = []
+
+    def fail(context: Any) -> None:
+        called.append(1)
+        raise RuntimeError("on purpose")
+
+    async def method(request: bytes, context: Any) -> bytes:
+        context.add_done_callback(fail)
+        context.add_done_callback(lambda _: called.append(2))
+        return request
+
+    async def test(channel: Any) -> None:
+        called.clear()
+        for _ in range(2):
+            assert await channel.unary_unary("/t/m")(b"abc") == b"abc"
+        await until(lambda: len(called) == 2)
+        assert called == [1, 1]
+
+    run({"/t/m": UU(method)}, test)
+
+
+@pytest.mark.parametrize("kind", AS_THEY_ARE)
+def test_responses_before_one_that_is_too_long(kind: str) -> None:
+    limits = [("grpc.max_receive_message_length", 1000)]
+
+    async def main() -> None:
+        ours = AS_THEY_ARE[kind]
+        server = grpc.aio.server() if ours is None else rpc.aio.server(**ours)
+        server.add_generic_rpc_handlers((Methods({"/t/m": US(three)}),))
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        make = grpc.aio.insecure_channel if ours is None else rpc.aio.insecure_channel
+        async with make(target, options=limits, **(ours or {})) as channel:
+            for _ in range(2):
+                call = channel.unary_stream("/t/m")(b"x" * 900)
+                await asyncio.sleep(0.3)  # all has come
+                assert [await call.read() for _ in range(2)] == [b"x" * 900] * 2
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "1000" in caught.value.details()
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+async def three(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield request
+    yield request
+    yield request * 2

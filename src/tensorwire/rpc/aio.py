@@ -1,263 +1,34 @@
 """The asyncio side: channels and servers of `grpc.aio` whose large payload goes ahead.
 
-By interceptors: the innermost of a channel, the outermost of a server. So what a call gives back is
-grpcio's own. The event loop makes the copy of a payload, as it makes grpcio's; it waits for memory
-of the other end no longer than a moment.
+Calls of a channel without interceptors are grpcio's own where nothing of ours is to be done, and
+otherwise stand for such a one, or for one of the runtime. Interceptors of the user's are grpcio's
+business; within them ours does the same. `aio_sending.py` has what happens on the way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from .aio_calls import LATER, LaterCall
+from .aio_sending import AioSender, chained
 from .aio_server import server
 from .attachment import RpcAttachment
-from .calls import explain, is_refused
-from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
-from .janitor import JANITOR
-from .methods import call_is_confirmed
-from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
+from .negotiation import Terms
 from .originals import make, original
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
-from .runtime.aio_client import METHOD, AioClient, AioMethod
+from .outgoing import PLAIN, SentMessage
+from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer
-from .tensors import delivered
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
-
-_NEGOTIATE_S = 5.0
-_PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""What a server says that cannot parse an envelope."""
-
-
-class _Client:
-    """What the four interceptors of a channel share."""
-
-    def __init__(self, bare: grpc.aio.Channel, terms: Terms) -> None:
-        self.bare = bare
-        self.keeper = AttachmentKeeper(terms, explain, AioClient)
-        self._asking: asyncio.Task[RpcAttachment | None] | None = None
-
-    async def carry(self, details: Any, request: Any) -> tuple[Any, Any]:
-        """A call that has begun by the runtime, None: it is for grpcio; and its details."""
-        method = METHOD.get()
-        if method is None or not self.keeper.carries:
-            return None, details
-        attachment, details = await self._attach(details)
-        return await method.begin(attachment, details, request), details
-
-    async def begin(self, details: Any) -> tuple[CallLink, Any]:
-        """The link of a new call, and its details with the mark of its attachment."""
-        attachment, details = await self._attach(details)
-        call = None if attachment is None else attachment.begin_call()
-        if attachment is None or call is None:
-            return PLAIN, details
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
-        link = CallLink(attachment, call, at_once, always)
-        link.patience_s = 0.0  # who gives memory back may be in this event loop
-        return link, details._replace(metadata=metadata)
-
-    async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
-        """The channel's attachment, for which the server is asked if need be."""
-        attachment = self.keeper.ready
-        if attachment is None and not self.keeper.settled():
-            wait_s = _NEGOTIATE_S
-            if details.timeout is not None:
-                wait_s = min(wait_s, max(details.timeout / 2, 0.0))
-            started = time.monotonic()
-            asking = self._asking
-            if asking is None or asking.done():
-                # One for all calls: each would take a thread of the loop's pool.
-                ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
-                asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
-                self._asking = asking
-            await asyncio.wait((asking,), timeout=wait_s)
-            attachment = self.keeper.ready
-            if details.timeout is not None:
-                left = details.timeout - (time.monotonic() - started)
-                details = details._replace(timeout=left)
-        return attachment, details
-
-    def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
-        """In a thread, while the loop goes on."""
-
-        async def ask() -> bytes:
-            left_s = max(until - time.monotonic(), 0.001)
-            answer: bytes = await self.bare.unary_unary(OPEN)(request, timeout=left_s)
-            return answer
-
-        return asyncio.run_coroutine_threadsafe(ask(), loop).result()
-
-    def watch(self, call: Any, link: CallLink, tickets: Sequence[int] = ()) -> None:
-        """Takes back what nobody has seen when the call has ended."""
-        if link is not PLAIN:
-            call.add_done_callback(partial(self._ended, link, tickets))
-
-    def _ended(self, link: CallLink, tickets: Sequence[int], call: Any) -> None:
-        code = _code_now(call)
-        self.ended(link, code is grpc.StatusCode.OK, code)
-
-    def ended(self, link: CallLink, ok: bool, code: Any) -> None:
-        """The call is over: what it sent and nobody has seen is taken back."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self.keeper.disconnected()
-        if link.attachment is not None:
-            link.ended = True
-            end = partial(link.attachment.end_call, link.call, link.leases, ok)
-            if ok:
-                end()
-            else:  # perhaps by a collector, in a thread that has the locks
-                JANITOR.soon(end)
-
-    async def is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
-        """Of a call that has ended: whether its payload went ahead to somebody else."""
-        if not outgoing.ahead:
-            return False
-        if is_refused(await call.trailing_metadata()):
-            self.keeper.pause()
-            return True
-        if await call.code() in _PROOF and not call_is_confirmed(outgoing.link):
-            self.keeper.pause()
-            return True
-        return False
-
-    async def send_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        """Begins a call with a stream of requests."""
-        carried, details = await self.carry(details, requests)
-        if carried is not None:
-            return carried
-        link, marked = await self.begin(details)
-        call = await continuation(marked, self.requests(requests, link))
-        self.watch(call, link)
-        return call
-
-    async def requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
-        """The user's requests, each with its link."""
-        link.must_confirm = link is not PLAIN
-        async for each in _each(requests):
-            if link.must_confirm and not link.foreign and link.attachment is not None:
-                # What may be large waits until it is known who has the call.
-                patience_s = link.attachment.limits.patience_s
-                link.foreign = not await link.attachment.confirmed_later(link.call, patience_s)
-                link.must_confirm = False
-            yield SentMessage(each, link, last=True)
-
-
-def _code_now(call: Any) -> Any:
-    """The code of a call that has ended, without awaiting it."""
-    if call.cancelled():
-        return grpc.StatusCode.CANCELLED
-    task = call.code()
-    try:
-        task.send(None)
-    except StopIteration as done:
-        return done.value
-    finally:
-        task.close()
-    return None
-
-
-async def _each(requests: Any) -> AsyncIterator[Any]:
-    if hasattr(requests, "__aiter__"):
-        async for each in requests:
-            yield each
-    else:
-        for each in requests:
-            yield each
-
-
-class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        client = self._client
-        carried, details = await client.carry(details, request)
-        if carried is not None:
-            if await carried.settled():
-                return carried
-            details = details._replace(timeout=carried.time_remaining())
-        link, marked = await client.begin(details)
-        outgoing = SentMessage(request, link, last=False)
-        call = await continuation(marked, outgoing)
-        client.watch(call, link)
-        try:
-            await call  # a call that could not even begin fails here, and never has a code
-        except asyncio.CancelledError:
-            if not call.done():
-                call.cancel()
-                raise
-        except grpc.aio.AioRpcError:
-            pass  # which the user gets from the call
-        ok = await call.code() is grpc.StatusCode.OK
-        if not ok and await client.is_to_be_sent_again(outgoing, call):
-            outgoing = SentMessage(request, AGAIN, last=False)
-            call = await continuation(details, outgoing)
-            ok = await call.code() is grpc.StatusCode.OK
-        if ok and outgoing.tickets:
-            delivered(outgoing.tickets)
-        return call
-
-
-class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        client = self._client
-        carried, details = await client.carry(details, request)
-        if carried is not None:
-            return carried
-        link, marked = await client.begin(details)
-        outgoing = SentMessage(request, link, last=False)
-        call = await continuation(marked, outgoing)
-        client.watch(call, link)
-        try:
-            await call.wait_for_connection()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        except grpc.aio.AioRpcError:
-            pass  # which the user gets from the call
-        if outgoing.ahead:
-            await call.initial_metadata()
-            if not call_is_confirmed(link) or call.done():
-                if await client.is_to_be_sent_again(outgoing, call):
-                    outgoing = SentMessage(request, AGAIN, last=False)
-                    call = await continuation(details, outgoing)
-        if outgoing.tickets:
-            call.add_done_callback(partial(_let_go, outgoing))
-        return call
-
-
-def _let_go(outgoing: SentMessage, call: Any) -> None:
-    if _code_now(call) is grpc.StatusCode.OK:
-        delivered(outgoing.tickets)
-
-
-class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-
-    async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await self._client.send_stream(continuation, details, requests)
-
-
-class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await self._client.send_stream(continuation, details, requests)
 
 
 async def _receive(
@@ -271,69 +42,198 @@ class _Method:
     """A method of grpcio's channel whose interceptors are told which one it is.
 
     The channel stays alive as long as a stub has its methods.
+
+    Args:
+        channel: whose method it is.
+        inner: of grpcio's channel.
+        carried: begins calls by the runtime; None: there are none.
     """
 
-    def __init__(self, channel: AioRpcChannel, inner: Any, carried: AioMethod) -> None:
+    def __init__(self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None) -> None:
         self._channel = channel
         self._inner = inner
         self._carried = carried
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        # The task of the call, which grpcio makes here, gets a copy of the context.
-        token = METHOD.set(self._carried)
+    def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
+        """Begins a call. The task of it that is made there gets a copy of the context."""
+        token = METHOD.set(self._carried if compression is None else None)
         try:
-            return self._inner(*given, **named)
+            return begin()
         finally:
             METHOD.reset(token)
 
 
-class _UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):
+class _Intercepted(_Method):
+    """Its calls are seen by interceptors of the user's: they are grpcio's."""
+
+    def __call__(self, *given: Any, compression: Any = None, **named: Any) -> Any:
+        begin = partial(self._inner, *given, compression=compression, **named)
+        return self._told(compression, begin)
+
+
+class _Direct(_Method):
+    """No interceptor of the user's sees its calls.
+
+    Args:
+        channel, inner, carried: as of `_Method`.
+        arity, method: of the calls.
+    """
+
+    def __init__(
+        self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None, arity: str, method: Any
+    ) -> None:
+        super().__init__(channel, inner, carried)
+        self._streams = arity.startswith("stream")
+        self._method = method
+        self._later = LATER[arity]
+        self._make = getattr(channel.sender, "stream" if self._streams else arity)
+
+    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        metadata, credentials, wait_for_ready, compression = given
+        if self._channel.is_plain(credentials):
+            return self._plain(request, timeout, *given)
+        details = grpc.aio.ClientCallDetails(
+            self._method, timeout, metadata, credentials, wait_for_ready
+        )
+        making = self._make(partial(self._of_grpcio, compression), details, request)
+        call = self._told(compression, partial(self._later, making, timeout))
+        self._channel.live.add(call)
+        return call
+
+    def _plain(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        outgoing = None if self._streams else SentMessage(request, PLAIN, last=False)
+        names = ("metadata", "credentials", "wait_for_ready", "compression")
+        named = dict(zip(names, given, strict=True))
+        call = self._inner(outgoing or request, timeout=timeout, **named)
+        self._channel.sender.watch(call, PLAIN, outgoing)
+        return call
+
+    async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
+        return self._inner(
+            request,
+            timeout=details.timeout,
+            metadata=details.metadata,
+            credentials=details.credentials,
+            wait_for_ready=details.wait_for_ready,
+            compression=compression,
+        )
+
+
+class _OneRequest(_Direct):
+    def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        return self._call(request, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+class _ManyRequests(_Direct):
+    def __call__(
+        self,
+        request_iterator: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        return self._call(
+            request_iterator, timeout, metadata, credentials, wait_for_ready, compression
+        )
+
+
+class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
     pass
 
 
-class _UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):
+class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
     pass
 
 
-class _StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):
+class _StreamUnary(_ManyRequests, grpc.aio.StreamUnaryMultiCallable):
     pass
 
 
-class _StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):
+class _StreamStream(_ManyRequests, grpc.aio.StreamStreamMultiCallable):
     pass
 
 
-_METHODS = {
-    "unary_unary": _UnaryUnary,
-    "unary_stream": _UnaryStream,
-    "stream_unary": _StreamUnary,
-    "stream_stream": _StreamStream,
+class _InterceptedUnaryUnary(_Intercepted, grpc.aio.UnaryUnaryMultiCallable):
+    pass
+
+
+class _InterceptedUnaryStream(_Intercepted, grpc.aio.UnaryStreamMultiCallable):
+    pass
+
+
+class _InterceptedStreamUnary(_Intercepted, grpc.aio.StreamUnaryMultiCallable):
+    pass
+
+
+class _InterceptedStreamStream(_Intercepted, grpc.aio.StreamStreamMultiCallable):
+    pass
+
+
+_METHODS: dict[str, tuple[type[_Direct], type[_Intercepted]]] = {
+    "unary_unary": (_UnaryUnary, _InterceptedUnaryUnary),
+    "unary_stream": (_UnaryStream, _InterceptedUnaryStream),
+    "stream_unary": (_StreamUnary, _InterceptedStreamUnary),
+    "stream_stream": (_StreamStream, _InterceptedStreamStream),
 }
 
 
 class AioRpcChannel(grpc.aio.Channel):
-    """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`."""
+    """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`.
 
-    def __init__(self, inner: grpc.aio.Channel, client: _Client) -> None:
-        self.inner = inner
-        self._client = client
-        weakref.finalize(self, client.keeper.close).atexit = False
+    Args:
+        make: makes the channel of grpcio, and is given its interceptors.
+        interceptors: the user's.
+        terms: what payload may do.
+        encrypted: it is a secure one.
+
+    Attributes:
+        inner: of grpcio.
+        sender: what its calls share.
+        live: calls that end with the channel.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Any] | None], Any],
+        interceptors: Sequence[Any] | None,
+        terms: Terms,
+        *,
+        encrypted: bool,
+    ) -> None:
+        self.sender = AioSender(terms)
+        chain, self._intercepted = chained(interceptors or (), self.sender)
+        self.inner = self.sender.inner = make(chain or None)
+        self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
+        self._encrypted = encrypted
+        self._closed = False
+        weakref.finalize(self, self.sender.keeper.close).atexit = False
 
     @property
     def payload(self) -> str:
         """As of `tensorwire.rpc.insecure_channel`."""
         attachment = self.attachment
         return (
-            f"inside: {self._client.keeper.reason}" if attachment is None else attachment.transport
+            f"inside: {self.sender.keeper.reason}" if attachment is None else attachment.transport
         )
 
     @property
     def runtime(self) -> str:
         """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
-        attachment = self._client.keeper.ready
+        attachment = self.attachment
         if attachment is not None and attachment.runtime is not None:
             return attachment.transport
-        return f"grpcio: {self._client.keeper.carried_reason}"
+        return f"grpcio: {self.sender.keeper.carried_reason}"
 
     @property
     def rendezvous_bytes(self) -> int | None:
@@ -346,25 +246,39 @@ class AioRpcChannel(grpc.aio.Channel):
     @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
-        return self._client.keeper.ready
+        return self.sender.keeper.ready
+
+    def is_plain(self, credentials: Any) -> bool:
+        """Whether a call that begins now is grpcio's alone: nothing goes ahead, or is asked for."""
+        if self._closed or (credentials is not None and not self._encrypted):
+            return True  # grpcio says what is wrong
+        keeper = self.sender.keeper
+        return keeper.ready is None and keeper.settled()
 
     def _method(
         self, arity: str, method: str, serializer: Any, deserializer: Any, registered: Any
     ) -> Any:
         reader = Reader(deserializer)
-        find = self._client.keeper.find
+        keeper = self.sender.keeper
+
+        def serialize(outgoing: Any) -> bytes:
+            if type(outgoing) is not SentMessage:  # of a stream without an attachment
+                outgoing = SentMessage(outgoing, PLAIN, last=True)
+            data: bytes = outgoing.serialize(serializer)
+            return data
 
         def deserialize(data: bytes) -> Any:
-            return reader.read(data, find, lenient=True)
+            return reader.read(data, keeper.find, lenient=True)
 
-        inner = getattr(self.inner, arity)(
-            method, lambda outgoing: outgoing.serialize(serializer), deserialize, registered
-        )
-        if not self._client.keeper.carries:
-            return inner
-        receive = partial(_receive, reader, find)
-        carried = AioMethod(arity, serializer, receive, self._client.ended)
-        return _METHODS[arity](self, inner, carried)
+        inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
+        carried = None
+        if keeper.carries:
+            receive = partial(_receive, reader, keeper.find)
+            carried = AioMethod(arity, serializer, receive, self.sender.ended)
+        direct, intercepted = _METHODS[arity]
+        if arity in self._intercepted:
+            return intercepted(self, inner, carried)
+        return direct(self, inner, carried, arity, method)
 
     def unary_unary(
         self,
@@ -417,9 +331,18 @@ class AioRpcChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        live = [call for call in self.live if not call.done()]
+        if grace and grace > 0 and live:
+            ends = [asyncio.ensure_future(call.code()) for call in live]
+            await asyncio.wait(ends, timeout=grace)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        for call in live:
+            call.cancel()
         await self.inner.close(grace)
-        await self._client.bare.close()
-        self._client.keeper.close()
+        self.sender.keeper.close()
 
     def get_state(self, try_to_connect: bool = False) -> Any:
         return self.inner.get_state(try_to_connect)
@@ -455,7 +378,7 @@ def insecure_channel(
     inner = partial(make, "aio.insecure_channel", target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), runtime=offered)
-    return _channel(inner, interceptors, terms)
+    return AioRpcChannel(inner, interceptors, terms, encrypted=False)
 
 
 def secure_channel(
@@ -478,11 +401,4 @@ def secure_channel(
     inner = partial(make, "aio.secure_channel", target, credentials, kept(options), compression)
     transports = as_transports(("shm", *plaintext_transports))
     terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
-    return _channel(inner, interceptors, terms)
-
-
-def _channel(inner: Any, interceptors: Sequence[Any] | None, terms: Terms) -> AioRpcChannel:
-    client = _Client(inner(None), terms)
-    kinds = (_UnaryUnaryPayload, _UnaryStreamPayload, _StreamUnaryPayload, _StreamStreamPayload)
-    innermost = [kind(client) for kind in kinds]
-    return AioRpcChannel(inner([*(interceptors or ()), *innermost]), client)
+    return AioRpcChannel(inner, interceptors, terms, encrypted=True)

@@ -92,11 +92,11 @@ class AioPerformance:
                 _LOG.exception("a servicer of %s failed", self._call.method)
                 self.finish(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
         finally:
-            for callback in self.context.callbacks:
-                try:
+            try:
+                for callback in self.context.callbacks:
                     callback()
-                except Exception:
-                    _LOG.exception("a callback of a call failed")
+            except Exception:  # the others are not called, as in grpcio
+                _LOG.exception("a callback of a call failed")
 
     async def _run(self) -> None:
         handler, call = self._handler, self._call

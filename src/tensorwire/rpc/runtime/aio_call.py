@@ -146,11 +146,11 @@ class AioCall:
 
     def too_long(self, size: int) -> None:
         """A response is longer than it may be."""
+        self.end_here(_Code.RESOURCE_EXHAUSTED, self._too_long(size))
+
+    def _too_long(self, size: int) -> str:
         most = self._client.limits.receive_bytes
-        self.end_here(
-            _Code.RESOURCE_EXHAUSTED,
-            f"CLIENT: Received message larger than max ({size} vs. {most})",
-        )
+        return f"CLIENT: Received message larger than max ({size} vs. {most})"
 
     # How it ends.
 
@@ -279,7 +279,7 @@ class AioCall:
     async def debug_error_string(self) -> str:
         """What grpcio's objects have too: the status once more."""
         await self._over.wait()
-        return f"tensorwire: {self._details}"
+        return "" if self._code is _Code.OK else f"tensorwire: {self._details}"
 
     async def wait_for_connection(self) -> None:
         if self._code is not None:
@@ -439,7 +439,17 @@ class _ManyResponses(AioCall):
             self._client.send((credit_frame(self.number, credit),))
         return True
 
+    def too_long(self, size: int) -> None:
+        # Behind the responses that came before, as in grpcio.
+        if self._end is None:
+            self._client.send((short_frame(CANCEL, self.number),))
+            self._end = _Code.RESOURCE_EXHAUSTED, self._too_long(size), (), ()
+            if self._inflow.close(drop=False):
+                self.conclude(*self._end)
+
     def answered(self, frame: Frame) -> None:
+        if self._end is not None:
+            return  # on its way when a response was too long
         body = parse_end(frame.body)
         code, details = status_of(body)
         if frame.flags & REFUSED:
@@ -510,13 +520,37 @@ def run_now(coroutine: Coroutine[Any, Any, Any]) -> None:
 
 
 class _Writer(AioCall):
-    """Of a call whose requests come from an iterable: grpcio's intercepted call writes into one."""
+    """Of a call whose requests come from an iterable, or are written."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._written: tuple[CallLink, Any, Any] | None = None
+
+    def write_with(self, link: CallLink, serializer: Any, traced: Any) -> None:
+        """Its requests will be written."""
+        self._written = link, serializer, traced
 
     async def write(self, request: Any) -> None:
-        raise grpc.aio.UsageError("the requests of this call come from an iterable")
+        if self._written is None:
+            raise grpc.aio.UsageError("the requests of this call come from an iterable")
+        if self.done():
+            raise asyncio.InvalidStateError("RPC already finished.")
+        if self._done_writing_flag:
+            raise asyncio.InvalidStateError("RPC is half closed: done_writing was called")
+        try:
+            sent = await self._send(request, *self._written)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if not sent:
+            self._raise_for_status()
 
     async def done_writing(self) -> None:
-        raise grpc.aio.UsageError("the requests of this call come from an iterable")
+        if self._written is None:
+            raise grpc.aio.UsageError("the requests of this call come from an iterable")
+        if not self.done() and not self._done_writing_flag:
+            self._done_writing_flag = True
+            self._client.send((last_frame(self.number),))
 
 
 class AioUnaryUnary(_OneResponse, grpc.aio.UnaryUnaryCall):

@@ -99,7 +99,7 @@ class AioMethod:
         Args:
             attachment: of the channel, None if there is none.
             details: `grpc.aio.ClientCallDetails`.
-            request: the user's, or an iterable of them.
+            request: the user's, or an iterable of them; None: they will be written.
 
         Raises:
             Exception: what the serializer of the only request raises.
@@ -125,11 +125,14 @@ class AioMethod:
         name = method if isinstance(method, bytes) else method.encode()
         told = Told(self._ended, link, observed.watched("client", self.arity, name.decode()))
         receive: Receive = partial(self._receive, traced=told.traced)
-        call = KINDS[self.arity](client, number, deadline, receive, told, outflow)
+        call: Any = KINDS[self.arity](client, number, deadline, receive, told, outflow)
         takes_stream = self.arity.endswith("stream")
         if streams:
             client.begin(call, name, entries, None, streams=takes_stream)
-            call.send_all(request, link, self._serializer, told.traced)
+            if request is None:
+                call.write_with(link, self._serializer, told.traced)
+            else:
+                call.send_all(request, link, self._serializer, told.traced)
             return call
         outgoing = told.outgoing = SentMessage(request, link, last=False)
         try:

@@ -1,0 +1,330 @@
+"""What calls of an asyncio channel do on their way: payload goes ahead, or they go by the runtime.
+
+The event loop makes the copy of a payload, as it makes grpcio's; it waits for memory of the other
+end no longer than a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from .aio_calls import (
+    LaterStreamStream,
+    LaterStreamUnary,
+    LaterUnaryStream,
+    LaterUnaryUnary,
+    WrittenCall,
+)
+from .attachment import RpcAttachment
+from .calls import explain, is_refused
+from .envelope import mark
+from .fields import may_have_tensors
+from .janitor import JANITOR
+from .methods import call_is_confirmed
+from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
+from .runtime.aio_client import METHOD, AioClient
+from .tensors import delivered
+
+_NEGOTIATE_S = 5.0
+_RESERVED = (OPEN, OPEN.encode())
+_PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""What a server says that cannot parse an envelope."""
+
+
+class AioSender:
+    """What the calls of a channel share.
+
+    Args:
+        terms: what payload may do.
+
+    Attributes:
+        inner: the channel of grpcio.
+        keeper: of the attachment.
+    """
+
+    inner: grpc.aio.Channel
+
+    def __init__(self, terms: Terms) -> None:
+        self.keeper = AttachmentKeeper(terms, explain, AioClient)
+        self._asking: asyncio.Task[RpcAttachment | None] | None = None
+
+    async def _carry(self, details: Any, request: Any) -> tuple[Any, Any]:
+        """A call that has begun by the runtime, None: it is for grpcio; and its details."""
+        method = METHOD.get()
+        if method is None or not self.keeper.carries:
+            return None, details
+        attachment, details = await self._attach(details)
+        return await method.begin(attachment, details, request), details
+
+    async def _begin(self, details: Any) -> tuple[CallLink, Any]:
+        """The link of a new call, and its details with the mark of its attachment."""
+        attachment, details = await self._attach(details)
+        call = None if attachment is None else attachment.begin_call()
+        if attachment is None or call is None:
+            return PLAIN, details
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
+        link = CallLink(attachment, call, at_once, always)
+        link.patience_s = 0.0  # who gives memory back may be in this event loop
+        return link, details._replace(metadata=metadata)
+
+    async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
+        """The channel's attachment, for which the server is asked if need be."""
+        attachment = self.keeper.ready
+        if attachment is None and not self.keeper.settled():
+            wait_s = _NEGOTIATE_S
+            if details.timeout is not None:
+                wait_s = min(wait_s, max(details.timeout / 2, 0.0))
+            started = time.monotonic()
+            asking = self._asking
+            if asking is None or asking.done():
+                # One for all calls: each would take a thread of the loop's pool.
+                ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
+                asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
+                self._asking = asking
+            await asyncio.wait((asking,), timeout=wait_s)
+            attachment = self.keeper.ready
+            if details.timeout is not None:
+                left = details.timeout - (time.monotonic() - started)
+                details = details._replace(timeout=left)
+        return attachment, details
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
+        """In a thread, while the loop goes on."""
+
+        async def ask() -> bytes:
+            left_s = max(until - time.monotonic(), 0.001)
+            answer: bytes = await self.inner.unary_unary(OPEN)(request, timeout=left_s)
+            return answer
+
+        return asyncio.run_coroutine_threadsafe(ask(), loop).result()
+
+    def watch(self, call: Any, link: CallLink, outgoing: SentMessage | None = None) -> None:
+        """Takes back what nobody has seen when the call has ended.
+
+        Args:
+            call: of grpcio.
+            link: of the call.
+            outgoing: its request, if it is the only one.
+        """
+        # Only where need be: grpcio keeps a call with a callback when its caller has forgotten it.
+        if link.attachment is None:
+            if outgoing is None or not may_have_tensors(type(outgoing.message)):
+                return
+        call.add_done_callback(partial(self._ended, link, outgoing))
+
+    def _ended(self, link: CallLink, outgoing: SentMessage | None, call: Any) -> None:
+        code = _code_now(call)
+        ok = code is grpc.StatusCode.OK
+        self.ended(link, ok, code)
+        if ok and outgoing is not None and outgoing.tickets:
+            delivered(outgoing.tickets)
+
+    def ended(self, link: CallLink, ok: bool, code: Any) -> None:
+        """The call is over: what it sent and nobody has seen is taken back."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self.keeper.disconnected()
+        if link.attachment is not None:
+            link.ended = True
+            end = partial(link.attachment.end_call, link.call, link.leases, ok)
+            if ok:
+                end()
+            else:  # perhaps by a collector, in a thread that has the locks
+                JANITOR.soon(end)
+
+    async def _is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
+        """Of a call that has ended: whether its payload went ahead to somebody else."""
+        if not outgoing.ahead:
+            return False
+        if is_refused(await call.trailing_metadata()):
+            self.keeper.pause()
+            return True
+        if await call.code() in _PROOF and not call_is_confirmed(outgoing.link):
+            self.keeper.pause()
+            return True
+        return False
+
+    # Calls of each arity. `make` makes a call of grpcio, of details and a request.
+
+    async def unary_unary(self, make: Any, details: Any, request: Any) -> Any:
+        """A call that has begun, or that has ended if it may have to be made again."""
+        carried, details = await self._carry(details, request)
+        if carried is not None:
+            if await carried.settled():
+                return carried
+            details = details._replace(timeout=carried.time_remaining())
+        link, marked = await self._begin(details)
+        outgoing = SentMessage(request, link, last=False)
+        call = await make(marked, outgoing)
+        self.watch(call, link, outgoing)
+        if link is PLAIN:
+            return call
+        try:
+            await call  # a call that could not even begin fails here, and never has a code
+        except asyncio.CancelledError:
+            if not call.done():
+                call.cancel()
+                raise
+        except grpc.aio.AioRpcError:
+            pass  # which the user gets from the call
+        if await call.code() is not grpc.StatusCode.OK:
+            if await self._is_to_be_sent_again(outgoing, call):
+                return await self._make_again(make, details, request)
+        return call
+
+    async def unary_stream(self, make: Any, details: Any, request: Any) -> Any:
+        """A call that has begun, and will not have to be made again."""
+        carried, details = await self._carry(details, request)
+        if carried is not None:
+            return carried
+        link, marked = await self._begin(details)
+        outgoing = SentMessage(request, link, last=False)
+        call = await make(marked, outgoing)
+        self.watch(call, link, outgoing)
+        if link is PLAIN:
+            return call
+        try:
+            await call.wait_for_connection()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except grpc.aio.AioRpcError:
+            pass  # which the user gets from the call
+        if outgoing.ahead:
+            await call.initial_metadata()
+            if not call_is_confirmed(link) or call.done():
+                if await self._is_to_be_sent_again(outgoing, call):
+                    return await self._make_again(make, details, request)
+        return call
+
+    async def _make_again(self, make: Any, details: Any, request: Any) -> Any:
+        outgoing = SentMessage(request, AGAIN, last=False)
+        call = await make(details, outgoing)
+        self.watch(call, AGAIN, outgoing)
+        return call
+
+    async def stream(self, make: Any, details: Any, requests: Any) -> Any:
+        """A call that has begun, with an iterable of requests; None: they will be written."""
+        carried, details = await self._carry(details, requests)
+        if carried is not None:
+            return carried
+        link, marked = await self._begin(details)
+        if link is PLAIN:
+            return await make(marked, requests)
+        link.must_confirm = True
+        call = await make(marked, None if requests is None else self._requests(requests, link))
+        self.watch(call, link)
+        return call if requests is not None else WrittenCall(call, partial(self._sent, link))
+
+    async def _requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
+        """The user's requests, each with its link."""
+        if hasattr(requests, "__aiter__"):
+            async for each in requests:
+                yield await self._sent(link, each)
+        else:
+            for each in requests:
+                yield await self._sent(link, each)
+
+    async def _sent(self, link: CallLink, request: Any) -> SentMessage:
+        if link.must_confirm and not link.foreign and link.attachment is not None:
+            # What may be large waits until it is known who has the call.
+            patience_s = link.attachment.limits.patience_s
+            link.foreign = not await link.attachment.confirmed_later(link.call, patience_s)
+            link.must_confirm = False
+        return SentMessage(request, link, last=True)
+
+
+def _code_now(call: Any) -> Any:
+    """The code of a call that has ended, without awaiting it."""
+    if call.cancelled():
+        return grpc.StatusCode.CANCELLED
+    task = call.code()
+    try:
+        task.send(None)
+    except StopIteration as done:
+        return done.value
+    finally:
+        task.close()
+    return None
+
+
+class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, sender: AioSender) -> None:
+        self._sender = sender
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        if details.method in _RESERVED:
+            return await continuation(details, request)
+        making = self._sender.unary_unary(continuation, details, request)
+        return LaterUnaryUnary(making, details.timeout)
+
+
+class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, sender: AioSender) -> None:
+        self._sender = sender
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        making = self._sender.unary_stream(continuation, details, request)
+        return LaterUnaryStream(making, details.timeout)
+
+
+class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
+    def __init__(self, sender: AioSender) -> None:
+        self._sender = sender
+
+    async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        making = self._sender.stream(continuation, details, requests)
+        return LaterStreamUnary(making, details.timeout)
+
+
+class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, sender: AioSender) -> None:
+        self._sender = sender
+
+    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        making = self._sender.stream(continuation, details, requests)
+        return LaterStreamStream(making, details.timeout)
+
+
+class _NotOfReserved(grpc.aio.UnaryUnaryClientInterceptor):
+    """A user's interceptor, which sees nothing of the reserved method."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        if details.method in _RESERVED:
+            return await continuation(details, request)
+        return await self._theirs.intercept_unary_unary(continuation, details, request)
+
+
+# In the order in which grpcio asks what an interceptor is; it is of the first kind only.
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "unary_unary": (grpc.aio.UnaryUnaryClientInterceptor, _UnaryUnaryPayload),
+    "unary_stream": (grpc.aio.UnaryStreamClientInterceptor, _UnaryStreamPayload),
+    "stream_unary": (grpc.aio.StreamUnaryClientInterceptor, _StreamUnaryPayload),
+    "stream_stream": (grpc.aio.StreamStreamClientInterceptor, _StreamStreamPayload),
+}
+
+
+def chained(interceptors: Sequence[Any], sender: AioSender) -> tuple[list[Any], frozenset[str]]:
+    """The interceptors of the channel within, outermost first, and the arities that they see.
+
+    Ours are the innermost ones, of the arities that the user's are of.
+    """
+    chain: list[Any] = []
+    arities = []
+    for each in interceptors:
+        found = (arity for arity, (kind, _) in _KINDS.items() if isinstance(each, kind))
+        arity = next(found, "")  # of none, which grpcio says
+        arities.append(arity)
+        chain.append(_NotOfReserved(each) if arity == "unary_unary" else each)
+    chain += [ours(sender) for arity, (_, ours) in _KINDS.items() if arity in arities]
+    return chain, frozenset(arities)
