@@ -322,6 +322,11 @@ class RpcServer(grpc.Server):
             threading.Thread(target=close, name="tensorwire-rpc-stop", daemon=True).start()
         return closed
 
+    def __del__(self) -> None:
+        # Ends it for whoever waits for its termination, as grpcio's does.
+        if end := getattr(getattr(self, "inner", None), "__del__", None):
+            end()
+
     def wait_for_termination(self, timeout: float | None = None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         if self.inner.wait_for_termination(timeout):

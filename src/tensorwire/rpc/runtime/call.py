@@ -160,11 +160,12 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         return True
 
     def _too_long(self, size: int) -> None:
+        self.end_here(*self._excess(size))
+
+    def _excess(self, size: int) -> NoResponse:
         most = self._client.limits.receive_bytes
-        self.end_here(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"CLIENT: Received message larger than max ({size} vs. {most})",
-        )
+        text = f"CLIENT: Received message larger than max ({size} vs. {most})"
+        return NoResponse(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
     def granted(self, size_bytes: int) -> None:
         """The server has taken so much of the requests."""
@@ -421,7 +422,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
     def debug_error_string(self) -> str:
         """What grpcio's objects have too: the status once more."""
         self.wait()
-        return f"tensorwire: {self._details}"
+        return "" if self._code is grpc.StatusCode.OK else f"tensorwire: {self._details}"
 
     # grpc.Future
 
@@ -504,7 +505,17 @@ class StreamCall(RuntimeCall):
             self._client.send((credit_frame(self.number, credit),))
         return True
 
+    def _too_long(self, size: int) -> None:
+        # Behind the responses that came before it, as in grpcio.
+        if self._end is None:
+            self._client.send((short_frame(CANCEL, self.number),))
+            self._end = *self._excess(size), (), ()
+            if self._inflow.close(drop=False):
+                self.conclude(*self._end)
+
     def answered(self, frame: Frame) -> None:
+        if self._end is not None:
+            return  # on its way when a response was too long
         body = parse_end(frame.body)
         code, details = status_of(body)
         if frame.flags & REFUSED:
