@@ -1,0 +1,84 @@
+"""Replaces the six factories of grpcio in every Python process of a run, as its variable says.
+
+When grpc has been imported, and not before: tests set variables that it looks at then.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from functools import partial
+from typing import Any
+
+USED: Counter[str] = Counter()
+"""How many calls and messages of this process went which way, since it was cleared."""
+
+REPLACED: list[bool] = []
+"""Not empty: it is done."""
+
+
+class WhenImported:
+    """Finds grpc, and replaces its factories when it was imported."""
+
+    def __init__(self, factories: dict[str, dict[str, Any]]) -> None:
+        self._factories = factories
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "grpc":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            replace(self._factories)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def replace(factories: dict[str, dict[str, Any]]) -> None:
+    import grpc
+    import grpc.aio
+    import grpc.experimental.aio
+
+    from tensorwire import rpc
+    from tensorwire.rpc import attachment, outgoing
+    from tensorwire.rpc.runtime import observed
+
+    for name, keywords in factories.items():
+        theirs, ours = (grpc.aio, rpc.aio) if name.startswith("aio.") else (grpc, rpc)
+        factory = name.removeprefix("aio.")
+        new = partial(getattr(ours, factory), **keywords)
+        setattr(theirs, factory, new)
+        if theirs is grpc.aio:
+            setattr(grpc.experimental.aio, factory, new)
+    count(attachment.RpcAttachment, "begin_call", "attached")
+    count(outgoing, "seal", "ahead")
+    observed.OBSERVER = observe
+    REPLACED.append(True)
+
+
+def count(module: Any, name: str, word: str) -> None:
+    called = getattr(module, name)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        USED[word] += 1
+        return called(*given, **named)
+
+    setattr(module, name, counted)
+
+
+def observe(side: str, arity: str, method: str) -> None:
+    USED["runtime"] += side == "client"
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of shells, for what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if given := os.environ.get("TENSORWIRE_GRPCIO_TESTS"):
+    sys.meta_path.insert(0, WhenImported(json.loads(given)))
