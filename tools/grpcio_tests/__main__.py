@@ -293,7 +293,7 @@ def table(results: dict[str, Outcomes], differences: list[Difference]) -> str:
     """What came of it, as markdown."""
     baseline = results[BASELINE]
     lines = [
-        "| system | passed | attached | payload ahead | by the runtime | differences | not steady |",
+        "| system | passed | attached | ahead | by the runtime | differences | not steady |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, outcomes in results.items():
