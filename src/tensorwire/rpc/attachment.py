@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from tensorwire.errors import TensorwireError, TimeoutError
@@ -35,6 +36,7 @@ LAST_GENERATION = (1 << 32) - 1
 """The highest of a call's number: it travels in 4 bytes."""
 
 _GRACE_S = 2.0
+_UNNUMBERED_S = 10.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
 _RENDEZVOUS = "rendezvous"
@@ -91,6 +93,8 @@ class RpcAttachment:
         recent: what the latest messages are held by, see `look_at_recent`.
         runtime: what carries calls besides grpcio; None: nothing does.
         rendezvous: for messages of the runtime; None: both ends do not have it.
+        unmarked_bytes: at the client: the server knows its calls also where they have no mark, so
+            those with shorter requests need none. 0: it does not.
 
     Args:
         id: 16 random bytes that only the two ends know.
@@ -137,6 +141,8 @@ class RpcAttachment:
         self.recent: deque[Watched] = deque(maxlen=8)
         self.runtime: CallCarrier | None = None
         self.rendezvous: Rendezvous | None = None
+        self.unmarked_bytes = 0
+        self._unnumbered = count()
         ATTACHMENTS[id] = self
         JANITOR.watch(self)
 
@@ -218,6 +224,7 @@ class RpcAttachment:
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
+        self.unmarked_bytes = 0
         if self.runtime is not None and self._pid == os.getpid():
             self.runtime.close(lost=self.peer.lost)
         self._node.close()
@@ -251,6 +258,18 @@ class RpcAttachment:
         # Generations only rise, as the words of the board do: a slot is worn out by its last one.
         if call[1] < LAST_GENERATION:
             self._idle_calls.append(call[0])
+
+    def unnumbered_call(self) -> tuple[int, int]:
+        """At the server: a number for a call that the client has given none."""
+        return CALLS, next(self._unnumbered)
+
+    def end_unnumbered(self, call: tuple[int, int], leases: Sequence[AnyLease]) -> None:
+        """Takes back what was sent in such a call, when the client must have come to it.
+
+        What the client still looks at then stays, for itself: see `Pool.retire`.
+        """
+        if leases:
+            self._late.append((time.monotonic() + _UNNUMBERED_S, leases, call))
 
     def confirm(self, call: tuple[int, int]) -> None:
         """The server tells the client that the call is one of this attachment."""
@@ -286,7 +305,7 @@ class RpcAttachment:
             pass  # nobody is there to be told
 
     def _call_ended(self, call: tuple[int, int]) -> bool:
-        return self._board.word(_place(call)).value >= call[1]
+        return call[0] < CALLS and self._board.word(_place(call)).value >= call[1]
 
 
 def _place(call: tuple[int, int]) -> int:

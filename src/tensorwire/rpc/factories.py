@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from .agent import ChannelAgent
 from .attachment import Limits
 from .channel import RpcChannel
 from .negotiation import Registry, Terms
@@ -49,8 +51,11 @@ def insecure_channel(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    inner = make("insecure_channel", target, options, compression)
-    return RpcChannel(inner, Terms(limits, as_transports(transports), runtime=offered))
+    terms = Terms(limits, as_transports(transports), runtime=offered)
+    if terms.transports and offered.limits is None:
+        agent = ChannelAgent()
+        terms, options = replace(terms, agent=agent), agent.added_to(options)
+    return RpcChannel(make("insecure_channel", target, options, compression), terms)
 
 
 def secure_channel(
@@ -79,9 +84,10 @@ def secure_channel(
     """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
-    inner = make("secure_channel", target, credentials, options, compression)
-    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    return RpcChannel(inner, Terms(limits, as_transports(("shm", *plaintext_transports))))
+    limits, agent = as_limits(threshold_bytes, pool_bytes, patience_s), ChannelAgent()
+    terms = Terms(limits, as_transports(("shm", *plaintext_transports)), agent=agent)
+    inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
+    return RpcChannel(inner, terms)
 
 
 def server(

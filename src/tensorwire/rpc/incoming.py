@@ -25,9 +25,13 @@ class Reader:
 
     Args:
         deserializer: the user's, None for messages that are bytes.
+
+    Attributes:
+        plain: makes messages that came as themselves, as `inside`; the user's own where nothing is
+            to be taken off them.
     """
 
-    __slots__ = ("_deserializer", "_strips")
+    __slots__ = ("_deserializer", "_strips", "plain")
 
     def __init__(self, deserializer: Deserializer) -> None:
         self._deserializer = deserializer
@@ -36,6 +40,7 @@ class Reader:
         self._strips = deserializer is not None and (
             not isinstance(owner, type) or may_have_tensors(owner)
         )
+        self.plain: Deserializer = self.inside if self._strips else deserializer
 
     def inside(self, data: bytes) -> Any:
         """The message that came as itself.

@@ -19,7 +19,8 @@ from tensorwire.errors import TensorwireError
 
 from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream, is_refused
-from .envelope import MAGIC, mark
+from .envelope import MAGIC, NO_ATTACHMENT, mark
+from .fields import may_have_tensors
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
@@ -99,9 +100,13 @@ class Method:
         self._inner = getattr(channel.inner, arity)(
             method,
             lambda outgoing: outgoing.serialize(request_serializer),
-            self._deserialize,
+            self._reading(),
             registered,
         )
+        self._serializer = request_serializer
+        self._plain_type: type | None = bytes if request_serializer is None else None
+        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+        self._is_watched = hasattr(self._inner, "_tensorwire_trace")
         self._carried = CarriedMethod(
             arity, method, request_serializer, self._deserialize, self._end
         )
@@ -114,6 +119,41 @@ class Method:
             return None
         return self._attachment(options, waits=waits)
 
+    def _small(self, request: Any) -> bytes | None:
+        """The bytes of a request that needs nothing of ours, None if it may.
+
+        With them the call is grpcio's, and nothing else: no mark, no number, no look at its end. A
+        request that cannot be serialized is for the other way, which says so as grpcio does.
+        """
+        keeper = self._keeper
+        attachment = keeper.attachment
+        most_bytes = keeper.plain_bytes if attachment is None else attachment.unmarked_bytes
+        if not most_bytes:
+            return None
+        if type(request) is not self._plain_type:
+            if self._is_watched or may_have_tensors(type(request)):
+                return None
+            self._plain_type = type(request)
+        serializer = self._serializer
+        try:
+            body = request if serializer is None else serializer(request)
+        except Exception:
+            return None
+        if type(body) is not bytes or len(body) >= most_bytes or body.startswith(MAGIC):
+            return None
+        return body
+
+    def _reading(self) -> Callable[[bytes], Any]:
+        """The deserializer of grpcio's calls."""
+        plain, read = self._reader.plain, self._deserialize
+
+        def deserialize(data: bytes) -> Any:
+            if data.startswith(MAGIC):
+                return read(data)
+            return data if plain is None else plain(data)
+
+        return deserialize
+
     def _deserialize(self, data: bytes, link: CallLink | None = None) -> Any:
         if not data.startswith(MAGIC):
             return self._reader.inside(data)
@@ -125,7 +165,10 @@ class Method:
         attachment = self._attachment(options, waits=waits)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            return PLAIN, options.metadata
+            metadata = options.metadata
+            if self._keeper.disowned:
+                metadata = (*(metadata or ()), (MARK, NO_ATTACHMENT))
+            return PLAIN, metadata
         link = CallLink(attachment, call, lambda: options.timeout, always)
         return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
 
@@ -270,14 +313,46 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         attachment = self._carrier(options, waits=again is None)
         return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
 
-    def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
+    def __init__(self, channel: OfMethods, arity: str, method: str, *given: Any) -> None:
+        super().__init__(channel, arity, method, *given)
+        self._stock = channel.inner.unary_unary(method, None, self._reading(), given[-1])
+
+    def __call__(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        body = self._small(request)
+        if body is not None:
+            try:
+                return self._stock(
+                    body, timeout, metadata, credentials, wait_for_ready, compression
+                )
+            except grpc.RpcError as error:
+                self._failed_small(error)
+                raise
+        options = CallOptions(timeout, metadata, credentials, wait_for_ready, compression)
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
             return call.result()
         return self._blocking(self._inner, request, options)
 
+    def _failed_small(self, error: grpc.RpcError) -> None:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._keeper.disconnected()
+
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
+        body = self._small(request)
+        if body is not None:
+            try:
+                return self._stock.with_call(body, *given, **named)
+            except grpc.RpcError as error:
+                self._failed_small(error)
+                raise
         options = CallOptions(*given, **named)
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
@@ -285,6 +360,9 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         return self._blocking(self._inner.with_call, request, options)
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
+        body = self._small(request)
+        if body is not None:
+            return self._stock.future(body, *given, **named)
         options = CallOptions(*given, **named)
         again = partial(self._nowait, self._inner.future, ResentFuture, request, options)
         call = self._carry(request, options, again)

@@ -8,9 +8,11 @@ has the messages.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from .agent import ChannelAgent, read_token, token_of
 from .attachment import (
     CALLS,
     LAST_GENERATION,
@@ -50,6 +53,8 @@ _MOST_BYTES = 4096
 _CONNECT_S = 5.0
 _READY = "ready"
 _LONGEST_PAUSE_S = 60.0
+_FOR_EVER = float("inf")
+_ANY_BYTES = 1 << 62
 
 
 def host_id() -> str:
@@ -73,6 +78,7 @@ class Terms:
         listen: the host that clients on other hosts reach this server by; "" for none.
         plaintext_transports: by which payload of an encrypted connection may travel too.
         runtime: whether calls go by the runtime, where the other end has it too.
+        agent: of the channel; None: a server knows its calls by their marks alone.
     """
 
     limits: Limits
@@ -80,6 +86,7 @@ class Terms:
     listen: str = ""
     plaintext_transports: tuple[str, ...] = ()
     runtime: Offer = NO_RUNTIME
+    agent: ChannelAgent | None = None
 
 
 class DeclinedError(Exception):
@@ -93,9 +100,14 @@ class Registry:
         terms: of the server.
         most: attachments at a time; clients beyond get plain gRPC.
         service: carries out calls that do not come by grpcio, None if there are to be none.
+
+    Attributes:
+        knows_agents: calls without a mark are looked at too.
     """
 
     def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
+        self.knows_agents = False
+        self._agents: dict[str, RpcAttachment] = {}
         self._service = service
         self._terms = terms
         self._most = most
@@ -107,6 +119,17 @@ class Registry:
     def find(self, id: bytes) -> RpcAttachment | None:
         """The attachment of an id."""
         return self._attachments.get(id)
+
+    def of_agent(self, metadata: Any) -> RpcAttachment | None:
+        """The attachment of the channel that a call without a mark comes from, by its metadata."""
+        token = read_token(metadata)
+        attachment = None if token is None else self._agents.get(token)
+        return None if attachment is None or attachment.lost else attachment
+
+    @property
+    def limits(self) -> Limits:
+        """Of the server."""
+        return self._terms.limits
 
     @property
     def attachments(self) -> list[RpcAttachment]:
@@ -123,13 +146,21 @@ class Registry:
         if not self._terms.listen:
             self._terms = replace(self._terms, listen=host)
 
-    def open(self, request: bytes, caller: Caller | None = None, *, encrypted: bool) -> bytes:
+    def open(
+        self,
+        request: bytes,
+        caller: Caller | None = None,
+        *,
+        encrypted: bool,
+        token: str | None = None,
+    ) -> bytes:
         """Makes this end of an attachment, for whoever connects to it with its secret.
 
         Args:
             request: of the client.
             caller: the client, if its calls may go by the runtime.
             encrypted: the connection is; then payload stays on this host.
+            token: of the client's user agent, as it arrives here.
 
         Raises:
             DeclinedError: there is none for this client.
@@ -139,6 +170,9 @@ class Registry:
         lent_bytes = _whole_number(asked, "pool_bytes")
         most_bytes = _limit(asked) if "most_bytes" in asked else None
         wanted = asked.get("transports")
+        agent = token_of(asked["agent"]) if "agent" in asked else None
+        if agent != token or not self.knows_agents:
+            agent = None  # it was changed on the way
         if VERSION not in _list(asked.get("versions")):
             raise DeclinedError(f"this server knows version {VERSION}")
         near = asked.get("host") == host_id() != ""
@@ -174,7 +208,7 @@ class Registry:
             self._waiting[id] = node
         threading.Thread(
             target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
-            args=(id, node, board, lent_bytes, service, ring, caller, meeting),
+            args=(id, node, board, lent_bytes, service, ring, caller, meeting, agent),
         ).start()  # fmt: skip
         JANITOR.watch(self)
         return _encode(
@@ -185,6 +219,7 @@ class Registry:
             transports=transports,
             pool_bytes=self._terms.limits.pool_bytes,
             runtime=0 if service is None else RUNTIME_VERSION,
+            unmarked=agent is not None,
             **({} if meeting is None or service is None else _told_limit(service.limits)),
         )
 
@@ -198,6 +233,7 @@ class Registry:
         ring: Region | None,
         caller: Caller | None,
         meeting: tuple[Region, int] | None,
+        agent: str | None,
     ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
@@ -222,6 +258,8 @@ class Registry:
                 self._waiting.pop(id, None)
                 if not self._closed:
                     self._attachments[id] = attachment
+                    if agent is not None:
+                        self._agents[agent] = attachment
                     node.allocate(8, name=_READY)
                     return
         except TensorwireError:
@@ -236,6 +274,9 @@ class Registry:
             for id, attachment in list(self._attachments.items()):
                 if attachment.lost:
                     del self._attachments[id]
+                    for token, each in list(self._agents.items()):
+                        if each is attachment:
+                            del self._agents[token]
                     JANITOR.soon(attachment.close)
             return bool(self._attachments or self._waiting)
 
@@ -247,6 +288,7 @@ class Registry:
             attachments = list(self._attachments.values())
             self._waiting.clear()
             self._attachments.clear()
+            self._agents.clear()
         for node in nodes:
             node.close()
         for attachment in attachments:
@@ -276,7 +318,7 @@ def connect(
         ValueError: the server's answer cannot be understood.
         Exception: what `ask` raises.
     """
-    limits = terms.runtime.limits
+    limits, agent = terms.runtime.limits, terms.agent
     answer = _decode(
         ask(
             _encode(
@@ -286,6 +328,7 @@ def connect(
                 pool_bytes=terms.limits.pool_bytes,
                 runtime=0 if limits is None else RUNTIME_VERSION,
                 **(_told_limit(limits) if limits else {}),
+                **({"agent": agent.nonce} if agent is not None and agent.owned else {}),
             ),
         )
     )
@@ -314,6 +357,8 @@ def connect(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
         peer.wait_region(_READY, timeout_s=least_s)
+        if agent is not None and agent.owned and answer.get("unmarked") is True:
+            attachment.unmarked_bytes = attachment.threshold_bytes
         if ring is not None and limits:
             other = checked(peer.region(RING, timeout_s=least_s))
             client = attachment.runtime = new_client(node, ring, other, peer, limits)
@@ -337,6 +382,11 @@ class AttachmentKeeper:
         terms: of the client.
         explain: (kind, text) of an error; its kind is "unknown method", "unreachable" or "other".
         new_client: see `connect`.
+
+    Attributes:
+        attachment: the latest, which may be lost; None: there was none.
+        plain_bytes: while there is none, requests that are shorter may be sent as they are, without
+            asking for one. 0: none may.
     """
 
     def __init__(
@@ -349,12 +399,14 @@ class AttachmentKeeper:
         self._terms = terms
         self._explain = explain
         self._lock = threading.Lock()
-        self._attachment: RpcAttachment | None = None
+        self.attachment: RpcAttachment | None = None
+        self.plain_bytes = 0
         self._by_id: dict[bytes, RpcAttachment] = {}
         self._pause_until = 0.0
         self._pause_s = 0.0
         self._closed = False
         self._reason = "no call was made yet"
+        _KEEPERS.add(self)
 
     @property
     def carries(self) -> bool:
@@ -375,25 +427,36 @@ class AttachmentKeeper:
         """Why there is no attachment that is `ready`."""
         if self._reason:
             return self._reason
-        if self._attachment is not None and self._attachment.lost:
+        if self.attachment is not None and self.attachment.lost:
             return "the connection of the attachment is over"
         return "a call met a server that does not know the attachment, so for a while none uses it"
 
     @property
     def ready(self) -> RpcAttachment | None:
         """The attachment, if there is one already that is to be used."""
-        attachment = self._attachment
+        attachment = self.attachment
         if attachment is None or attachment.lost:
             return None
         if self._pause_until and time.monotonic() < self._pause_until:
             return None
         return attachment
 
+    @property
+    def disowned(self) -> bool:
+        """A server may take calls of this channel without a mark for those of an attachment.
+
+        Which is not there any more, or another process's.
+        """
+        agent = self._terms.agent
+        if agent is None:
+            return False
+        return not agent.owned or (self.attachment is not None and self.attachment.lost)
+
     def settled(self) -> bool:
         """Nothing is to be asked of the server at the moment."""
         if self._closed or time.monotonic() < self._pause_until:
             return True
-        return self._attachment is not None and not self._attachment.lost
+        return self.attachment is not None and not self.attachment.lost
 
     def find(self, id: bytes) -> RpcAttachment | None:
         """The attachment of an id, also one that was replaced but is still there."""
@@ -425,7 +488,7 @@ class AttachmentKeeper:
                 if each.lost:
                     del self._by_id[key]
                     JANITOR.soon(each.close)
-            self._by_id[attachment.id] = self._attachment = attachment
+            self._by_id[attachment.id] = self.attachment = attachment
             self._pause_s = 0.0
             self._reason = ""
             return attachment
@@ -435,7 +498,8 @@ class AttachmentKeeper:
     def _failed(self, error: Exception) -> None:
         kind, self._reason = self._explain(error)
         if kind == "unknown method":
-            self._pause_until = float("inf")
+            self._pause_until = _FOR_EVER
+            self.plain_bytes = 0 if self.disowned else _ANY_BYTES
         elif kind != "unreachable":  # which the call itself will find out
             self.pause()
 
@@ -447,6 +511,7 @@ class AttachmentKeeper:
     def disconnected(self) -> None:
         """A call could not reach the server: it may be another one next time."""
         self._pause_until = 0.0
+        self.plain_bytes = 0
 
     def close(self) -> None:
         """Ends the attachments; calling it again does nothing."""
@@ -455,6 +520,20 @@ class AttachmentKeeper:
         for attachment in list(self._by_id.values()):
             attachment.close()
         self._by_id.clear()
+
+
+_KEEPERS: weakref.WeakSet[AttachmentKeeper] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child, all of whose calls say of which attachment they are."""
+    for each in list(_KEEPERS):
+        each.plain_bytes = 0
+        if each.attachment is not None:
+            each.attachment.unmarked_bytes = 0
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcAttachment | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from .agent import read_token
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .inbox import RefusedError
@@ -27,13 +28,12 @@ from .runtime.context import Caller
 from .runtime.served import arity_of, behavior_of
 from .runtime.server import Service
 from .tensors import Holding
+from .unmarked import UnmarkedHandlers, copy_attributes
 
 DRAIN_S = 1.0
 """How long a server that has stopped waits for clients to come to payload that they were sent."""
 
 _LOOK_S = 0.005
-_OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
-"""What grpcio looks for at the behavior of a handler."""
 _LOG = logging.getLogger("tensorwire.rpc")
 
 
@@ -61,6 +61,8 @@ class Interceptor(grpc.ServerInterceptor):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        registry.knows_agents = True
+        self._unmarked = UnmarkedHandlers(registry)
         self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -73,7 +75,9 @@ class Interceptor(grpc.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == MARK:
                 found = read_mark(value)
-        attachment = None if found is None else check_mark(self._registry, found)
+        if found is None:
+            return self._unmarked.of(handler)
+        attachment = check_mark(self._registry, found)
         try:
             reader = reader_of(handler.request_deserializer)
         except TypeError:  # a callable without a hash
@@ -81,8 +85,12 @@ class Interceptor(grpc.ServerInterceptor):
         return ServedCall(handler, reader, attachment, found)
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        token = read_token(context.invocation_metadata())
+        encrypted = is_encrypted(context)
         try:
-            return self._registry.open(request, Caller.of(context), encrypted=is_encrypted(context))
+            return self._registry.open(
+                request, Caller.of(context), encrypted=encrypted, token=token
+            )
         except DeclinedError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ValueError as error:
@@ -102,8 +110,8 @@ class ServedCall(grpc.RpcMethodHandler):
     Args:
         handler: the user's.
         reader: of its requests.
-        attachment: of the call.
-        found: the mark of the call, None if it has none: then nothing in it can be an envelope.
+        attachment: of the call, None if its mark names none of this server.
+        found: the mark of the call.
     """
 
     unary_unary = unary_stream = stream_unary = stream_stream = None
@@ -113,21 +121,19 @@ class ServedCall(grpc.RpcMethodHandler):
         handler: Any,
         reader: Reader,
         attachment: RpcAttachment | None,
-        found: tuple[bytes, int, int] | None,
+        found: tuple[bytes, int, int],
     ) -> None:
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self.request_deserializer = reader.inside if found is None else self._receive
+        self.request_deserializer = self._receive
         self.response_serializer = self._send
         self._handler = handler
         self._reader = reader
         self._attachment = attachment
-        self._call = (0, 0) if found is None else found[1:]
+        self._call = found[1:]
         self._behavior = behavior_of(handler)
         run = partial(self._run)
-        for name in _OF_BEHAVIORS:
-            if hasattr(self._behavior, name):
-                setattr(run, name, getattr(self._behavior, name))
+        copy_attributes(self._behavior, run)
         setattr(self, arity_of(handler), run)
 
     def __getattr__(self, name: str) -> Any:

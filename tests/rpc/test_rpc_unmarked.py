@@ -1,0 +1,336 @@
+"""Calls without metadata of ours: small requests of a channel that its server knows otherwise."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+grpc = pytest.importorskip("grpc")
+
+from ends import Methods  # noqa: E402
+from test_payload import TENSORS, moved, nothing_is_left  # noqa: E402
+from test_rpc_conformance import wait_for  # noqa: E402
+
+from tensorwire import rpc  # noqa: E402
+from tensorwire.rpc import attachment as attachments  # noqa: E402
+from tensorwire.rpc import envelope as envelopes  # noqa: E402
+from tensorwire.rpc.agent import AGENT, ChannelAgent, read_token, token_of  # noqa: E402
+from tensorwire.rpc.negotiation import MARK, OPEN  # noqa: E402
+
+UU = grpc.unary_unary_rpc_method_handler
+LARGE = 5 << 20  # more than grpc takes in a message
+BIG = bytes(range(256)) * 4096
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def seen() -> list[list[str]]:
+    """The keys of the metadata of each call that a servicer has seen."""
+    return []
+
+
+@pytest.fixture
+def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]:
+    servers = []
+
+    def noting(behavior: Any) -> Any:
+        def run(request: Any, context: Any) -> Any:
+            seen.append([key for key, _ in context.invocation_metadata()])
+            return behavior(request, context)
+
+        return run
+
+    def start(make: Any = rpc.server, **options: Any) -> Any:
+        if make is rpc.server:
+            options["transports"] = (transport,)
+        server = make(ThreadPoolExecutor(4), **options)
+        methods = {
+            "/t/make": UU(noting(lambda request, _: bytes(int(request)))),
+            "/t/ones": UU(noting(lambda request, _: rpc.tensor(np.ones(LARGE, np.uint8))),
+                          response_serializer=rpc.Tensor.SerializeToString),
+            "/t/agent": UU(lambda request, context: dict(context.invocation_metadata())[AGENT],
+                           response_serializer=str.encode),
+            "/t/raw": UU(lambda request, _: request),
+            "/t/tensor": UU(lambda request, _: request, **TENSORS),
+            "/t/fails": UU(lambda request, _: object(), response_serializer=lambda _: 1 / 0),
+        }  # fmt: skip
+        server.add_generic_rpc_handlers((Methods(methods),))
+        server.port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop(0).wait()
+
+
+def connect(server: Any, transport: str, **more: Any) -> Any:
+    channel = rpc.insecure_channel(f"127.0.0.1:{server.port}", transports=(transport,), **more)
+    channel.unary_unary("/t/raw")(b"")
+    return channel
+
+
+def test_small_calls_have_no_mark_and_large_answers_go_ahead(
+    serve: Any, transport: str, seen: list[list[str]]
+) -> None:
+    server = serve()
+    with connect(server, transport) as channel:
+        assert channel.payload == transport
+        make = channel.unary_unary("/t/make")
+        ones = channel.unary_unary("/t/ones", None, rpc.Tensor.FromString)
+        before = moved(server.attachments[0])
+        assert make(b"7") == bytes(7)
+        assert make(str(LARGE).encode()) == bytes(LARGE)
+        assert len(make.future(str(LARGE).encode()).result(timeout=20)) == LARGE
+        answer, call = make.with_call(str(LARGE).encode())
+        assert (len(answer), call.code()) == (LARGE, grpc.StatusCode.OK)
+        assert rpc.array(ones(b"x")).sum() == LARGE
+        assert moved(server.attachments[0]) - before >= 4 * LARGE
+        assert [MARK in each for each in seen] == [False] * 5
+        answer = call = None
+        wait_for(lambda: nothing_is_left(channel, server))
+        # What is not small has one, and so has a Tensor.
+        big = 3 * BIG
+        assert channel.unary_unary("/t/raw")(big) == big
+        tensor = channel.unary_unary(
+            "/t/tensor", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+        )
+        assert rpc.array(tensor(rpc.tensor(np.arange(9))))[-1] == 8
+
+
+def test_what_looks_like_an_envelope_arrives_as_it_is(serve: Any, transport: str) -> None:
+    server = serve()
+    with connect(server, transport) as channel:
+        message = envelopes.MAGIC + bytes(100)
+        assert channel.unary_unary("/t/raw")(message) == message
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as plain:
+        assert plain.unary_unary("/t/raw")(message) == message
+
+
+def test_an_answer_that_nobody_takes_is_taken_back(
+    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
+    with connect(server, transport) as channel:
+        # Without our deserializer, as a client that has died in this moment.
+        lost = channel.inner.unary_unary("/t/make")(str(LARGE).encode())
+        assert lost.startswith(envelopes.MAGIC)
+        (end,) = server.attachments
+        assert end.leases_there.used == 1
+        wait_for(lambda: end.leases_there.used == 0)
+        assert len(channel.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
+
+
+def test_an_array_stays_longer_than_the_server_waits(
+    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.1)
+    with connect(server, transport) as channel:
+        ones = channel.unary_unary("/t/ones", None, rpc.Tensor.FromString)
+        kept = rpc.array(ones(b"x"))
+        (end,) = server.attachments
+        wait_for(lambda: end.leases_there.used == 0)
+        others = [rpc.array(ones(b"x")) for _ in range(3)]
+        for each in others:
+            each[:] = 9
+        assert kept.sum() == LARGE
+        del kept, others, each
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+def test_errors_are_those_of_grpcio(serve: Any, transport: str) -> None:
+    def found(server: Any, make: Any) -> list[Any]:
+        codes = []
+        with make(f"127.0.0.1:{server.port}") as channel:
+            channel.unary_unary("/t/raw")(b"")
+            bad = channel.unary_unary("/t/raw", lambda _: 1 / 0)
+            odd = channel.unary_unary("/t/raw", lambda _: "no bytes")
+            worse = channel.unary_unary("/t/raw", None, lambda _: 1 / 0)
+            calls = (
+                lambda: channel.unary_unary("/t/fails")(b"x"),
+                lambda: channel.unary_unary("/t/none")(b"x"),
+                lambda: channel.unary_unary("/t/make")(b"no number"),
+                lambda: channel.unary_unary("/t/raw")(b"x", timeout=-1),
+                lambda: bad(b"x"),
+                lambda: odd(b"x"),
+                lambda: worse(b"x"),
+                lambda: worse.future(b"x").result(timeout=20),
+            )
+            for call in calls:
+                with pytest.raises((grpc.RpcError, TypeError)) as caught:
+                    call()
+                error = caught.value
+                if isinstance(error, grpc.Call):
+                    codes.append((error.code(), error.details()))
+                else:
+                    codes.append(type(error))
+        return codes
+
+    def ours(target: str) -> Any:
+        return rpc.insecure_channel(target, transports=(transport,))
+
+    assert found(serve(), ours) == found(serve(grpc.server), grpc.insecure_channel)
+
+
+def test_an_attachment_that_is_lost_is_disowned(
+    serve: Any, transport: str, seen: list[list[str]]
+) -> None:
+    server = serve(max_attachments=1)
+    with connect(server, transport, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        make = channel.unary_unary("/t/make")
+        channel.attachment.close()
+        channel.keeper.pause()  # nothing is asked for at the moment
+        before = moved(server.attachments[0]) if server.attachments else 0
+        assert len(make(str(LARGE).encode())) == LARGE
+        assert [MARK in each for each in seen] == [True]
+        assert all(moved(each) == before for each in server.attachments)
+        wait_for(lambda: not server.attachments)
+        channel.keeper.disconnected()
+        assert len(make(str(LARGE).encode())) == LARGE
+        assert channel.payload == transport
+        make(b"1")
+        assert MARK not in seen[-1]
+
+
+FORKING = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from tensorwire import rpc
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+server = rpc.server(ThreadPoolExecutor(2))
+handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", {"m": handler}),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+channel = rpc.insecure_channel(f"127.0.0.1:{port}")
+channel.unary_unary("/t/m")(b"x")
+keeper = channel.keeper
+def say():
+    print(keeper.disowned, keeper.attachment.unmarked_bytes > 0, flush=True)
+if os.fork() == 0:
+    say()
+    os._exit(0)
+os.wait()
+say()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_marks_its_calls() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "True False\nFalse True\n"
+
+
+def test_the_user_agent_of_a_user_stays(serve: Any, transport: str) -> None:
+    server = serve()
+    options = [("grpc.secondary_user_agent", "mine/1")]
+    with connect(server, transport, options=options) as channel:
+        agent = channel.unary_unary("/t/agent")(b"").decode()
+        assert agent.startswith(f"grpc-python/{grpc.__version__} ")
+        assert agent.split(" ")[-2] == "mine/1"
+        assert read_token([(AGENT, agent)]) == agent.split(" ")[-1]
+        assert channel.attachment.unmarked_bytes > 0
+    with rpc.insecure_channel(f"127.0.0.1:{server.port}", transports=()) as channel:
+        assert "tensorwire" not in channel.unary_unary("/t/agent")(b"").decode()
+
+
+def test_a_proxy_that_changes_the_user_agent_makes_calls_marked(
+    serve: Any, transport: str, seen: list[list[str]]
+) -> None:
+    server = serve()
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as behind:
+
+        class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, details: Any) -> Any:
+                metadata = [
+                    (key, value) for key, value in details.invocation_metadata if key == MARK
+                ]
+                return UU(
+                    lambda request, _: behind.unary_unary(details.method)(
+                        request, metadata=metadata
+                    )
+                )
+
+        proxy = grpc.server(ThreadPoolExecutor(4))
+        proxy.add_generic_rpc_handlers((Forwarding(),))
+        proxy.port = proxy.add_insecure_port("127.0.0.1:0")
+        proxy.start()
+        with connect(proxy, transport) as channel:
+            assert channel.payload == transport
+            assert channel.attachment.unmarked_bytes == 0
+            assert len(channel.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
+            assert MARK in seen[-1]
+        proxy.stop(0).wait()
+
+
+def test_a_token_that_was_seen_claims_nothing(serve: Any, transport: str) -> None:
+    server = serve()
+    with connect(server, transport) as honest:
+        token = honest.unary_unary("/t/agent")(b"").decode().split(" ")[-1]
+        forged = [("grpc.secondary_user_agent", token)]
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=forged) as thief:
+            other = ChannelAgent()
+            asked = {
+                "versions": [1], "host": "", "transports": ["tcp", "shm"], "pool_bytes": 1 << 20
+            }  # fmt: skip
+            for agent in (token, token[11:], "", 7, None, "z" * 32):
+                with pytest.raises(grpc.RpcError) as caught:
+                    thief.unary_unary(OPEN)(as_json(**asked, agent=agent))
+                expected = grpc.StatusCode.INVALID_ARGUMENT
+                if agent == token[11:]:  # a number, but of another token
+                    expected = grpc.StatusCode.FAILED_PRECONDITION
+                assert caught.value.code() is expected, agent
+            assert other.token == token_of(other.nonce) != token
+            # The answers to calls that say they are the honest one's are of no use to the thief.
+            answer = thief.unary_unary("/t/make")(str(LARGE).encode())
+            assert len(answer) < 200
+        for _ in range(3):
+            assert len(honest.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
+
+
+def as_json(**values: Any) -> bytes:
+    import json
+
+    return json.dumps(values).encode()
+
+
+def test_interceptors_that_make_handlers_for_each_call(serve: Any, transport: str) -> None:
+    class Making(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            handler = continuation(details)
+            return UU(lambda request, context: handler.unary_unary(request, context))
+
+    server = serve(interceptors=[Making()])
+    with connect(server, transport) as channel:
+        call = channel.unary_unary("/t/raw")
+        for number in range(1500):
+            assert call(b"%d" % number) == b"%d" % number
+
+
+def test_a_server_without_tensorwire_gets_what_grpcio_sends(
+    serve: Any, transport: str, seen: list[list[str]]
+) -> None:
+    server = serve(grpc.server)
+    with connect(server, transport) as channel:
+        assert channel.payload == "inside: the server has no tensorwire"
+        began = time.monotonic()
+        assert channel.unary_unary("/t/make")(b"3") == bytes(3)
+        assert len(channel.unary_unary("/t/raw")(3 * BIG)) == 3 * len(BIG)
+        assert time.monotonic() - began < 5
+        assert seen == [[AGENT]]
