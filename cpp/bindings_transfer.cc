@@ -17,13 +17,14 @@ void run_signal_handlers() {
 
 namespace {
 
-void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s, uint32_t epoch) {
+void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s, uint32_t epoch,
+                   bool may_lead = true) {
   if (!transfer->done()) {
     if (epoch != fork::epoch()) {
       throw Error(Code::kClosed,
                   "the transfer belongs to the process that this one was forked from");
     }
-    if (!wait_patiently([&](Deadline d) { return transfer->wait(d); }, timeout_s)) {
+    if (!wait_patiently([&](Deadline d) { return transfer->wait(d, may_lead); }, timeout_s)) {
       time_out("the transfer did not complete (it goes on; only the waiting stopped)", *timeout_s);
     }
   }
@@ -78,13 +79,17 @@ void bind_transfer(nb::module_& m) {
           "True when it is complete, well or not. Never blocks.")
       .def(
           "wait",
-          [](const PyTransfer& t, std::optional<double> timeout_s) {
-            wait_transfer(t.transfer, timeout_s, t.epoch);
+          [](const PyTransfer& t, std::optional<double> timeout_s, bool lead) {
+            wait_transfer(t.transfer, timeout_s, t.epoch, lead);
           },
-          "timeout_s"_a = nb::none(),
+          "timeout_s"_a = nb::none(), nb::kw_only(), "lead"_a = true,
           "Waits until it is complete; may be called again, with the same outcome.\n\n"
           "Args:\n"
-          "    timeout_s: None waits for ever, 0 only looks.\n\n"
+          "    timeout_s: None waits for ever, 0 only looks.\n"
+          "    lead: the waiting thread may do the work of the Node's own meanwhile, which is\n"
+          "        fastest for one that waits again and again. It leaves what peers send over TCP\n"
+          "        to the next such waiter for up to a millisecond. False: for a thread that\n"
+          "        waits now and then, and does other things in between.\n\n"
           "Raises:\n"
           "    TimeoutError: it is not complete yet. Only the waiting has ended: the transfer "
           "goes\n"

@@ -442,13 +442,14 @@ void Progress::drive_once(int timeout_ms) {
   }
 }
 
-bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace) {
+bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace,
+                         bool may_lead) {
   if (deadline.passed()) return false;
   auto began = Clock::now();
   interrupted_ = false;
   bool leading = false;
   auto lead = [&] {
-    if (!leading && try_drive(kWaiter)) {
+    if (!leading && may_lead && try_drive(kWaiter)) {
       leading = true;
       leads_.fetch_add(1, std::memory_order_relaxed);
     }
@@ -462,7 +463,9 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
 
   Polls polls = expected_ > 0 ? Polls::kGpu : polled_ ? Polls::kDevice : Polls::kWords;
   // The thread would sleep until the GPU's driver wakes it, which takes longer than most copies.
-  if (polls == Polls::kGpu && driver_.load() == kThread && !yield_.exchange(true)) kick();
+  if (may_lead && polls == Polls::kGpu && driver_.load() == kThread && !yield_.exchange(true)) {
+    kick();
+  }
   int64_t bound = spin_bound_ns(polls), longer = pace == nullptr ? 0 : pace->bound_ns();
   bool paced = longer > bound;
   if (paced) bound = longer;
@@ -500,8 +503,12 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
     }
     sleepers_.fetch_add(1);
     int driver = driver_.load();
-    if (driver == kThread && !yield_.exchange(true)) kick();
-    if (driver != kNobody) {
+    if (!may_lead) {
+      if (driver == kNobody) attention();
+    } else if (driver == kThread && !yield_.exchange(true)) {
+      kick();
+    }
+    if (driver != kNobody || !may_lead) {
       int64_t left = deadline.never() ? 0 : deadline.left_ns();
       if (futex_wait(event_seq_, seq, deadline.never() ? nullptr : &left) == Woken::kSignal) {
         interrupted_ = true;

@@ -113,14 +113,15 @@ class Progress {
   // Waits until ready() or the deadline; true if ready. ready must be cheap, may be called often
   // and must only read. Any thread but not from a handler.
   // pace: of waits for the same, which says how long to poll.
+  // may_lead: see docs/threads.md; who does not, leaves the loop to the thread also afterwards.
   template <class Ready>
-  bool wait(const Ready& ready, Deadline deadline, Pace* pace = nullptr) {
+  bool wait(const Ready& ready, Deadline deadline, Pace* pace = nullptr, bool may_lead = true) {
     if (ready()) {
       if (pace != nullptr) pace->took(0);
       return true;
     }
     return wait_slow([](const void* r) { return (*static_cast<const Ready*>(r))(); }, &ready,
-                     deadline, pace);
+                     deadline, pace, may_lead);
   }
 
   // A condition may have become true: makes every waiter look again, rings notifiers. Any thread.
@@ -161,7 +162,8 @@ class Progress {
   enum Driver : int { kNobody, kWaiter, kThread };
   using ReadyFunction = bool (*)(const void*);
 
-  bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace);
+  bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace,
+                 bool may_lead);
   bool try_drive(Driver who);
   void release_drive();
   void drive_once(int timeout_ms);

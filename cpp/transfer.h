@@ -35,8 +35,8 @@ class Transfer {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // False if the deadline passed first; the operation goes on all the same.
-  bool wait(Deadline deadline) const {
-    return progress_->wait([this] { return done(); }, deadline);
+  bool wait(Deadline deadline, bool may_lead = true) const {
+    return progress_->wait([this] { return done(); }, deadline, nullptr, may_lead);
   }
   const std::shared_ptr<Progress>& progress() const { return progress_; }
   // Valid when done.

@@ -4,16 +4,17 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
-from actor import MIB, eventually, is_asleep, start_actor
+from actor import MIB, background, eventually, is_asleep, start_actor
 from waiting import CALLS, idles, interrupted, player
 
-from tensorwire.testing import PeerGroup
+from tensorwire.testing import PeerGroup, node_pair
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 # These do not block on shm: they need nobody at the other side.
-NEED_TARGET = ("Transfer.wait", "wait_all", "fetch_add")
+NEED_TARGET = ("Transfer.wait", "Transfer.wait, lead=False", "wait_all", "fetch_add")
 SECONDS = 3.0
 SHARE = 0.02  # of a core
 
@@ -26,7 +27,7 @@ def blocking_calls(transport: str) -> list[str]:
 def test_a_waiting_process_is_idle(transport: str) -> None:
     """All at the same time: who waits disturbs nobody, so none is disturbed either."""
     calls = ["wait_until", "wait_until, peer", "wait_until beside another", "reached", "accept"]
-    calls += ["Transfer.wait"] if transport == "tcp" else []
+    calls += list(NEED_TARGET[:2]) if transport == "tcp" else []
     with PeerGroup() as group:
         host, target = start_actor(group, "host", transports=[transport])
         target.allocate("r", 32 * MIB, "rw", "r")
@@ -64,6 +65,29 @@ def test_interrupt(transport: str) -> None:
             os.kill(member.pid, signal.SIGINT)
             assert member.result() - pressed < 1.0, name
         host.cont()
+
+
+def test_who_does_not_lead_leaves_the_loop_to_the_thread() -> None:
+    """Also beside those that lead, and where the thread has parked for them."""
+    with node_pair(["tcp"]) as pair:
+        pair.far.allocate(64 * 1024, name="r")
+        remote = pair.to_far.region("r")
+        data = np.ones(64 * 1024, np.uint8)
+
+        def write(lead: bool) -> None:
+            for _ in range(200):
+                remote.write(data).wait(10, lead=lead)
+
+        write(True)
+        handed_over = pair.near.stats()["handovers"]
+        remote.write(data).wait(10, lead=False)  # the thread may still be parked
+        for _ in range(50):
+            time.sleep(0.002)
+            remote.write(data).wait(10, lead=False)
+        assert pair.near.stats()["handovers"] == handed_over
+        together = [background(write, lead) for lead in (True, False, True, False)]
+        for each in together:
+            each.result(timeout=30)
 
 
 @pytest.mark.parametrize("shared_core", [True, False])

@@ -23,6 +23,7 @@ CALLS = (
     "accept",
     "connect",
     "Transfer.wait",
+    "Transfer.wait, lead=False",
     "wait_all",
     "fetch_add",
     "region",
@@ -45,7 +46,7 @@ def blocking(
         freeze()
         if name == "wait_until beside another":
             other = background(word.wait_until, 2, 20.0)
-        if name in ("Transfer.wait", "wait_all"):
+        if name in ("Transfer.wait", "Transfer.wait, lead=False", "wait_all"):
             transfer = remote.write(np.ones(remote.size_bytes, np.uint8))
         calls: dict[str, Callable[[float | None], Any]] = {
             "wait_until": lambda s: word.wait_until(1, s),
@@ -55,6 +56,7 @@ def blocking(
             "accept": node.accept,
             "connect": lambda s: node.connect(silent_address, timeout_s=s or 1e6),
             "Transfer.wait": lambda s: transfer.wait(s),
+            "Transfer.wait, lead=False": lambda s: transfer.wait(s, lead=False),
             "wait_all": lambda s: wait_all([transfer], s),
             "fetch_add": lambda s: remote.word(0).fetch_add(1, s),
             "region": lambda s: peer.region("r", s),

@@ -60,12 +60,16 @@ class Transfer:
     def done(self) -> bool:
         """True when it is complete, well or not. Never blocks."""
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, lead: bool = True) -> None:
         """
         Waits until it is complete; may be called again, with the same outcome.
 
         Args:
             timeout_s: None waits for ever, 0 only looks.
+            lead: the waiting thread may do the work of the Node's own meanwhile, which is
+                fastest for one that waits again and again. It leaves what peers send over TCP
+                to the next such waiter for up to a millisecond. False: for a thread that
+                waits now and then, and does other things in between.
 
         Raises:
             TimeoutError: it is not complete yet. Only the waiting has ended: the transfer goes

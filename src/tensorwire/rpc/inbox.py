@@ -127,7 +127,10 @@ class Inbox:
                 del self._regions[slot]
             self._count += 1
             try:
-                self._credits.word(8 * (1 + slot)).set(turn)
-                self._count_word.set(self._count)
+                # One frame by TCP. Turns of a slot rise, so half a word is never too high.
+                place = 8 * (1 + slot)
+                self._credits[place : place + 8].write(
+                    turn.to_bytes(8, "little"), signal=(self._count_word, self._count)
+                )
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits

@@ -211,20 +211,23 @@ class SentMessage:
     ) -> bytes:
         """What travels of a message that is not read by the other end."""
         self.by_rendezvous = False
-        if attachment is not None and body is not None:
-            if len(body) < attachment.threshold_bytes and not body.startswith(MAGIC):
-                return body
+        beside = {} if attachment is None or body is not None else _worth_it(attachment, arrays)
+        if body is None and not beside:
+            body = _inside(self.message, arrays, serializer)
         data: bytes | None = None
-        if attachment is not None:
+        if attachment is not None and (
+            beside or (isinstance(body, bytes) and len(body) >= attachment.threshold_bytes)
+        ):
             try:
-                data = self._ahead(attachment, arrays, body, serializer)
+                data = self._ahead(attachment, beside, body, serializer)
             except TensorwireError:
                 pass  # the attachment is over; the call is not
         if data is None:
             inside: bytes = _inside(self.message, arrays, serializer) if body is None else body
             data = inside
-            if attachment is not None and not self.link.foreign and data.startswith(MAGIC):
-                data = escape(attachment.id, data)
+            if attachment is not None and isinstance(data, bytes) and data.startswith(MAGIC):
+                if not self.link.foreign:
+                    data = escape(attachment.id, data)
         if self.last and arrays:
             delivered(self.tickets)
         return data
@@ -282,19 +285,13 @@ class SentMessage:
         body: bytes | None,
         serializer: Serializer,
     ) -> bytes | None:
-        """An envelope, for what is worth it; None where it travels inside."""
-        threshold = attachment.threshold_bytes
-        beside: dict[int, Any] = {}
+        """An envelope of these arrays, and of the rest where that is large; None: no memory."""
         if body is None:
-            size = sum(array.nbytes for array in arrays.values())
-            if size >= attachment.arrays_threshold_bytes:
-                beside.update(arrays)
-            if len(beside) >= MAX_PIECES:
-                return None
-            body = _inside(self.message, {} if beside else arrays, serializer)
-        if len(body) >= threshold:
+            body = _inside(self.message, {}, serializer)
+        beside: dict[int, Any] = dict(arrays)
+        if len(body) >= attachment.threshold_bytes:
             beside[BODY] = body
-        return self._place(attachment, beside, b"" if BODY in beside else body) if beside else None
+        return self._place(attachment, beside, b"" if BODY in beside else body)
 
     def _place(
         self, attachment: RpcAttachment, beside: dict[int, Any], body: bytes
@@ -338,7 +335,7 @@ class SentMessage:
         """False when nobody needs the message any more."""
         while True:
             try:
-                transfer.wait(_SLICE_S)
+                transfer.wait(_SLICE_S, lead=False)  # a call has other things to do between two
                 return True
             except TimeoutError:
                 if not self.link.needed() or self.link.left_s(1) <= 0:
@@ -355,6 +352,14 @@ def embed(message: Any) -> Any:
         StaleHandleError: the array of a Tensor is gone.
     """
     return _filled(message, {t.ticket: source_of(t) for t in tensors(message) if t.ticket})
+
+
+def _worth_it(
+    attachment: RpcAttachment, arrays: dict[int, NDArray[np.uint8]]
+) -> dict[int, NDArray[np.uint8]]:
+    """The arrays of a message if they are to go ahead of it, else none."""
+    size = sum(array.nbytes for array in arrays.values())
+    return arrays if size >= attachment.arrays_threshold_bytes and len(arrays) < MAX_PIECES else {}
 
 
 def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:

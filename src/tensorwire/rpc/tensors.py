@@ -315,7 +315,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
 def _bytes_of(message: Any) -> NDArray[np.uint8]:
     if message.ticket:
         return source_of(message)
-    return np.array(bytearray(message.data), np.uint8)
+    return np.frombuffer(bytearray(message.data), np.uint8)
 
 
 def _check_size(message: Any, data: NDArray[np.uint8], item_bytes: int) -> None:
