@@ -20,6 +20,7 @@ Not measured: other sizes of pools and threads.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -286,8 +287,11 @@ def _measure(
     blocks: dict[str, list[list[float]]] = {each: [] for each in _systems(settings, case)}
     missing = ""
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
+    draw = random.Random(17)
     for _ in range(rounds):
-        for system, times in blocks.items():
+        # In an order that is drawn: what runs before a block leaves caches and cores as it likes.
+        for system in draw.sample(list(blocks), len(blocks)):
+            times = blocks[system]
             if system != TORCH:
                 times.append(pair.call("time", wire, case, system, size, count))
             elif not missing:
