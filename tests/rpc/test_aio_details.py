@@ -241,3 +241,31 @@ async def three(request: bytes, context: Any) -> AsyncIterator[bytes]:
     yield request
     yield request
     yield request * 2
+
+
+def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
+    async def serve(server: Any, address: str) -> int:
+        server.add_generic_rpc_handlers((Methods({"/t/m": UU(echo)}),))
+        port: int = server.add_insecure_port(address)
+        await server.start()
+        return port
+
+    async def main() -> None:
+        plain, ours = grpc.aio.server(), rpc.aio.server()
+        address = f"127.0.0.1:{await serve(plain, '127.0.0.1:0')}"
+        async with rpc.aio.insecure_channel(address, [("grpc.max_reconnect_backoff_ms", 100)]) as c:
+            call = c.unary_unary("/t/m")
+            for _ in range(3):
+                assert await call(b"a") == b"a"
+                assert c.payload == "inside: the server has no tensorwire"
+            await plain.stop(0)
+            await serve(ours, address)
+            for _ in range(50):
+                assert await call(b"a", wait_for_ready=True) == b"a"
+                if c.attachment is not None:
+                    break
+                await asyncio.sleep(0.1)
+            assert c.attachment is not None
+        await ours.stop(None)
+
+    asyncio.run(main())

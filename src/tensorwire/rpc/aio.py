@@ -253,7 +253,12 @@ class AioRpcChannel(grpc.aio.Channel):
         if self._closed or (credentials is not None and not self._encrypted):
             return True  # grpcio says what is wrong
         keeper = self.sender.keeper
-        return keeper.ready is None and keeper.settled()
+        if keeper.ready is not None or not keeper.settled():
+            return False
+        if self.inner.get_state() is grpc.ChannelConnectivity.IDLE:
+            keeper.disconnected()  # nobody watches how a plain call ends
+            return False
+        return True
 
     def _method(
         self, arity: str, method: str, serializer: Any, deserializer: Any, registered: Any

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from .negotiation import REFUSED
 
@@ -174,7 +175,7 @@ class ResentStream(ResentFuture):
 
 def explain(error: BaseException) -> tuple[str, str]:
     """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return "other", f"{type(error).__name__}: {error}"
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "unknown method", "the server has no tensorwire"
