@@ -42,14 +42,11 @@ class ChannelAgent:
         return self._pid == os.getpid()
 
     def added_to(self, options: Iterable[tuple[Any, Any]] | None) -> tuple[tuple[Any, Any], ...]:
-        """Options of a channel of grpcio with the token in its user agent, behind the user's."""
-        others, agents = [], []
-        for name, value in options or ():
-            if name in (_OPTION, _OPTION.encode()):
-                agents.append(value.decode() if isinstance(value, bytes) else value)
-            else:
-                others.append((name, value))
-        return *others, (_OPTION, " ".join([*agents[-1:], self.token]))
+        """Options of a channel of grpcio with the token in its user agent, behind the user's.
+
+        grpcio joins all options of that name.
+        """
+        return *(options or ()), (_OPTION, self.token)
 
 
 def token_of(nonce: object) -> str:
