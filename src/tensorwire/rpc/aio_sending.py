@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent import futures
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from .runtime.aio_client import METHOD, AioClient
 from .tensors import delivered
 
 _NEGOTIATE_S = 5.0
+_LOOK_S = 0.2
 _RESERVED = (OPEN, OPEN.encode())
 _PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """What a server says that cannot parse an envelope."""
@@ -104,7 +106,12 @@ class AioSender:
             answer: bytes = await self.inner.unary_unary(OPEN)(request, timeout=left_s)
             return answer
 
-        return asyncio.run_coroutine_threadsafe(ask(), loop).result()
+        asked = asyncio.run_coroutine_threadsafe(ask(), loop)
+        while not futures.wait((asked,), _LOOK_S).done:
+            # A loop that is closed, or runs no more, answers nobody: its program is to end.
+            if loop.is_closed() or time.monotonic() > until + _LOOK_S:
+                raise TimeoutError("the event loop has ended before the server's answer")
+        return asked.result()
 
     def watch(self, call: Any, link: CallLink, outgoing: SentMessage | None = None) -> None:
         """Takes back what nobody has seen when the call has ended.
