@@ -1,7 +1,10 @@
 """Details of `grpc.aio` that programs rely on, as grpcio's own tests show: the same for all."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -269,3 +272,60 @@ def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
         await ours.stop(None)
 
     asyncio.run(main())
+
+
+def test_a_plain_channel_that_reconnects_by_itself_asks_again() -> None:
+    """It is never idle when a call begins, where somebody watches its state."""
+
+    def start(make: Any, port: int) -> Any:
+        server = make(ThreadPoolExecutor(2))
+        server.add_generic_rpc_handlers((Methods({"/t/uu": UU(lambda request, _: request)}),))
+        server.port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        return server
+
+    async def talk() -> None:
+        first = start(grpc.server, 0)
+        fast = [(f"grpc.{each}_reconnect_backoff_ms", 100) for each in ("initial", "min", "max")]
+        async with rpc.aio.insecure_channel(f"127.0.0.1:{first.port}", fast) as channel:
+            call = channel.unary_unary("/t/uu")
+            assert await call(b"x") == b"x"
+            assert channel.payload == "inside: the server has no tensorwire"
+            await asyncio.to_thread(first.stop(0).wait)
+            while channel.get_state(True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await asyncio.sleep(0.01)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"x")
+            second = start(rpc.server, first.port)
+            await asyncio.wait_for(channel.channel_ready(), 20)
+            assert await call(b"x") == b"x"
+            assert channel.payload == "shm"
+        await asyncio.to_thread(second.stop(0).wait)
+
+    asyncio.run(talk())
+
+
+CLOSING = """
+import asyncio, socket
+from tensorwire.rpc import aio
+
+silent = socket.create_server(("127.0.0.1", 0))
+
+async def begin():
+    channel = aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+    call = channel.unary_unary("/t/uu")(b"x")
+    await asyncio.sleep(0.2)  # it asks for its attachment
+    return channel, call
+
+loop = asyncio.new_event_loop()
+kept = loop.run_until_complete(begin())
+loop.close()
+print("over", flush=True)
+"""
+
+
+def test_a_program_ends_whose_loop_is_closed_while_a_channel_asks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "over\n"

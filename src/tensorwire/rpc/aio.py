@@ -255,7 +255,7 @@ class AioRpcChannel(grpc.aio.Channel):
         keeper = self.sender.keeper
         if keeper.ready is not None or not keeper.settled():
             return False
-        if self.inner.get_state() is grpc.ChannelConnectivity.IDLE:
+        if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
             keeper.disconnected()  # nobody watches how a plain call ends
             return False
         return True
