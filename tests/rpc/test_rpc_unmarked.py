@@ -334,3 +334,84 @@ def test_a_server_without_tensorwire_gets_what_grpcio_sends(
         assert len(channel.unary_unary("/t/raw")(3 * BIG)) == 3 * len(BIG)
         assert time.monotonic() - began < 5
         assert seen == [[AGENT]]
+
+
+def test_user_agents_are_those_that_grpcio_would_send(serve: Any, transport: str) -> None:
+    server = serve()
+    name = "grpc.secondary_user_agent"
+
+    def agent(make: Any, options: Any) -> bytes:
+        with make(f"127.0.0.1:{server.port}", options=options) as channel:
+            return bytes(channel.unary_unary("/t/agent")(b""))
+
+    for options in (
+        [(name, "one"), (name.encode(), b"two")],
+        [(name, 5)],
+        [(name, b"\xff")],
+        [(name, "")],
+        [(name, "tensorwire/" + "0" * 32)],
+    ):
+        ours = agent(rpc.insecure_channel, options).rpartition(b" ")
+        assert ours[0].rstrip() == agent(grpc.insecure_channel, options).rstrip()
+        assert ours[2].startswith(b"tensorwire/")
+
+
+@pytest.mark.parametrize("size", [10, 3 * len(BIG)])
+def test_a_request_is_serialized_once(serve: Any, transport: str, size: int) -> None:
+    server = serve()
+    made = []
+
+    def serialize(message: bytes) -> bytes:
+        made.append(len(message))
+        return message
+
+    with connect(server, transport) as channel:
+        call = channel.unary_unary("/t/raw", serialize)
+        assert call(bytes(size)) == bytes(size)
+        assert call.with_call(bytes(size))[0] == bytes(size)
+        assert call.future(bytes(size)).result(timeout=20) == bytes(size)
+    assert made == [size] * 3
+
+
+@pytest.mark.parametrize("way", ["future", "unary_stream", "stream_stream"])
+def test_what_a_future_or_a_stream_meets_tells_of_another_server(transport: str, way: str) -> None:
+    def ask(channel: Any) -> bytes:
+        if way == "future":
+            return bytes(channel.unary_unary("/t/uu").future(b"x").result(timeout=20))
+        request = b"x" if way == "unary_stream" else iter([b"x"])
+        return bytes(next(getattr(channel, way)("/t/" + way)(request)))
+
+    def start(make: Any, port: int, **options: Any) -> Any:
+        server = make(ThreadPoolExecutor(4), **options)
+        methods = {
+            "/t/uu": UU(lambda request, _: request),
+            "/t/unary_stream": grpc.unary_stream_rpc_method_handler(lambda r, _: iter([r])),
+            "/t/stream_stream": grpc.stream_stream_rpc_method_handler(lambda rs, _: rs),
+        }
+        server.add_generic_rpc_handlers((Methods(methods),))
+        server.port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        return server
+
+    server = start(grpc.server, 0)
+    fast = [(f"grpc.{each}_reconnect_backoff_ms", 100) for each in ("initial", "min", "max")]
+    target = f"127.0.0.1:{server.port}"
+    with rpc.insecure_channel(target, fast, transports=(transport,)) as channel:
+        assert ask(channel) == b"x"
+        assert channel.payload == "inside: the server has no tensorwire"
+        server.stop(0).wait()
+        with pytest.raises(grpc.RpcError):
+            ask(channel)
+        server = start(rpc.server, server.port, transports=(transport,))
+
+        def attached() -> bool:
+            try:
+                ask(channel)
+            except grpc.RpcError:
+                return False
+            return bool(channel.payload == transport)
+
+        try:
+            wait_for(attached)
+        finally:
+            server.stop(0).wait()

@@ -23,7 +23,7 @@ from .envelope import MAGIC, NO_ATTACHMENT, mark
 from .fields import may_have_tensors
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, Encoded, SentMessage, always
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .tensors import delivered
@@ -119,11 +119,12 @@ class Method:
             return None
         return self._attachment(options, waits=waits)
 
-    def _small(self, request: Any) -> bytes | None:
-        """The bytes of a request that needs nothing of ours, None if it may.
+    def _small(self, request: Any) -> bytes | Encoded | None:
+        """The bytes of a request that needs nothing of ours.
 
-        With them the call is grpcio's, and nothing else: no mark, no number, no look at its end. A
-        request that cannot be serialized is for the other way, which says so as grpcio does.
+        With them the call is grpcio's, and nothing else: no mark, no number, no look at its end.
+        Else the request as it goes the other way, if its bytes were made; None: the user's. One
+        that cannot be serialized goes that way, which says so as grpcio does.
         """
         keeper = self._keeper
         attachment = keeper.attachment
@@ -139,8 +140,10 @@ class Method:
             body = request if serializer is None else serializer(request)
         except Exception:
             return None
-        if type(body) is not bytes or len(body) >= most_bytes or body.startswith(MAGIC):
+        if type(body) is not bytes or body.startswith(MAGIC):
             return None
+        if len(body) >= most_bytes:
+            return None if serializer is None else Encoded(request, serializer, body)
         return body
 
     def _reading(self) -> Callable[[bytes], Any]:
@@ -203,6 +206,13 @@ class Method:
         link.ended = True  # before the leases are looked at: see `SentMessage`
         attachment.end_call(link.call, link.leases, ok)
 
+    def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
+        # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
+        state = weakref.ref(call)
+        ended = partial(_ended, self, link, tickets, state)
+        if not call.add_callback(ended):
+            ended()
+
     def _is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
         """Whether the payload of a request went ahead to somebody who has not got the call.
 
@@ -259,8 +269,6 @@ class _UnaryRequest(Method):
         except BaseException:
             self._end(link, False)
             raise
-        if link.attachment is None and not outgoing.tickets:
-            return first
         self._when_ended(first, link, outgoing.tickets)
         if not outgoing.ahead:
             return first
@@ -272,13 +280,6 @@ class _UnaryRequest(Method):
             return call(*options.behind(plain, options.metadata))
 
         return wrap(first, again, partial(call_is_confirmed, link))
-
-    def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
-        # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
-        state = weakref.ref(call)
-        ended = partial(_ended, self, link, tickets, state)
-        if not call.add_callback(ended):
-            ended()
 
 
 def call_is_confirmed(link: CallLink) -> bool:
@@ -327,7 +328,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         compression: Any = None,
     ) -> Any:
         body = self._small(request)
-        if body is not None:
+        if type(body) is bytes:
             try:
                 return self._stock(
                     body, timeout, metadata, credentials, wait_for_ready, compression
@@ -335,6 +336,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             except grpc.RpcError as error:
                 self._failed_small(error)
                 raise
+        request = request if body is None else body
         options = CallOptions(timeout, metadata, credentials, wait_for_ready, compression)
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
@@ -347,12 +349,13 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
         body = self._small(request)
-        if body is not None:
+        if type(body) is bytes:
             try:
                 return self._stock.with_call(body, *given, **named)
             except grpc.RpcError as error:
                 self._failed_small(error)
                 raise
+        request = request if body is None else body
         options = CallOptions(*given, **named)
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
@@ -361,8 +364,12 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
         body = self._small(request)
-        if body is not None:
-            return self._stock.future(body, *given, **named)
+        if type(body) is bytes:
+            first = self._stock.future(body, *given, **named)
+            if self._keeper.attachment is None:
+                self._when_ended(first, PLAIN, ())
+            return first
+        request = request if body is None else body
         options = CallOptions(*given, **named)
         again = partial(self._nowait, self._inner.future, ResentFuture, request, options)
         call = self._carry(request, options, again)
@@ -427,7 +434,9 @@ class _StreamRequest(Method):
         except BaseException:
             self._end(link, False)
             raise
-        if link is not PLAIN:
+        if link is PLAIN:
+            self._when_ended(first, link, ())
+        else:
             state = weakref.ref(first)
 
             def ended() -> None:

@@ -107,6 +107,28 @@ def always() -> bool:
     return True
 
 
+class Encoded:
+    """A request of the user's whose bytes were made before it was known how it travels.
+
+    Args:
+        message: the user's.
+        serializer: what made them.
+        body: its bytes.
+    """
+
+    __slots__ = ("_body", "_message", "_serializer")
+
+    def __init__(self, message: Any, serializer: Callable[[Any], bytes], body: bytes) -> None:
+        self._message = message
+        self._serializer = serializer
+        self._body: bytes | None = body
+
+    def take(self) -> bytes:
+        """Its bytes. They are not kept; if they were taken already, they are made once more."""
+        body, self._body = self._body, None
+        return self._serializer(self._message) if body is None else body
+
+
 PLAIN = CallLink(None, (0, 0), no_deadline, always)
 """For calls without an attachment."""
 
@@ -172,7 +194,11 @@ class SentMessage:
             arrays = {t.ticket: source_of(t) for t in tensors(self.message) if t.ticket}
             self.tickets = list(arrays)
         if not arrays:
-            body = self.message if serializer is None else serializer(self.message)
+            message = self.message
+            if type(message) is Encoded:
+                body = message.take()
+            else:
+                body = message if serializer is None else serializer(message)
             if attachment is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
             if self.link.offers and attachment.rendezvous is not None and body:
