@@ -268,6 +268,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="grpcio-tests-") as root:
         suite = copy(given.folder.resolve(), Path(root))
         modules = [each for each in suite.modules if any(word in each for word in given.only)]
+        if not modules:
+            parser.error(f"no path of a test module there has one of {given.only} in it")
         for name in (BASELINE, *given.systems):
             results[name] = {}
             for module in modules:
