@@ -1,7 +1,8 @@
 """The systems that every test of conformance runs on, and the server that they talk to."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,3 +93,20 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:
         return self.methods.get(details.method)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Callable[[Any, dict[str, Any]], Any]]:
+    """What starts servers, each with its methods and a port of its own; they are stopped behind."""
+    servers: list[Any] = []
+
+    def start(server: Any, methods: dict[str, Any]) -> Any:
+        server.add_generic_rpc_handlers((Methods(methods),))
+        server.port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop(0).wait()

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from ends import SHM, TCP, Methods
+from ends import SHM, TCP, Methods, serving
 from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
@@ -34,19 +34,13 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def serve(options: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    servers = []
+    with serving() as start:
 
-    def start(methods: dict[str, Any], **more: Any) -> Any:
-        server = rpc.server(ThreadPoolExecutor(8), options=UNLIMITED, **{**options, **more})
-        server.add_generic_rpc_handlers((Methods(methods),))
-        server.port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        servers.append(server)
-        return server
+        def of_ours(methods: dict[str, Any], **more: Any) -> Any:
+            given = {**options, **more}
+            return start(rpc.server(ThreadPoolExecutor(8), options=UNLIMITED, **given), methods)
 
-    yield start
-    for server in servers:
-        server.stop(0).wait()
+        yield of_ours
 
 
 def connect(server: Any, options: dict[str, Any], **more: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 grpc = pytest.importorskip("grpc")
 
-from ends import Methods  # noqa: E402
+from ends import Methods, serving  # noqa: E402
 from test_payload import TENSORS, moved, nothing_is_left  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
@@ -40,8 +40,6 @@ def seen() -> list[list[str]]:
 
 @pytest.fixture
 def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]:
-    servers = []
-
     def noting(behavior: Any) -> Any:
         def run(request: Any, context: Any) -> Any:
             seen.append([key for key, _ in context.invocation_metadata()])
@@ -49,11 +47,8 @@ def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]
 
         return run
 
-    def start(make: Any = rpc.server, **options: Any) -> Any:
-        if make is rpc.server:
-            options["transports"] = (transport,)
-        server = make(ThreadPoolExecutor(4), **options)
-        methods = {
+    def methods() -> dict[str, Any]:
+        return {
             "/t/make": UU(noting(lambda request, _: bytes(int(request)))),
             "/t/ones": UU(noting(lambda request, _: rpc.tensor(np.ones(LARGE, np.uint8))),
                           response_serializer=rpc.Tensor.SerializeToString),
@@ -63,15 +58,14 @@ def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]
             "/t/tensor": UU(lambda request, _: request, **TENSORS),
             "/t/fails": UU(lambda request, _: object(), response_serializer=lambda _: 1 / 0),
         }  # fmt: skip
-        server.add_generic_rpc_handlers((Methods(methods),))
-        server.port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        servers.append(server)
-        return server
 
-    yield start
-    for server in servers:
-        server.stop(0).wait()
+    def made(make: Any = rpc.server, **options: Any) -> Any:
+        if make is rpc.server:
+            options["transports"] = (transport,)
+        return make(ThreadPoolExecutor(4), **options)
+
+    with serving() as start:
+        yield lambda *given, **options: start(made(*given, **options), methods())
 
 
 def connect(server: Any, transport: str, **more: Any) -> Any:

@@ -122,12 +122,12 @@ class Journal:
         self._spent_before_s = 0.0
         self._bytes = len(memory) + len(undo) + len(table_undo)
         self._tables: dict[int, _TableUndo] = {}
-        self._reduced: dict[int, NDArray[np.float64]] = {}  # of each, version and slices' weights
+        self._reduced: dict[int, NDArray[np.float64]] = {}  # of each table
         weights = memory[parts.reduced : parts.stop].view(np.float64)
         start = 0
         for number, table in enumerate(tables_of(share)):
-            first, slices = table.cells.start, share.layout.spec.slices
-            self._reduced[first] = weights[number * (1 + slices) :][: 1 + slices]
+            first, size = table.cells.start, _reduced_words(share)
+            self._reduced[first] = weights[number * size :][:size]
             self._tables[first] = _TableUndo(table, table_undo[start:], tables[first])
             start += _table_bytes(table, len(tables[first]))
         self._head[_SIZE] = share.size_bytes
@@ -225,9 +225,8 @@ class Journal:
             weights: the slices that have given something, and the weight of each.
         """
         noted = self._reduced[cell]
-        noted[1:] = np.nan
-        for which, weight in weights:
-            noted[1 + which] = weight
+        noted[1] = len(weights)
+        noted[2 : 2 + 2 * len(weights)] = [number for pair in weights for number in pair]
         noted[0] = version
 
     def noted_reduced(self, cell: int) -> list[tuple[int, float]] | None:
@@ -235,8 +234,8 @@ class Journal:
         noted = self._reduced[cell]
         if not noted[0]:
             return None
-        given = np.flatnonzero(~np.isnan(noted[1:])).tolist()
-        return [(which, float(noted[1 + which])) for which in given]
+        pairs = noted[2:].reshape(-1, 2)[: int(noted[1])].tolist()
+        return [(int(which), weight) for which, weight in pairs]
 
     # ---- cells
 
@@ -356,11 +355,16 @@ def _place(results: Bytes, version: int) -> Bytes:
     return results[size * (version % 2) :][:RESULT_BYTES]
 
 
+def _reduced_words(share: Share) -> int:
+    """A version, how many slices have given something, and a slice and its weight for each."""
+    return 2 + 2 * share.layout.spec.slices
+
+
 def _parts(share: Share, scalars: int) -> _Parts:
     tensors, cells = len(share.layout.spec.tensors), len(share.cells)
     result = padded(8 * (_HEAD_WORDS + MOST_THREADS + 2 * cells))
     counts = result + 2 * padded(RESULT_BYTES)
     at = counts + 2 * padded(8 * tensors)
     reduced = at + padded(2 * 8 * tensors * scalars)
-    size = len(tables_of(share)) * 8 * (1 + share.layout.spec.slices)
+    size = 8 * len(tables_of(share)) * _reduced_words(share)
     return _Parts(result, counts, at, reduced, reduced + padded(size))
