@@ -7,6 +7,7 @@ ends with the peer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -219,8 +220,11 @@ class RpcAttachment:
 
     def look_at_recent(self) -> None:
         """Has the memory of the latest messages given back, if they were dropped meanwhile."""
-        for each in list(self.recent):
-            each.look()
+        recent = self.recent
+        for each in list(recent):
+            if not each.look():
+                with contextlib.suppress(ValueError):  # another thread has seen that too
+                    recent.remove(each)
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""

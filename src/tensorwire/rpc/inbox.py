@@ -9,6 +9,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Region, RemoteRegion
 
@@ -34,24 +37,28 @@ class SenderGoneError(RefusedError):
 class Landed:
     """The memory of one message, until `give_back`.
 
-    Attributes:
-        memory: the lease.
+    Args:
+        memory: of the lease.
         pieces: as in the envelope, within the memory.
+        give_back: lets the sender use the memory again.
+
+    Attributes:
+        pieces: as given.
     """
 
-    __slots__ = ("_give_back", "memory", "pieces")
+    __slots__ = ("_give_back", "_memory", "pieces")
 
     def __init__(
-        self, memory: Region, pieces: dict[int, tuple[int, int]], give_back: Callable[[], None]
+        self, memory: memoryview, pieces: dict[int, tuple[int, int]], give_back: Callable[[], None]
     ) -> None:
-        self.memory = memory
+        self._memory = memory
         self.pieces = pieces
         self._give_back: Callable[[], None] | None = give_back
 
-    def piece(self, ticket: int) -> memoryview:
-        """The bytes of a piece, where they are."""
+    def piece(self, ticket: int) -> NDArray[np.uint8]:
+        """The bytes of a piece, where they are; an array that those made from it refer to."""
         offset, size = self.pieces[ticket]
-        return self.memory[offset : offset + size].memoryview()
+        return np.frombuffer(self._memory, np.uint8, size, offset)
 
     def give_back(self) -> None:
         """Lets the sender use the memory again; calling it again does nothing."""
@@ -104,9 +111,13 @@ class Inbox:
                         f"bytes {offset} to {offset + size} of memory of {region.size_bytes}"
                     )
                 pieces[ticket] = offset, size
+            try:
+                memory = region.memoryview()
+            except TensorwireError as error:  # the sender frees it at this moment
+                raise RefusedError(f"{lease_name(envelope.serial)}: {error}") from None
             self._turns[slot] = turn
             self._held.add((slot, turn))
-        return Landed(region, pieces, partial(self._give_back, slot, turn))
+        return Landed(memory, pieces, partial(self._give_back, slot, turn))
 
     def _region(self, slot: int, serial: int) -> Region:
         known = self._regions.get(slot)

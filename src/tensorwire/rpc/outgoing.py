@@ -188,6 +188,9 @@ class SentMessage:
         """
         self._begun = True
         attachment = None if self.link.foreign else self.link.attachment
+        if attachment is not None and attachment.recent:
+            # The other end writes into the same memory again, which caches still have.
+            attachment.look_at_recent()
         arrays: dict[int, NDArray[np.uint8]] = {}
         body = None
         if may_have_tensors(type(self.message)):
@@ -256,6 +259,9 @@ class SentMessage:
                     data = escape(attachment.id, data)
         if self.last and arrays:
             delivered(self.tickets)
+            arrays.clear()
+            if attachment is not None:  # they may have been those of a request
+                attachment.look_at_recent()
         return data
 
     def finish(self) -> None:

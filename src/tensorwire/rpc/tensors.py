@@ -8,7 +8,8 @@ are thrown away; see `incoming.py`.
 from __future__ import annotations
 
 import math
-import secrets
+import os
+import struct
 import threading
 import time
 import weakref
@@ -85,7 +86,7 @@ class Holding:
             known = self._views.get(ticket)
             view = known() if known is not None else None
             if view is None:
-                view = np.frombuffer(self._arrival.piece(self._pieces[ticket]), np.uint8)
+                view = self._arrival.piece(self._pieces[ticket])
                 self._views[ticket] = weakref.ref(view)
             return view
 
@@ -134,13 +135,27 @@ _ALONE = _alone()
 class _Overdue:
     """Drops arrays that nobody has sent."""
 
+    def __init__(self) -> None:
+        self._asked = 0.0
+
+    def watch(self, now: float) -> None:
+        """Has the janitor look; asked once a second, as that costs more than making an array."""
+        if now > self._asked + 1.0:
+            self._asked = now
+            JANITOR.watch(self)
+
     def look(self) -> bool:
+        self._asked = 0.0  # whoever comes behind this asks again
         now = time.monotonic()
         for ticket, lent in list(_lent.items()):
             if not lent.owned and lent.until < now:
                 _lent.pop(ticket, None)
         return any(not lent.owned for lent in list(_lent.values()))
 
+
+_tickets: list[int] = []
+_DRAWN = struct.Struct("<64Q")
+os.register_at_fork(after_in_child=_tickets.clear)
 
 _lent: dict[int, LentArray] = {}
 _held: dict[int, Holding] = {}
@@ -149,7 +164,11 @@ _overdue = _Overdue()
 
 def new_ticket() -> int:
     """A number that nobody can guess, never 0."""
-    return secrets.randbits(63) | 1 << 63
+    while True:
+        try:
+            return _tickets.pop()
+        except IndexError:
+            _tickets.extend(each | 1 << 63 for each in _DRAWN.unpack(os.urandom(_DRAWN.size)))
 
 
 def tensor(array: Any, *, owner: object = None) -> Any:
@@ -182,9 +201,9 @@ def tensor(array: Any, *, owner: object = None) -> Any:
     message.ticket = ticket = new_ticket()
     if owner is not None:
         weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
-    _lent[ticket] = LentArray(source, owner is not None)
+    _lent[ticket] = lent = LentArray(source, owner is not None)
     if owner is None:
-        JANITOR.watch(_overdue)
+        _overdue.watch(lent.until - HOLD_S)
     return message
 
 
@@ -203,16 +222,12 @@ def array(message: Any) -> NDArray[Any]:
         ValueError: what its fields say does not fit together.
         StaleHandleError: its memory was given back: this is a copy of a message that is gone.
     """
-    dtype, shape = _checked(message)
-    try:
-        known = np.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"numpy has no dtype {dtype!r}: use torch_tensor(message)") from error
-    if not _portable(known) or known.name != dtype:
-        raise TypeError(f"{dtype!r} is no dtype of a Tensor")
+    name, shape = _checked(message)
+    dtype = _dtypes.get(name) or _known_dtype(name)
     data = _bytes_of(message)
-    _check_size(message, data, known.itemsize)
-    return data.view(known.newbyteorder("<")).reshape(shape)
+    _check_size(name, shape, data, dtype.itemsize)
+    found = data.view(dtype)
+    return found if len(shape) == 1 else found.reshape(shape)
 
 
 def torch_tensor(message: Any) -> Any:
@@ -233,7 +248,7 @@ def torch_tensor(message: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")
     data = _bytes_of(message)
-    _check_size(message, data, dtype.itemsize)
+    _check_size(name, shape, data, dtype.itemsize)
     if data.nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(shape)
@@ -277,7 +292,7 @@ def held_tensors() -> int:
     return len(_held)
 
 
-def _describe(array: Any) -> tuple[str, list[int], NDArray[np.uint8]]:
+def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
     """(dtype, shape, bytes) of an array; the bytes keep it alive."""
     torch = modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -292,11 +307,37 @@ def _describe(array: Any) -> tuple[str, list[int], NDArray[np.uint8]]:
         array = array.array()
     array = np.asarray(array)
     dtype = array.dtype
+    name = _names.get(dtype) or _name_of(dtype)
+    shape = array.shape
+    array = np.ascontiguousarray(array, _dtypes.get(name) or _known_dtype(name))
+    if len(shape) != 1:
+        array = array.reshape(-1)
+    return name, shape, array.view(_UINT8)
+
+
+_UINT8 = np.dtype(np.uint8)
+_dtypes: dict[str, np.dtype[Any]] = {}
+"""Those of Tensors, as their bytes lie there, by their names."""
+_names: dict[np.dtype[Any], str] = {}
+"""Of those that arrays here have; asking numpy for a name takes longer than all the rest."""
+
+
+def _known_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of this name, which is remembered; TypeError if Tensors have none such."""
+    try:
+        known = np.dtype(name)
+    except TypeError as error:
+        raise TypeError(f"numpy has no dtype {name!r}: use torch_tensor(message)") from error
+    if not _portable(known) or known.name != name:
+        raise TypeError(f"{name!r} is no dtype of a Tensor")
+    return _dtypes.setdefault(name, known.newbyteorder("<"))
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, which is remembered; TypeError if Tensors have none such."""
     if not _portable(dtype):
         raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}")
-    shape = list(array.shape)
-    array = np.ascontiguousarray(array, dtype.newbyteorder("<"))
-    return dtype.name, shape, array.reshape(-1).view(np.uint8)
+    return _names.setdefault(dtype, dtype.name)
 
 
 def _portable(dtype: np.dtype[Any]) -> bool:
@@ -307,7 +348,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
     if not is_tensor_message(message):
         raise TypeError(f"a tensorwire.rpc.Tensor is needed, not {type(message).__name__}")
     shape = tuple(message.shape)
-    if any(each < 0 for each in shape):
+    if shape and min(shape) < 0:
         raise ValueError(f"a Tensor has the shape {shape}")
     return message.dtype, shape
 
@@ -318,9 +359,8 @@ def _bytes_of(message: Any) -> NDArray[np.uint8]:
     return np.frombuffer(bytearray(message.data), np.uint8)
 
 
-def _check_size(message: Any, data: NDArray[np.uint8], item_bytes: int) -> None:
-    shape = tuple(message.shape)
+def _check_size(
+    dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8], item_bytes: int
+) -> None:
     if math.prod(shape) * item_bytes != data.nbytes:
-        raise ValueError(
-            f"a Tensor of {message.dtype} with shape {shape} came with {data.nbytes} bytes"
-        )
+        raise ValueError(f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes")
