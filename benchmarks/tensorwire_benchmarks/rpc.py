@@ -5,7 +5,8 @@ payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the
 the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and calls go by frames in
 memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its own. by-hand: two
 processes copy into shared memory and raise eventfds on which the other one sleeps, or send on one
-socket (tcp). memcpy: a copy there and one back, and a look at each, in one process. All take turns,
+socket (tcp). by-hand-bytes: and make bytes of what came. in-turn, in-turn-bytes: the same behind a
+call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a copy there and one back, and a look at each, in one process. All take turns,
 block by block. A call moves its payload twice; of a stream of answers a row is one message of
 eight. aio and aio_stream: the same in event loops. uniform, random, skew: messages of ten buffers,
 as fields of bytes or as arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one
@@ -39,6 +40,8 @@ from .rpc_names import (
     CROWD,
     CROWDS,
     GRPCIO,
+    LARGE_LIMITS,
+    LIMITS,
     MEMCPY,
     PROCESSES,
     PUSH_PULL,
@@ -118,7 +121,7 @@ def run(settings: RpcSettings, tell: Told) -> Report:
         report.rows += [
             Row("rpc", f"{wire}.{case}", system, size, note=str(error))
             for wire, case, size in questions
-            for system in _systems(settings, case)
+            for system in _systems(settings, case, size)
             if report.find(f"{wire}.{case}", system, size) is None
         ]
     finally:
@@ -148,8 +151,11 @@ def _scheme_bytes(case: str) -> int:
     return total_bytes(case)
 
 
-def _systems(settings: RpcSettings, case: str) -> tuple[str, ...]:
-    return tuple(each for each in SYSTEMS[case] if settings.torch or each != TORCH)
+def _systems(settings: RpcSettings, case: str, size: int) -> tuple[str, ...]:
+    left_out = () if settings.torch else (TORCH,)
+    if size < THRESHOLD_BYTES:
+        left_out += LARGE_LIMITS
+    return tuple(each for each in SYSTEMS[case] if each not in left_out)
 
 
 class _TorchPairs:
@@ -284,7 +290,7 @@ def _measure(
     name = f"{wire}.{case}"
     probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
     count = max(1, min(200, int(settings.block_s / probe)))
-    blocks: dict[str, list[list[float]]] = {each: [] for each in _systems(settings, case)}
+    blocks: dict[str, list[list[float]]] = {each: [] for each in _systems(settings, case, size)}
     missing = ""
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
     draw = random.Random(17)
@@ -326,13 +332,16 @@ def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar
 
 
 def _with_limit(bar: Bar, verdict: Verdict, report: Report) -> Verdict:
-    """A verdict on the runtime that was missed, with what the same calls cost by hand."""
-    if verdict.met is not False or bar.system not in (RUNTIME, RUNTIME_TENSOR):
+    """A verdict that was missed, with what the same payload costs at least on this machine."""
+    system = LIMITS.get(bar.system, BY_HAND) if bar.least >= THRESHOLD_BYTES else BY_HAND
+    if verdict.met is not False or not bar.rival or bar.most < THRESHOLD_BYTES:
         return verdict
-    limit = dataclasses.replace(bar, system=BY_HAND).judge(report)
+    limit = dataclasses.replace(bar, system=system).judge(report)
     if limit.measured is None:
         return verdict
-    detail = f"by hand: {limit.measured:.3g} {bar.unit}"
+    detail = f"{system}: {limit.measured:.3g} {bar.unit}"
+    if limit.measured < bar.bar:
+        detail = f"beyond this machine, {detail}"
     detail = f"{verdict.detail}; {detail}" if verdict.detail else detail
     return dataclasses.replace(verdict, detail=detail)
 

@@ -2,7 +2,8 @@
 
 Both know each other's memory and the sizes of the buffers. On shm each copies them into shared
 memory and raises an eventfd, on which the other one sleeps; on tcp each sends them on one socket.
-Both look at every byte. Nothing is framed, serialized, dispatched or checked.
+Both look at every byte, in place or in bytes objects that they make of them. Nothing is framed,
+serialized, dispatched or checked.
 """
 
 from __future__ import annotations
@@ -20,9 +21,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.memory.fresh import copied
+
 Look = Callable[[Any], object]
 """Looks at every byte of an array."""
 Array = NDArray[np.uint8]
+Buffers = Sequence[Any]
+Take = Callable[[Sequence[Array]], Buffers]
+"""What is looked at, and sent on, of buffers that have arrived."""
+
+
+def in_place(arrived: Sequence[Array]) -> Buffers:
+    """The buffers themselves."""
+    return arrived
+
+
+def as_bytes(arrived: Sequence[Array]) -> Buffers:
+    """Fresh bytes objects of them."""
+    return [copied(each) for each in arrived]
 
 _PAGE = mmap.PAGESIZE
 _CALL, _END = 1, 2
@@ -58,12 +74,13 @@ class _HandMemory:
         os.close(self.answered)
 
 
-def _answer_by_memory(memory: _HandMemory, look: Look) -> None:
+def _answer_by_memory(memory: _HandMemory, take: Take, look: Look) -> None:
     while os.eventfd_read(memory.asked) != _END:
-        for there in memory.there:
-            look(there)
-        for back, there in zip(memory.back, memory.there, strict=True):
-            np.copyto(back, there)
+        buffers = take(memory.there)
+        for each in buffers:
+            look(each)
+        for back, each in zip(memory.back, buffers, strict=True):
+            np.copyto(back, np.frombuffer(each, np.uint8))
         os.eventfd_write(memory.answered, 1)
     memory.close()
 
@@ -80,15 +97,18 @@ def _received(connection: socket.socket, buffers: Sequence[Array]) -> bool:
     return True
 
 
-def _answer_by_socket(listener: socket.socket, sizes: Sequence[int], look: Look) -> None:
-    buffers = [np.empty(size, np.uint8) for size in sizes]
+def _answer_by_socket(
+    listener: socket.socket, sizes: Sequence[int], take: Take, look: Look
+) -> None:
+    arrived = [np.empty(size, np.uint8) for size in sizes]
     with listener, listener.accept()[0] as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while _received(connection, buffers):
+        while _received(connection, arrived):
+            buffers = take(arrived)
             for each in buffers:
                 look(each)
             for each in buffers:
-                connection.sendall(each.data)
+                connection.sendall(memoryview(each))
 
 
 class HandServer:
@@ -103,23 +123,23 @@ class HandServer:
         self._link = link
         self._look = look
 
-    def begin(self, wire: str, sizes: Sequence[int]) -> int:
+    def begin(self, wire: str, sizes: Sequence[int], take: Take) -> int:
         """Answers calls with such buffers; gives back the port, or 0 of shared memory."""
         port = 0
         if wire == "shm":
             memory = _HandMemory(sizes, [reduction.recv_handle(self._link) for _ in range(3)])
-            work: tuple[Any, ...] = (_answer_by_memory, memory, self._look)
+            work: tuple[Any, ...] = (_answer_by_memory, memory, take, self._look)
         else:
             listener = socket.create_server(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-            work = (_answer_by_socket, listener, sizes, self._look)
+            work = (_answer_by_socket, listener, sizes, take, self._look)
         threading.Thread(target=work[0], args=work[1:], name="by-hand", daemon=True).start()
         return port
 
 
 @contextlib.contextmanager
 def calls_by_hand(
-    link: Connection, wire: str, parts: Sequence[Array], look: Look
+    link: Connection, wire: str, parts: Sequence[Array], take: Take, look: Look
 ) -> Iterator[Callable[[], None]]:
     """What calls the server with these buffers.
 
@@ -127,10 +147,11 @@ def calls_by_hand(
         link: to the server.
         wire: "shm" or "tcp".
         parts: the buffers.
+        take: what is looked at, at both ends: `in_place` or `as_bytes`.
         look: at what comes back.
     """
     sizes = [part.nbytes for part in parts]
-    link.send(("by_hand", wire, sizes))
+    link.send(("by_hand", wire, sizes, take))
     if wire == "shm":
         file = os.memfd_create("by-hand")
         os.ftruncate(file, 2 * sum(map(_span, sizes)))
@@ -145,8 +166,8 @@ def calls_by_hand(
                 np.copyto(there, part)
             os.eventfd_write(memory.asked, _CALL)
             os.eventfd_read(memory.answered)
-            for back in memory.back:
-                look(back)
+            for each in take(memory.back):
+                look(each)
 
         try:
             yield call
@@ -163,7 +184,7 @@ def calls_by_hand(
                 connection.sendall(part.data)
             if not _received(connection, arrived):
                 raise ConnectionError("the server has closed the socket")
-            for each in arrived:
+            for each in take(arrived):
                 look(each)
 
         yield call_by_socket

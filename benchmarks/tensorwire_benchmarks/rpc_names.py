@@ -4,6 +4,11 @@ from __future__ import annotations
 
 GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
 RUNTIME_TENSOR, TORCH, BY_HAND = "runtime-tensor", "torch-rpc", "by-hand"
+BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES = "by-hand-bytes", "in-turn", "in-turn-bytes"
+LARGE_LIMITS = (BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
+"""Limits of payload that does not travel in its message."""
+LIMITS = {"bytes": IN_TURN_BYTES, "tensor": IN_TURN, "runtime": BY_HAND_BYTES}
+"""What a system could come to with payload that does not travel in its message."""
 UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
 REQUESTS = "requests"
 """A stream of requests."""
@@ -26,7 +31,7 @@ STREAMS = (STREAM, REQUESTS, AIO_STREAM)
 WIRES = ("shm", "tcp")
 
 SYSTEMS = {
-    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, BY_HAND, MEMCPY),
+    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, BY_HAND, *LARGE_LIMITS, MEMCPY),
     STREAM: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     REQUESTS: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),

@@ -25,13 +25,16 @@ from tensorwire.bench.processes import serve_messages
 
 from . import rpc_payloads as payloads
 from .rpc_aio import UNLIMITED, AioCalls, AioServers
-from .rpc_by_hand import HandServer, calls_by_hand
+from .rpc_by_hand import HandServer, as_bytes, calls_by_hand, in_place
 from .rpc_names import (
     AIO,
     AIO_STREAM,
     BY_HAND,
+    BY_HAND_BYTES,
     BYTES,
     GRPCIO,
+    IN_TURN,
+    IN_TURN_BYTES,
     MEMCPY,
     REQUESTS,
     RUNTIME,
@@ -45,6 +48,9 @@ from .rpc_names import (
 
 STREAMED = 8
 """Messages of a call with a stream."""
+_ENVELOPE_BYTES = 96
+"""Of the message that says where payload lies, about."""
+_BY_HAND = (BY_HAND, BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
 _KINDS = {UNARY: "unary_unary", STREAM: "unary_stream", REQUESTS: "stream_unary"}
 _TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
 _BUFFERS = payloads.Buffers.SerializeToString, payloads.Buffers.FromString
@@ -266,11 +272,9 @@ class Driver:
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""
         payload = np.arange(size_bytes, dtype=np.uint8)
-        if system == BY_HAND:
+        if system in _BY_HAND:
             parts = payloads.buffers(case) if case in SCHEMES else [payload]
-            with calls_by_hand(self._link, wire, parts, read) as by_hand:
-                by_hand()
-                return time_each(by_hand, count)
+            return self._time_by_hand(wire, system, parts, count)
         if case in (AIO, AIO_STREAM) and system != MEMCPY:
             times = self._aio.time(wire, case, system, payload.tobytes(), count)
         else:
@@ -283,6 +287,20 @@ class Driver:
             operation()
             times = time_each(operation, count)
         return [each / (STREAMED if case in STREAMS else 1) for each in times]
+
+    def _time_by_hand(self, wire: str, system: str, parts: list[Any], count: int) -> list[float]:
+        call, take = None, as_bytes if system in (BY_HAND_BYTES, IN_TURN_BYTES) else in_place
+        if system in (IN_TURN, IN_TURN_BYTES):
+            call = self._calls.simple(wire, UNARY, GRPCIO, np.zeros(_ENVELOPE_BYTES, np.uint8))
+        with calls_by_hand(self._link, wire, parts, take, read) as by_hand:
+
+            def in_turn() -> None:
+                if call is not None:
+                    call()
+                by_hand()
+
+            in_turn()
+            return time_each(in_turn, count)
 
     def _scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
         if system == MEMCPY:

@@ -26,10 +26,11 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
         "memcpy",
     )  # torch RPC is slow to begin
     unary = {("shm.unary", system, size) for size in (8, 1 << 20) for system in systems}
+    unary |= {("shm.unary", system, 1 << 20) for system in rpc_names.LARGE_LIMITS}
     crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime")}
     assert cases == unary | crowd
     assert all(row["seconds_median"] > 0 for row in report["rows"])
-    assert len(report["comparisons"]) == 8
+    assert len(report["comparisons"]) == 11
     met = {verdict["name"]: verdict["met"] for verdict in report["verdicts"]}
     assert met["shm bytes against grpcio's bytes, at 1 MiB"] is not None
     assert met["shm bytes against grpcio's bytes, at 64 MiB"] is None
@@ -42,7 +43,7 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_case(tmp_path: Path) -> None:
     """All systems of all cases have rows, torch RPC among them."""
-    settings = rpc.RpcSettings((8, 1 << 16), wires=("shm",), rounds=1, block_s=0.01)
+    settings = rpc.RpcSettings((8, 1 << 18), wires=("shm",), rounds=1, block_s=0.01)
     report = rpc.run(settings, lambda *_: None)
     found = {(row.case, row.system) for row in report.rows}
     assert found == {
