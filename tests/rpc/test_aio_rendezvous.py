@@ -53,7 +53,8 @@ FOUR = {
 @pytest.fixture(params=["shm", "tcp"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """In small chunks."""
-    monkeypatch.setattr(rendezvous, "CHUNK_BYTES", CHUNK)
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(rendezvous, name, CHUNK)
     monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", CHUNK)
     return str(request.param)
 

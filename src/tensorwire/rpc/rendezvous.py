@@ -35,6 +35,11 @@ from .leases import SLOTS, Lease, Pool
 from .threshold import Threshold
 
 CHUNK_BYTES = 4 << 20
+MAPPED_CHUNK_BYTES = 1 << 19
+"""Where the receiver has the memory mapped: caches still have what was copied when it is read."""
+FIRST_BYTES = 1 << 16
+"""Copied before the envelope leaves, of a message that is several times as long: the rest is copied
+while that is under way and the receiver wakes up."""
 LOOP_CHUNK_BYTES = 1 << 20
 """Copied at a time in an event loop."""
 BOARD_BYTES = 8 * (1 + 2 * SLOTS)
@@ -126,6 +131,7 @@ class Staging:
         lease: the memory.
         data: the message; at least a byte.
         board: of the receiver.
+        chunk_bytes: copied at a time.
 
     Attributes:
         lease: as given.
@@ -134,10 +140,13 @@ class Staging:
         StaleHandleError: the memory was freed.
     """
 
-    __slots__ = ("_at", "_data", "_target", "_word", "lease")
+    __slots__ = ("_at", "_chunk_bytes", "_data", "_target", "_word", "lease")
 
-    def __init__(self, lease: Lease[Offered], data: bytes, board: RemoteRegion) -> None:
+    def __init__(
+        self, lease: Lease[Offered], data: bytes, board: RemoteRegion, chunk_bytes: int
+    ) -> None:
         self.lease = lease
+        self._chunk_bytes = chunk_bytes
         self._data = np.frombuffer(data, np.uint8)
         self._target = lease.memory.array()
         self._word = board.word(8 * (_STAGED + lease.slot))
@@ -168,7 +177,7 @@ class Staging:
         """
         try:
             while self.left and needed():
-                self.step(CHUNK_BYTES)
+                self.step(self._chunk_bytes)
         except TensorwireError:
             pass
 
@@ -177,7 +186,7 @@ class Staging:
         try:
             while self.left and needed():
                 await asyncio.sleep(0)
-                self.step(LOOP_CHUNK_BYTES)
+                self.step(min(self._chunk_bytes, LOOP_CHUNK_BYTES))
         except TensorwireError:
             pass
 
@@ -226,6 +235,7 @@ class Rendezvous:
         self._regions: dict[int, tuple[int, RemoteRegion]] = {}
         self._count = 0
         self._maps = peer.path.transport == "shm"
+        self._chunk_bytes = MAPPED_CHUNK_BYTES if self._maps else CHUNK_BYTES
         self._looked_at = -1
 
     def takes(self, size_bytes: int) -> bool:
@@ -253,7 +263,7 @@ class Rendezvous:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
         lease = self.offers.take(len(data), call, patience_s, needed)
-        return None if lease is None else self._begin(lease, data, call, CHUNK_BYTES)
+        return None if lease is None else self._begin(lease, data, call)
 
     async def offer_later(
         self,
@@ -264,14 +274,12 @@ class Rendezvous:
     ) -> Staging | None:
         """As `offer`, without blocking the event loop."""
         lease = await self.offers.take_later(len(data), call, patience_s, needed)
-        return None if lease is None else self._begin(lease, data, call, LOOP_CHUNK_BYTES)
+        return None if lease is None else self._begin(lease, data, call)
 
-    def _begin(
-        self, lease: Lease[Offered], data: bytes, call: tuple[int, int], most_bytes: int
-    ) -> Staging:
+    def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Staging:
         try:
-            staging = Staging(lease, data, self._other_board)
-            staging.step(most_bytes)
+            staging = Staging(lease, data, self._other_board, self._chunk_bytes)
+            staging.step(FIRST_BYTES if len(data) >= 4 * FIRST_BYTES else len(data))
         except BaseException:
             self.offers.retire([lease], call)
             raise
@@ -294,7 +302,7 @@ class Rendezvous:
         remote = self._known(envelope) or self._look_up(envelope)
         with self._reading(envelope, remote, needed):
             fresh = FreshBytes(size)
-            for awaited in _chunks(envelope, size, remote, fresh, needed):
+            for awaited in self._chunks(envelope, size, remote, fresh, needed):
                 if isinstance(awaited, int):
                     self._wait(envelope.slot, awaited, needed)
                 else:
@@ -309,7 +317,7 @@ class Rendezvous:
             remote = await asyncio.to_thread(self._look_up, envelope)
         with self._reading(envelope, remote, needed):
             fresh = FreshBytes(size)
-            for awaited in _chunks(envelope, size, remote, fresh, needed):
+            for awaited in self._chunks(envelope, size, remote, fresh, needed):
                 if isinstance(awaited, int):
                     await self._wait_later(envelope.slot, awaited, needed)
                 else:
@@ -334,6 +342,28 @@ class Rendezvous:
             self._forget(envelope.slot, remote)
             raise
         self._tell(envelope.slot, envelope.turn)
+
+    def _chunks(
+        self,
+        envelope: Envelope,
+        size: int,
+        remote: RemoteRegion,
+        fresh: FreshBytes,
+        needed: Callable[[], bool],
+    ) -> Iterator[int | Transfer]:
+        """Reads a message; yields what is to be waited for: the word of its slot, or a transfer."""
+        under_way: deque[Transfer] = deque()
+        # The sender has copied all of a short message before this end is awake.
+        step = self._chunk_bytes if size > 4 * self._chunk_bytes else size
+        for at in range(0, size, step):
+            if at and not needed():
+                raise GivenUpError(_GIVEN_UP)
+            end = min(at + step, size)
+            yield envelope.turn - 1 + end
+            under_way.append(remote[at:end].read(fresh[at:end]))
+            if len(under_way) > _UNDER_WAY:
+                yield under_way.popleft()
+        yield from under_way
 
     def _claim(self, envelope: Envelope) -> int:
         """The size of a message that is to be read by who calls, if that can be."""
@@ -428,26 +458,6 @@ class Rendezvous:
                 self._other_board.word(0).set(self._count)
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits
-
-
-def _chunks(
-    envelope: Envelope,
-    size: int,
-    remote: RemoteRegion,
-    fresh: FreshBytes,
-    needed: Callable[[], bool],
-) -> Iterator[int | Transfer]:
-    """Reads a message; yields what is to be waited for: the word of its slot, or a transfer."""
-    under_way: deque[Transfer] = deque()
-    for at in range(0, size, CHUNK_BYTES):
-        if at and not needed():
-            raise GivenUpError(_GIVEN_UP)
-        end = min(at + CHUNK_BYTES, size)
-        yield envelope.turn - 1 + end
-        under_way.append(remote[at:end].read(fresh[at:end]))
-        if len(under_way) > _UNDER_WAY:
-            yield under_way.popleft()
-    yield from under_way
 
 
 def _look_at_time(until: float, needed: Callable[[], bool]) -> None:
