@@ -6,9 +6,9 @@ the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and call
 memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its own. by-hand: two
 processes copy into shared memory and raise eventfds on which the other one sleeps, or send on one
 socket (tcp). by-hand-bytes: and make bytes of what came. in-turn, in-turn-bytes: the same behind a
-call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a copy there and one back, and a look at each, in one process. All take turns,
-block by block. A call moves its payload twice; of a stream of answers a row is one message of
-eight. aio and aio_stream: the same in event loops. uniform, random, skew: messages of ten buffers,
+call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a
+copy there and one back, and a look at each, in one process. All take turns, block by block. A call
+moves its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream: the same in event loops. uniform, random, skew: messages of ten buffers,
 as fields of bytes or as arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one
 client call at a time, with 8 bytes; the CPU time of both processes by calls is what counts.
 processes1, 4, 16: the same with so many processes. requests: a stream of eight requests. push_pull:

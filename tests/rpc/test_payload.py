@@ -294,6 +294,22 @@ def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> Non
         assert kept == list(range(40))
 
 
+@pytest.mark.parametrize("runtime", [False, True])
+def test_the_runtime_has_smaller_arrays_go_ahead(
+    serve: Callable[..., Any], options: dict[str, Any], runtime: bool
+) -> None:
+    """Between the two thresholds of each transport, which the user has not set."""
+    own = {"threshold_bytes": None, "runtime": runtime}
+    size = 150_000 if "shm" in options["transports"] else 300_000
+    server = serve({"/t/m": UU(lambda request, context: request, **TENSORS)}, **own)
+    with connect(server, options, **own) as channel:
+        sent = np.arange(size, dtype=np.uint8)
+        for _ in range(2):  # the first may still go by grpcio
+            answer = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+            assert (answer == sent).all()
+        assert (channel.attachment.leases_there.leased_bytes > 0) == runtime
+
+
 def test_arrays_that_were_dropped_let_the_same_memory_be_used_again(
     serve: Callable[..., Any], options: dict[str, Any]
 ) -> None:

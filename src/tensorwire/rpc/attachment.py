@@ -28,8 +28,10 @@ from .threshold import Threshold
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
-ARRAYS_THRESHOLDS = {"shm": 1 << 16, "tcp": 1 << 17, "rdma": 1 << 16}
-"""Of the arrays of a message, which otherwise pass through protobuf."""
+ARRAYS_THRESHOLDS = {"shm": 3 << 16, "tcp": 5 << 17, "rdma": 3 << 16}
+"""Of the arrays of a message of a call by grpcio, which otherwise pass through protobuf."""
+RUNTIME_ARRAYS_THRESHOLDS = {"shm": 3 << 15, "tcp": 1 << 17, "rdma": 3 << 15}
+"""The same of the runtime, to whose calls what goes ahead adds less."""
 
 CALLS = 1024
 """Calls of an attachment at a time that may have payload beside them."""
@@ -88,7 +90,7 @@ class RpcAttachment:
     Attributes:
         id, limits, peer: as given.
         transport: by which payload travels.
-        threshold_bytes, arrays_threshold_bytes: from where messages and arrays do.
+        threshold_bytes: from where messages do.
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
         recent: what the latest messages are held by, see `look_at_recent`.
@@ -127,7 +129,6 @@ class RpcAttachment:
         self.transport = peer.path.transport
         own = limits.threshold_bytes
         self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
-        self.arrays_threshold_bytes = ARRAYS_THRESHOLDS[self.transport] if own is None else own
         self._node = node
         self._board = board
         self._is_client = is_client
@@ -151,6 +152,12 @@ class RpcAttachment:
     def lost(self) -> bool:
         """The other end, or the way to it, is gone; or this is a forked child."""
         return self.peer.lost or self._pid != os.getpid()
+
+    def arrays_threshold(self, *, by_runtime: bool) -> int:
+        """From how many bytes the arrays of a message go ahead of it."""
+        if (own := self.limits.threshold_bytes) is not None:
+            return own
+        return (RUNTIME_ARRAYS_THRESHOLDS if by_runtime else ARRAYS_THRESHOLDS)[self.transport]
 
     def look(self) -> bool:
         """For the janitor: ends with the peer, and takes back what calls have left."""

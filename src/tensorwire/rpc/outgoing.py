@@ -240,7 +240,11 @@ class SentMessage:
     ) -> bytes:
         """What travels of a message that is not read by the other end."""
         self.by_rendezvous = False
-        beside = {} if attachment is None or body is not None else _worth_it(attachment, arrays)
+        beside: dict[int, NDArray[np.uint8]] = {}
+        if attachment is not None and body is None:
+            least = attachment.arrays_threshold(by_runtime=self.link.offers)
+            if sum(each.nbytes for each in arrays.values()) >= least and len(arrays) < MAX_PIECES:
+                beside = arrays
         if body is None and not beside:
             body = _inside(self.message, arrays, serializer)
         data: bytes | None = None
@@ -384,14 +388,6 @@ def embed(message: Any) -> Any:
         StaleHandleError: the array of a Tensor is gone.
     """
     return _filled(message, {t.ticket: source_of(t) for t in tensors(message) if t.ticket})
-
-
-def _worth_it(
-    attachment: RpcAttachment, arrays: dict[int, NDArray[np.uint8]]
-) -> dict[int, NDArray[np.uint8]]:
-    """The arrays of a message if they are to go ahead of it, else none."""
-    size = sum(array.nbytes for array in arrays.values())
-    return arrays if size >= attachment.arrays_threshold_bytes and len(arrays) < MAX_PIECES else {}
 
 
 def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
