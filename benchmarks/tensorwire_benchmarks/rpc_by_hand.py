@@ -40,6 +40,7 @@ def as_bytes(arrived: Sequence[Array]) -> Buffers:
     """Fresh bytes objects of them."""
     return [copied(each) for each in arrived]
 
+
 _PAGE = mmap.PAGESIZE
 _CALL, _END = 1, 2
 

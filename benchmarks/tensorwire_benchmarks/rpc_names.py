@@ -37,7 +37,8 @@ SYSTEMS = {
     AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     AIO_STREAM: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, BY_HAND, MEMCPY)),
-    **dict.fromkeys((*CROWDS, *PROCESSES), (GRPCIO, BYTES, RUNTIME)),
+    **dict.fromkeys(CROWDS, (GRPCIO, BYTES, RUNTIME, BY_HAND)),
+    **dict.fromkeys(PROCESSES, (GRPCIO, BYTES, RUNTIME)),
     PUSH_PULL: (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR),
 }
 """By case, the rival first and the limit last."""

@@ -6,6 +6,7 @@ got. torch is not imported.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -316,10 +317,8 @@ class Driver:
         The CPU time is that of all threads, by calls.
         """
         payload = np.arange(size_bytes, dtype=np.uint8)
-        operation = self._calls.simple(wire, UNARY, system, payload)
-        operation()
 
-        def work(_: int) -> list[float]:
+        def work(operation: Callable[[], object]) -> list[float]:
             times = []
             while time.perf_counter() < until:
                 began = time.perf_counter()
@@ -327,11 +326,22 @@ class Driver:
                 times.append(time.perf_counter() - began)
             return times
 
-        here, there = time.process_time(), self.remote_cpu()
-        until = time.perf_counter() + seconds
-        with ThreadPoolExecutor(clients) as pool:
-            times = [each for some in pool.map(work, range(clients)) for each in some]
-        here, there = time.process_time() - here, self.remote_cpu() - there
+        with contextlib.ExitStack() as by_hand, ThreadPoolExecutor(clients) as pool:
+            if system == BY_HAND:
+                operations = [
+                    by_hand.enter_context(
+                        calls_by_hand(self._link, wire, [payload], in_place, read)
+                    )
+                    for _ in range(clients)
+                ]
+            else:
+                operations = [self._calls.simple(wire, UNARY, system, payload)] * clients
+            for operation in operations:
+                operation()
+            here, there = time.process_time(), self.remote_cpu()
+            until = time.perf_counter() + seconds
+            times = [each for some in pool.map(work, operations) for each in some]
+            here, there = time.process_time() - here, self.remote_cpu() - there
         return times, here / len(times), there / len(times)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
     )  # torch RPC is slow to begin
     unary = {("shm.unary", system, size) for size in (8, 1 << 20) for system in systems}
     unary |= {("shm.unary", system, 1 << 20) for system in rpc_names.LARGE_LIMITS}
-    crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime")}
+    crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime", "by-hand")}
     assert cases == unary | crowd
     assert all(row["seconds_median"] > 0 for row in report["rows"])
     assert len(report["comparisons"]) == 11
