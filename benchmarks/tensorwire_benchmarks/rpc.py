@@ -153,7 +153,7 @@ def _scheme_bytes(case: str) -> int:
 
 
 def _systems(settings: RpcSettings, case: str, size: int) -> tuple[str, ...]:
-    left_out = () if settings.torch else (TORCH,)
+    left_out = [] if settings.torch else [TORCH]
     if size < THRESHOLD_BYTES:
         left_out += LARGE_LIMITS
     return tuple(each for each in SYSTEMS[case] if each not in left_out)

@@ -327,6 +327,7 @@ class Driver:
             return times
 
         with contextlib.ExitStack() as by_hand, ThreadPoolExecutor(clients) as pool:
+            operations: list[Callable[[], object]]
             if system == BY_HAND:
                 operations = [
                     by_hand.enter_context(
