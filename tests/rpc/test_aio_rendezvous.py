@@ -53,7 +53,7 @@ FOUR = {
 @pytest.fixture(params=["shm", "tcp"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """In small chunks."""
-    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES"):
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
         monkeypatch.setattr(rendezvous, name, CHUNK)
     monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", CHUNK)
     return str(request.param)

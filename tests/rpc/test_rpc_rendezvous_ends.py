@@ -19,7 +19,7 @@ CHUNK = 1 << 16
 @pytest.fixture(params=WIRES)
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     """Ends whose messages go by rendezvous from 1000 bytes on, in small chunks."""
-    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES"):
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
         monkeypatch.setattr(rendezvous, name, CHUNK)
     made = between(request.param, threshold_bytes=1000)
     yield made

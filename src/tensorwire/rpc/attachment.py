@@ -38,6 +38,7 @@ CALLS = 1024
 LAST_GENERATION = (1 << 32) - 1
 """The highest of a call's number: it travels in 4 bytes."""
 
+_RECENT = 8
 _GRACE_S = 2.0
 _UNNUMBERED_S = 10.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
@@ -93,7 +94,8 @@ class RpcAttachment:
         threshold_bytes: from where messages do.
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
-        recent: what the latest messages are held by, see `look_at_recent`.
+        recent: what the latest messages are held by, see `look_at_recent`. A list, as copying it
+            is atomic.
         runtime: what carries calls besides grpcio; None: nothing does.
         rendezvous: for messages of the runtime; None: both ends do not have it.
         unmarked_bytes: at the client: the server knows its calls also where they have no mark, so
@@ -140,7 +142,7 @@ class RpcAttachment:
         self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
-        self.recent: deque[Watched] = deque(maxlen=8)
+        self.recent: list[Watched] = []
         self.runtime: CallCarrier | None = None
         self.rendezvous: Rendezvous | None = None
         self.unmarked_bytes = 0
@@ -225,10 +227,15 @@ class RpcAttachment:
         if self.rendezvous is not None:
             self.rendezvous.offers.retire(leases, call)
 
+    def remember(self, holding: Watched) -> None:
+        """The memory of a message is looked at before the next ones."""
+        self.recent.append(holding)
+        del self.recent[:-_RECENT]
+
     def look_at_recent(self) -> None:
         """Has the memory of the latest messages given back, if they were dropped meanwhile."""
         recent = self.recent
-        for each in list(recent):
+        for each in recent[:]:
             if not each.look():
                 with contextlib.suppress(ValueError):  # another thread has seen that too
                     recent.remove(each)

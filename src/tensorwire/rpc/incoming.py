@@ -103,7 +103,7 @@ class Reader:
             message = body if self._deserializer is None else self._deserializer(body)
             holding = _redeem(message, arrival)
             if holding is not None:
-                attachment.recent.append(holding)
+                attachment.remember(holding)
                 if holdings is not None:
                     holdings.append(holding)
             return message

@@ -42,6 +42,8 @@ FIRST_BYTES = 1 << 16
 while that is under way and the receiver wakes up."""
 LOOP_CHUNK_BYTES = 1 << 20
 """Copied at a time in an event loop."""
+AT_ONCE_BYTES = 2 << 20
+"""A message that is no longer is copied before its receiver is awake, which reads it in one."""
 BOARD_BYTES = 8 * (1 + 2 * SLOTS)
 """Of a board: what was read of the owner's memory, as for leases, and how far the other end has
 come with its messages."""
@@ -353,8 +355,7 @@ class Rendezvous:
     ) -> Iterator[int | Transfer]:
         """Reads a message; yields what is to be waited for: the word of its slot, or a transfer."""
         under_way: deque[Transfer] = deque()
-        # The sender has copied all of a short message before this end is awake.
-        step = self._chunk_bytes if size > 4 * self._chunk_bytes else size
+        step = self._chunk_bytes if size > AT_ONCE_BYTES else size
         for at in range(0, size, step):
             if at and not needed():
                 raise GivenUpError(_GIVEN_UP)

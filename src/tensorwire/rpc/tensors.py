@@ -138,6 +138,10 @@ class _Overdue:
     def __init__(self) -> None:
         self._asked = 0.0
 
+    def forked(self) -> None:
+        """In a forked child, whose janitor looks at nothing yet."""
+        self._asked = 0.0
+
     def watch(self, now: float) -> None:
         """Has the janitor look; asked once a second, as that costs more than making an array."""
         if now > self._asked + 1.0:
@@ -155,11 +159,11 @@ class _Overdue:
 
 _tickets: list[int] = []
 _DRAWN = struct.Struct("<64Q")
-os.register_at_fork(after_in_child=_tickets.clear)
-
 _lent: dict[int, LentArray] = {}
 _held: dict[int, Holding] = {}
 _overdue = _Overdue()
+os.register_at_fork(after_in_child=_tickets.clear)
+os.register_at_fork(after_in_child=_overdue.forked)
 
 
 def new_ticket() -> int:
