@@ -139,8 +139,38 @@ def test_a_stream_is_written_and_read_in_one_way_only(run: Any) -> None:
         with pytest.raises(grpc.aio.UsageError):
             await call.write(b"abc")
         assert [each async for each in call] == [b"abc"]
+        assert await call.read() is grpc.aio.EOF
+        with pytest.raises(grpc.aio.UsageError):
+            await call.write(b"abc")
+        with pytest.raises(grpc.aio.UsageError):
+            await call.done_writing()
 
     run({"/t/m": SS(echo_all)}, test)
+
+
+def test_requests_without_a_serializer_are_bytes(run: Any) -> None:
+    async def test(channel: Any) -> None:
+        for request in ("abc", bytearray(b"abc"), 5):
+            with pytest.raises(TypeError):
+                await channel.unary_unary("/t/u")(request)
+            call = channel.stream_stream("/t/s")()
+            with pytest.raises(TypeError):
+                await call.write(request)
+            call.cancel()
+        assert await channel.unary_unary("/t/u")(None) == b""
+
+    run({"/t/u": UU(echo), "/t/s": SS(echo_all)}, test)
+
+
+def test_responses_without_a_serializer_may_be_text(run: Any) -> None:
+    async def text(request: bytes, context: Any) -> Any:
+        return request.decode()
+
+    async def test(channel: Any) -> None:
+        for _ in range(2):
+            assert await channel.unary_unary("/t/m")(b"abc") == b"abc"
+
+    run({"/t/m": UU(text)}, test)
 
 
 def test_credentials_of_a_call_need_a_secure_channel(run: Any) -> None:

@@ -184,17 +184,14 @@ class _LaterRequests(LaterCall):
 
     async def write(self, request: Any) -> None:
         """See `grpc.aio.StreamUnaryCall`."""
-        self._check_alive()
+        if self._made is None and self.done():
+            raise asyncio.InvalidStateError("RPC already finished.")
         call = await self._needed()
         await call.write(request)
 
-    def _check_alive(self) -> None:
-        if self.done():
-            raise asyncio.InvalidStateError("RPC already finished.")
-
     async def done_writing(self) -> None:
         """See `grpc.aio.StreamUnaryCall`."""
-        if not self.done():
+        if self._made is not None or not self.done():
             call = await self._needed()
             await call.done_writing()
 

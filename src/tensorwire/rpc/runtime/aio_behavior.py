@@ -185,7 +185,7 @@ class AioPerformance:
         """The bytes of a response, and what is to `finish_later` when they have been sent."""
         message = SentMessage(response, self._link, last=True)
         serializer = self._handler.response_serializer
-        data = await observed.serialize_later(self._traced, message, serializer)
+        data = await observed.serialize_later(self._traced, message, serializer, text=True)
         if 0 <= self._most_bytes < len(data):
             text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
             self.finish(_Code.RESOURCE_EXHAUSTED, text)

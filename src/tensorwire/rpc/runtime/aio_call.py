@@ -478,10 +478,12 @@ class _ManyResponses(AioCall):
         self._raise_for_status()
 
     async def read(self) -> Any:
-        if self._iterator is not None:
-            raise grpc.aio.UsageError("a call is read by `read` or by iterating, not by both")
-        self._reads = True
-        message = grpc.aio.EOF if self._code is not None else await self._next()
+        message: Any = grpc.aio.EOF
+        if self._code is None:
+            if self._iterator is not None:
+                raise grpc.aio.UsageError("a call is read by `read` or by iterating, not by both")
+            self._reads = True
+            message = await self._next()
         if message is grpc.aio.EOF:
             self._raise_for_status()
         return message
