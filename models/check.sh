@@ -21,6 +21,10 @@ long    | 2 waiters, one for ever, request     | -DWAITERS=2 -DPROGRESS=1 -DFROM
 long    | 2 waiters, socket, one gives up, thread | -DWAITERS=2 -DPROGRESS=1 -DFROM0=NEVER -DFROM1=NET -DGIVES_UP=0
 long    | 1 waiter, asyncio, 2 writers, thread | -DWAITERS=2 -DPROGRESS=1 -DASYNC=1
 long    | 1 waiter, asyncio, socket, thread    | -DWAITERS=2 -DPROGRESS=1 -DASYNC=1 -DFROM1=NET
+long    | 2 waiters, 2 writers, one never drives, thread | -DWAITERS=2 -DPROGRESS=1 -DFOLLOWS=1
+holds   | 1 waiter that never drives, thread   | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0 -DROUNDS=2
+notices | 1 waiter that never drives, thread   | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0
+holds   | 1 waiter that never drives, socket, thread | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0 -DFROM0=NET
 holds   | 1 waiter, 1 writer, twice            | -DWAITERS=1 -DROUNDS=2
 notices | 1 waiter, 1 writer                   | -DWAITERS=1
 holds   | 1 waiter, writer, thread, twice      | -DWAITERS=1 -DROUNDS=2 -DPROGRESS=1

@@ -27,6 +27,9 @@
 #ifndef ASYNC
 #define ASYNC 9                 /* this waiter is an asyncio loop: it neither drives nor follows */
 #endif
+#ifndef FOLLOWS
+#define FOLLOWS 9               /* this waiter never drives: Transfer.wait(lead=False) */
+#endif
 #ifndef GIVES_UP
 #define GIVES_UP 9              /* this waiter's deadline may pass at any time */
 #endif
@@ -51,8 +54,9 @@
 #define SERVICE 0               /* frames that nobody here waits for, e.g. a peer's read request */
 #endif
 
-/* Without jobs URGENT is never set, and the steps that clear and read it are left out. */
-#define JOBS (FROM0 == JOB || FROM1 == JOB || FROM2 == JOB)
+/* Without jobs and waiters that never drive, URGENT is never set, and the steps that clear and read
+   it are left out. */
+#define JOBS (FROM0 == JOB || FROM1 == JOB || FROM2 == JOB || FOLLOWS < WAITERS)
 
 #define rounds(i) ((i) == 0 -> ROUNDS : 1)
 #define from(i) ((i) == 0 -> FROM0 : ((i) == 1 -> FROM1 : FROM2))
@@ -347,6 +351,9 @@ lead:
     goto look
   :: else
   fi;
+#if FOLLOWS < WAITERS
+  if :: me == FOLLOWS -> goto follow :: else fi;
+#endif
   atomic {
     try_drive(me, WAITER, x);
     if
@@ -361,6 +368,7 @@ lead:
     fi
   }
 
+follow:
   increment(me, SLEEPERS);
   atomic {
     load(me, DRIVER, x);        /* whoever releases from here on sees that we sleep */
@@ -368,6 +376,17 @@ lead:
     if :: x == NOBODY -> x = WAITER :: else fi
 #endif
   }
+#if FOLLOWS < WAITERS
+  if                            /* it has the thread drive, and never takes the lead from it */
+#ifdef MUT_FOLLOWER_NO_ATTENTION
+  :: atomic { me == FOLLOWS -> x = 0; goto sleep }
+#else
+  :: me == FOLLOWS && x == NOBODY -> attention(me, x); goto sleep
+  :: atomic { me == FOLLOWS && x != NOBODY -> x = 0; goto sleep }
+#endif
+  :: else
+  fi;
+#endif
   if
   :: x == NOBODY -> goto awake
   :: x == WAITER
@@ -375,6 +394,7 @@ lead:
     exchange(me, YIELD, 1, x);
     if :: x == 0 -> doorbell = 1 :: else fi
   fi;
+sleep:
   atomic {                      /* futex_wait(event_seq, seq): compare and queue are one step */
     x = 0;
     if :: !stale[me] -> asleep[me] = 1 :: else fi
