@@ -164,16 +164,19 @@ class Pool(Generic[Memory]):
         if size_bytes > self._limit_bytes:
             return None, False
         slot: int | None = None
+        freed: list[Memory] = []
         with self._lock:
             self._collect()
             lease = self._pick(size_bytes)
             if lease is None and not (patient and self._should_wait(call)):
-                slot = self._reserve(size_bytes)
+                slot = self._reserve(size_bytes, freed)
             if slot is not None:
                 self._serial += 1
             serial = self._serial
         if lease is not None:
             return self._use(lease, call, wanted_bytes), False
+        for each in freed:  # first, as the new memory is to be where it was
+            self._free(each)
         if slot is None:
             return None, bool(self._used)
         try:
@@ -184,7 +187,7 @@ class Pool(Generic[Memory]):
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)
-            return None, False
+            return None, bool(self._used or freed)
         return self._use(Lease(slot, serial, memory), call, wanted_bytes), False
 
     def _should_wait(self, call: tuple[int, int]) -> bool:
@@ -196,7 +199,7 @@ class Pool(Generic[Memory]):
         raise NotImplementedError
 
     def _free(self, memory: Memory) -> None:
-        """Gives memory back to where it is. In the janitor's thread."""
+        """Gives memory back to where it is."""
         raise NotImplementedError
 
     def _turns_of(self, size_bytes: int) -> int:
@@ -263,14 +266,17 @@ class Pool(Generic[Memory]):
             self._idle.remove(best)
         return best
 
-    def _reserve(self, size_bytes: int) -> int | None:
-        """A slot for new memory, for which idle memory makes room; None: wait for credits."""
+    def _reserve(self, size_bytes: int, freed: list[Memory]) -> int | None:
+        """A slot for new memory; None: wait for credits.
+
+        Idle memory that has to make room for it is added to `freed`, to be freed by who calls.
+        """
         while self._bytes + size_bytes > self._limit_bytes or not self._slots:
             if not self._idle:
                 return None
             lease = self._idle.pop(0)
             self._forget(lease)
-            JANITOR.soon(partial(self._free, lease.memory))
+            freed.append(lease.memory)
         self._bytes += size_bytes
         return self._slots.pop()
 

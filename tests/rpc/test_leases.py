@@ -1,0 +1,70 @@
+"""Memory that one end leases at the other, without calls."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tensorwire import Node
+from tensorwire.rpc.leases import SLOTS, Lease, LeasePool
+
+KIB64 = 1 << 16
+
+
+class Leasing:
+    """A pool at one Node, of memory of another that lends just so much."""
+
+    def __init__(self, transport: str, node: Node, other: Node) -> None:
+        self._board = node.allocate(8 * (1 + SLOTS))
+        self._words = self._board.array("uint64")
+        peer = node.connect(other.address)
+        assert peer.path.transport == transport
+        self.pool = LeasePool(peer, self._board, 8 * KIB64)
+
+    def take(self, size_bytes: int, patience_s: float = 1.0) -> Lease[Any] | None:
+        return self.pool.take(size_bytes, (0, 1), patience_s, lambda: True)
+
+    def give_back(self, lease: Lease[Any] | None) -> None:
+        """As the other end does."""
+        assert lease is not None
+        self._words[1 + lease.slot] = lease.turn
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def leasing(request: pytest.FixtureRequest) -> Iterator[Leasing]:
+    options: dict[str, Any] = {"transports": [request.param]}
+    with Node(**options) as node, Node(quota_bytes=8 * KIB64, **options) as other:
+        yield Leasing(request.param, node, other)
+
+
+def test_idle_memory_makes_room_for_larger_memory(leasing: Leasing) -> None:
+    """At once, though the other end lends nothing before it has all of it back."""
+    for _ in range(5):
+        small = [leasing.take(KIB64) for _ in range(8)]
+        for each in small:
+            leasing.give_back(each)
+        large = leasing.take(8 * KIB64, patience_s=0.0)
+        assert large is not None
+        leasing.give_back(large)
+    assert leasing.pool.leased_bytes == 8 * KIB64
+
+
+def test_who_is_refused_memory_waits_for_that_which_is_used(leasing: Leasing) -> None:
+    """The other end has less than it has said."""
+    other = leasing.take(KIB64)
+    assert other is not None
+    taken = other.memory.peer.allocate(6 * KIB64)
+    kept = leasing.take(KIB64)
+
+    asked = []
+
+    def needed() -> bool:
+        asked.append(True)
+        if len(asked) == 2:
+            leasing.give_back(kept)
+        return True
+
+    found = leasing.pool.take(KIB64, (0, 2), 5.0, needed)
+    assert found is kept
+    assert len(asked) >= 2
+    taken.free()
