@@ -195,7 +195,7 @@ class _Crew:
             for _ in range(SERVERS - 1):
                 self._others.append(ProcessPair(f"{__package__}.rpc_pair", {"wires": self._wires}))
             targets = [each.call("targets") for each in (pair, *self._others)]
-            self._workers = Workers(self._count, targets, self._wires)
+            self._workers = Workers(self._count, targets)
         return self._workers
 
     def remote_cpu(self, pair: ProcessPair) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -161,45 +161,43 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
 
 
 class ClientCalls:
-    """What a client calls, by a channel of each system.
+    """What a client calls, by a channel of each system, which is made when it is first asked for.
+
+    A channel each: grpcio's flow control goes by what a connection has carried lately.
 
     Args:
         targets: of a server, by system and wire.
-        wires: that are asked for.
-
-    Raises:
-        RuntimeError: payload or calls do not travel as they should.
     """
 
-    def __init__(self, targets: dict[str, dict[str, str]], wires: Sequence[str]) -> None:
+    def __init__(self, targets: dict[str, dict[str, str]]) -> None:
+        self._targets = targets
         self._channels: dict[tuple[str, str], Any] = {}
-        for wire in wires:
-            plain = grpc.insecure_channel(targets[GRPCIO][wire], options=UNLIMITED)
-            # A channel each: grpcio's flow control goes by what a connection has carried lately.
-            ours, arrays = (
-                rpc.insecure_channel(targets[BYTES][wire], UNLIMITED, transports=(wire,))
-                for _ in range(2)
-            )
-            for each in (ours, arrays):
-                each.unary_unary("/bench/unary")(bytes(8))
-                if each.payload != wire:
-                    raise RuntimeError(f"payload does not travel by {wire}: {each.payload}")
-            frames = rpc.insecure_channel(
-                targets[RUNTIME][wire], UNLIMITED, transports=(wire,), runtime=True
-            )
-            frames.unary_unary("/bench/unary")(bytes(8))
-            if frames.runtime != wire:
-                raise RuntimeError(f"calls do not travel by {wire}: {frames.runtime}")
-            self._channels |= {
-                (wire, GRPCIO): plain, (wire, BYTES): ours, (wire, TENSOR): arrays,
-                (wire, RUNTIME): frames, (wire, RUNTIME_TENSOR): frames,
-            }  # fmt: skip
+
+    def _channel(self, wire: str, system: str) -> Any:
+        """RuntimeError: payload or calls do not travel as they should."""
+        channel = self._channels.get((wire, system))
+        if channel is None:
+            channel = self._channels[wire, system] = self._connect(wire, system)
+        return channel
+
+    def _connect(self, wire: str, system: str) -> Any:
+        if system == GRPCIO:
+            return grpc.insecure_channel(self._targets[GRPCIO][wire], options=UNLIMITED)
+        runtime = system in (RUNTIME, RUNTIME_TENSOR)
+        target = self._targets[RUNTIME if runtime else BYTES][wire]
+        channel = rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=runtime)
+        channel.unary_unary("/bench/unary")(bytes(8))
+        way = channel.runtime if runtime else channel.payload
+        if way != wire:
+            channel.close()
+            raise RuntimeError(f"{system} does not travel by {wire}: {way}")
+        return channel
 
     def simple(
         self, wire: str, case: str, system: str, payload: NDArray[np.uint8]
     ) -> Callable[[], object]:
         """A call with one buffer, or a stream of it."""
-        channel = self._channels[wire, system]
+        channel = self._channel(wire, system)
         if system == TENSOR:
             call = getattr(channel, _KINDS[case])(f"/bench/tensor_{case}", *_TYPES)
             if case == UNARY:
@@ -217,7 +215,7 @@ class ClientCalls:
     def scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
         """A call with ten buffers."""
         parts = payloads.buffers(case)
-        channel = self._channels[wire, system]
+        channel = self._channel(wire, system)
         if system in (TENSOR, RUNTIME_TENSOR):
             call = channel.unary_unary("/bench/tensors", *_TENSORS)
             return lambda: _read_all(payloads.arrays(call(payloads.of_tensors(parts))))
@@ -227,7 +225,7 @@ class ClientCalls:
     def begin_scheme(self, wire: str, case: str, system: str) -> Callable[[], Callable[[], None]]:
         """Begins a call with ten buffers; what that gives back waits for it and reads it."""
         parts = payloads.buffers(case)
-        channel = self._channels[wire, system]
+        channel = self._channel(wire, system)
         arrays = system in (TENSOR, RUNTIME_TENSOR)
         method, types = ("tensors", _TENSORS) if arrays else ("buffers", _BUFFERS)
         call = channel.unary_unary(f"/bench/{method}", *types)
@@ -255,7 +253,7 @@ class Driver:
         self._link = link
         self._targets: dict[str, dict[str, str]]
         self._targets, of_aio = self._ask("targets")
-        self._calls = ClientCalls(self._targets, options["wires"])
+        self._calls = ClientCalls(self._targets)
         self._aio = AioCalls(of_aio, options["wires"], read)
 
     def _ask(self, what: str) -> Any:

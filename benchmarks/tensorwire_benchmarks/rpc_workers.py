@@ -34,19 +34,18 @@ class Workers:
     Args:
         count: how many.
         targets: of each server, by system and wire.
-        wires: that are asked for.
 
     Raises:
         PairError: they did not come up.
     """
 
-    def __init__(self, count: int, targets: Sequence[Targets], wires: Sequence[str]) -> None:
+    def __init__(self, count: int, targets: Sequence[Targets]) -> None:
         context = get_context("spawn")
         self._processes = [
             ProcessPoolExecutor(1, mp_context=context, initializer=_ignore_interrupts)
             for _ in range(count)
         ]
-        self._all(len(self._processes), _connect, targets, tuple(wires))
+        self._all(len(self._processes), _connect, targets)
 
     def _all(self, count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
         """Has it done by some of them at a time; what they give back."""
@@ -95,10 +94,10 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the bench ends them in order
 
 
-def _connect(targets: Sequence[Targets], wires: Sequence[str]) -> None:
+def _connect(targets: Sequence[Targets]) -> None:
     from .rpc_pair import ClientCalls
 
-    _STATE["servers",] = [ClientCalls(each, wires) for each in targets]
+    _STATE["servers",] = [ClientCalls(each) for each in targets]
 
 
 def _disconnect() -> None:

@@ -56,6 +56,17 @@ def test_every_case(tmp_path: Path) -> None:
     assert rivals == {"bytes", "runtime"}
 
 
+@pytest.mark.slow
+def test_many_processes_by_both_wires() -> None:
+    """Servers have 64 attachments, and each process has those alone that it calls by."""
+    case = f"processes{rpc_names.CLIENTS[-1]}"
+    report = rpc.run(rpc.RpcSettings(cases=(case,), rounds=1, block_s=0.01), lambda *_: None)
+    found = {(row.case, row.system) for row in report.rows if row.measured}
+    assert found == {
+        (f"{wire}.{case}", system) for wire in rpc_names.WIRES for system in rpc_names.SYSTEMS[case]
+    }
+
+
 def test_sizes_that_cannot_be() -> None:
     result = CliRunner().invoke(main, ["bench", "rpc", "--sizes", "9"])
     assert result.exit_code == 2
