@@ -1,5 +1,6 @@
 """Memory that one end leases at the other, without calls."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class Leasing:
         """As the other end does."""
         assert lease is not None
         self._words[1 + lease.slot] = lease.turn
+        self._words[0] += 1
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -68,3 +70,20 @@ def test_who_is_refused_memory_waits_for_that_which_is_used(leasing: Leasing) ->
     assert found is kept
     assert len(asked) >= 2
     taken.free()
+
+
+def test_nobody_waits_again_before_some_is_given_back(leasing: Leasing) -> None:
+    """Or each of many responses that a client does not take would hold up a thread so long."""
+    kept = [leasing.take(KIB64) for _ in range(8)]
+    began = time.monotonic()
+    assert leasing.take(KIB64, patience_s=0.5) is None
+    assert time.monotonic() - began >= 0.5
+    began = time.monotonic()
+    for _ in range(20):
+        assert leasing.take(KIB64, patience_s=0.5) is None
+    assert time.monotonic() - began < 0.5
+    leasing.give_back(kept[0])
+    assert leasing.take(KIB64) is kept[0]
+    began = time.monotonic()
+    assert leasing.take(KIB64, patience_s=0.2) is None
+    assert time.monotonic() - began >= 0.2

@@ -83,6 +83,7 @@ class Pool(Generic[Memory]):
         self._lock = threading.Lock()
         self._bytes = 0
         self._serial = 0
+        self._in_vain = -1  # the credits that there were when somebody had waited for more
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
         self._idle: list[Lease[Memory]] = []
@@ -110,7 +111,8 @@ class Pool(Generic[Memory]):
     ) -> Lease[Memory] | None:
         """Takes memory for one message.
 
-        Waits for credits where the limit is reached and the receiver has some to give.
+        Waits for credits where the limit is reached and the receiver has some to give; not if
+        somebody has waited in vain, and the receiver has given none since.
 
         Args:
             size_bytes: at least so much.
@@ -125,11 +127,13 @@ class Pool(Generic[Memory]):
         Raises:
             PeerLostError, ClosedError: the attachment is over.
         """
-        until = time.monotonic() + patience_s
+        until = self._until(patience_s)
         while True:
             seen, left = self._count.value, until - time.monotonic()
             lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
             if lease is not None or not again or left <= 0 or not needed():
+                if lease is None and left <= 0 < patience_s:
+                    self._waited_in_vain(call, seen)
                 return lease
             try:
                 self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
@@ -145,16 +149,27 @@ class Pool(Generic[Memory]):
         answer_s: float = 5.0,
     ) -> Lease[Memory] | None:
         """As `take`; waits for credits without blocking the event loop."""
-        until = time.monotonic() + patience_s
+        until = self._until(patience_s)
         while True:
             seen, left = self._count.value, until - time.monotonic()
             lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
             if lease is not None or not again or left <= 0 or not needed():
+                if lease is None and left <= 0 < patience_s:
+                    self._waited_in_vain(call, seen)
                 return lease
             try:
                 await self._count.reached(seen + 1, min(left, _SLICE_S), peer=self._peer)
             except TimeoutError:
                 pass
+
+    def _until(self, patience_s: float) -> float:
+        now = time.monotonic()
+        return now if self._count.value == self._in_vain else now + patience_s
+
+    def _waited_in_vain(self, call: tuple[int, int], seen: int) -> None:
+        with self._lock:
+            if not self._should_wait(call):  # there is none for other calls either
+                self._in_vain = seen
 
     def _attempt(
         self, size_bytes: int, call: tuple[int, int], answer_s: float, *, patient: bool
