@@ -237,8 +237,8 @@ def test_the_user_agent_of_a_user_stays(serve: Any, transport: str) -> None:
     with connect(server, transport, options=options) as channel:
         agent = channel.unary_unary("/t/agent")(b"").decode()
         assert agent.startswith(f"grpc-python/{grpc.__version__} ")
-        assert agent.split(" ")[-2] == "mine/1"
-        assert read_token([(AGENT, agent)]) == agent.split(" ")[-1]
+        assert agent.split(" ")[-1] == "mine/1"
+        assert read_token([(AGENT, agent)]) == agent.split(" ")[-2]
         assert channel.attachment.unmarked_bytes > 0
     with rpc.insecure_channel(f"127.0.0.1:{server.port}", transports=()) as channel:
         assert "tensorwire" not in channel.unary_unary("/t/agent")(b"").decode()
@@ -345,9 +345,20 @@ def test_user_agents_are_those_that_grpcio_would_send(serve: Any, transport: str
         [(name, "")],
         [(name, "tensorwire/" + "0" * 32)],
     ):
-        ours = agent(rpc.insecure_channel, options).rpartition(b" ")
-        assert ours[0].rstrip() == agent(grpc.insecure_channel, options).rstrip()
-        assert ours[2].startswith(b"tensorwire/")
+        ours = agent(rpc.insecure_channel, options).rstrip().split(b" ")
+        ours.remove(next(word for word in ours if word.startswith(b"tensorwire/")))
+        assert ours == agent(grpc.insecure_channel, options).rstrip().split(b" ")
+
+
+def test_who_names_two_channels_is_none_of_them() -> None:
+    tokens = [ChannelAgent().token for _ in range(2)]
+    for value, found in (
+        ("grpc-python/1 " + tokens[0], tokens[0]),
+        (f"{tokens[0]} grpc-python/1 {tokens[0]} mine", tokens[0]),
+        (f"{tokens[0]} grpc-python/1 {tokens[1]}", None),
+        ("grpc-python/1", None),
+    ):
+        assert read_token([("other", "tensorwire/0"), (AGENT, value)]) == found
 
 
 @pytest.mark.parametrize("size", [10, 3 * len(BIG)])

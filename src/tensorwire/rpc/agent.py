@@ -42,11 +42,11 @@ class ChannelAgent:
         return self._pid == os.getpid()
 
     def added_to(self, options: Iterable[tuple[Any, Any]] | None) -> tuple[tuple[Any, Any], ...]:
-        """Options of a channel of grpcio with the token in its user agent, behind the user's.
+        """Options of a channel of grpcio with the token in its user agent, before the user's end.
 
         grpcio joins all options of that name.
         """
-        return *(options or ()), (_OPTION, self.token)
+        return (_OPTION, self.token), *(options or ())
 
 
 def token_of(nonce: object) -> str:
@@ -61,9 +61,9 @@ def token_of(nonce: object) -> str:
 
 
 def read_token(metadata: Any) -> str | None:
-    """The token in the metadata of a call, None if there is none."""
+    """The token in the metadata of a call, None if there is none, or another one too."""
     for key, value in metadata or ():
         if key == AGENT and isinstance(value, str):
-            last = value.rpartition(" ")[2]
-            return last if last.startswith(_PREFIX) else None
+            found = {word for word in value.split(" ") if word.startswith(_PREFIX)}
+            return found.pop() if len(found) == 1 else None
     return None
