@@ -3,6 +3,7 @@
 import contextvars
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from tensorwire.rpc.runtime.frames import parse
 from tensorwire.rpc.runtime.line import Line
 from tensorwire.rpc.runtime.ring import RingWriter
 from tensorwire.rpc.runtime.runner import QUICK_S, Runner
+from tensorwire.rpc.runtime.threads import Threads
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 OFTEN = 40
@@ -279,3 +281,49 @@ def test_which_methods_are_quick() -> None:
         for number in range(3000):
             runner.took(f"/t/{number}", 0.0)
         assert len(runner._trust) <= 1024
+
+
+@pytest.mark.parametrize("lock", ["_turn", "_writing"])
+def test_a_handler_of_a_signal_comes_as_soon_as_a_lock_is_taken(both: Ends, lock: str) -> None:
+    """Before anybody can know whose thread has it."""
+    both.methods = {"/t/echo": UU(echo)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/echo")
+    assert call(b"") == b""
+    client = channel.attachment.runtime
+    owner = client.reader if lock == "_turn" else client.line
+    got: list[bytes] = []
+
+    class Interrupted:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+            self.release, self.__exit__ = inner.release, inner.__exit__
+
+        def acquire(self, blocking: bool) -> bool:
+            taken: bool = self.inner.acquire(blocking=blocking)
+            if taken and not got:
+                got.append(b"")
+                got.append(call(b"of the handler"))
+            return taken
+
+    setattr(owner, lock, Interrupted(getattr(owner, lock)))
+    thread = threading.Thread(target=lambda: got.append(call(b"of the thread")), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert got == [b"", b"of the handler", b"of the thread"]
+
+
+def test_a_thread_keeps_nothing_of_what_it_has_done() -> None:
+    """Also of the first that it did, which its Thread was made with."""
+    threads, done = Threads(), threading.Event()
+    thing = threading.Event()
+    gone = weakref.ref(thing)
+    threads.run(thing.set)
+    assert thing.wait(LONG_S)
+    del thing
+    until = time.monotonic() + 1.0  # a thread that has nothing to do ends after two
+    while gone() is not None:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    threads.run(done.set)
+    assert done.wait(LONG_S)

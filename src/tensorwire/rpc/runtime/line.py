@@ -85,7 +85,7 @@ class Line:
         self._batch_bytes = _BATCH_BYTES if patient else _LOOP_BATCH_BYTES
         self._end = end
         self._outbox: deque[bytes] = deque()
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._blocked = False
         self._holder = 0
         self._over = False
@@ -126,8 +126,12 @@ class Line:
 
     def flush(self) -> None:
         """Writes what was sent, unless another thread does that, or there is no room."""
+        me = threading.get_ident()
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
-            self.writer = threading.get_ident()
+            if self.writer == me:  # a handler of a signal, while this thread writes already
+                self._writing.release()
+                return
+            self.writer = me
             try:
                 self._blocked = not self._write_out()
                 if self._blocked:
@@ -170,7 +174,11 @@ class Line:
             except (TensorwireError, IndexError):
                 self._outbox.clear()
             with self._writing:
-                self._blocked = not self._write_out()
+                self.writer = threading.get_ident()
+                try:
+                    self._blocked = not self._write_out()
+                finally:
+                    self.writer = 0
             if not self._blocked:
                 self.flush()  # what came in between
                 return
@@ -278,7 +286,7 @@ class SharedReader:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a handler of a signal may come before `_leader` is set
         self._leader = 0
         self._led_for: Waiter | None = None
         self._mutex = threading.Lock()
@@ -316,7 +324,9 @@ class SharedReader:
                     return False
                 if self._line.writer == me:
                     raise RuntimeError(_INTERRUPTED)
-                if self._turn.acquire(blocking=False):
+                if self._leader == me:
+                    self._lead_within(waiter, until, whole=whole)
+                elif self._turn.acquire(blocking=False):
                     self._leader = me
                     chosen = False
                     self._led += 1
@@ -328,8 +338,6 @@ class SharedReader:
                         self._pass_on()
                     if self._line.is_over and not (waiter.finished or waiter.has_work):
                         time.sleep(0.001)  # another thread is telling everybody
-                elif self._leader == me:
-                    self._lead_within(waiter, until, whole=whole)
                 else:
                     chosen = self._follow(waiter, left)
             return True
@@ -397,7 +405,7 @@ class SharedReader:
                 self._followers[mine] = latch
             waiter.latches.append(latch)
             # Whoever finishes it, or gives up the turn, from here on finds the latch.
-            if not (waiter.finished or waiter.has_work) and self._turn.locked():
+            if not (waiter.finished or waiter.has_work) and self._leader:
                 most = threading.TIMEOUT_MAX
                 latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
             interrupted = False
@@ -460,7 +468,7 @@ class SharedReader:
             self._wanted.clear()
             while self._watched > 0 and not line.is_over:
                 led = self._led
-                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn.locked()):
+                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._leader):
                     continue
                 if not self._turn.acquire(blocking=False):
                     break  # whoever has it passes it on

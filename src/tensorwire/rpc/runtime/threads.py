@@ -36,11 +36,13 @@ class Threads:
                 self._queue.put(work)
                 return
         threading.Thread(
-            target=self._run, args=(work,), name="tensorwire-rpc-work", daemon=True
+            target=self._run, args=([work],), name="tensorwire-rpc-work", daemon=True
         ).start()
 
-    def _run(self, work: Callable[[], object] | None) -> None:
+    def _run(self, first: list[Callable[[], object]]) -> None:
         queue = self._queue
+        # Its Thread keeps what it was given as long as it goes on, and with it messages of a call.
+        work: Callable[[], object] | None = first.pop()
         while work is not None:
             try:
                 contextvars.Context().run(work)
