@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from ends import Methods
+from ends import Methods, serving
 from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
 from test_rpc_conformance import LONG_S, SS, SU, US, UU
@@ -333,3 +334,48 @@ def test_calls_adapt_the_threshold(wire: str) -> None:
     run(wire, FOUR, test, threshold_bytes=None)
     assert {size for size, _ in seen} == {40_000}
     assert {by for _, by in seen} == {True, False}
+
+
+def test_a_loop_that_is_held_up_has_sent_what_it_began_to(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to as much as it copies at a time, which it does before anybody else has a turn."""
+    monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", 16 * CHUNK)
+    arrived = threading.Event()
+
+    def take(request: bytes, context: Any) -> bytes:
+        arrived.set()
+        return request
+
+    async def hold_up(request: bytes, context: Any) -> bytes:
+        return b"in time" if arrived.wait(LONG_S) else b"late"
+
+    def client(channel: Any, server: Any) -> None:
+        made = channel.unary_unary("/t/make").future(str(8 * CHUNK).encode())
+        held_up = channel.unary_unary("/t/hold").future(b"")
+        assert take(made.result(), None) == message(8 * CHUNK)
+        assert held_up.result() == b"in time"
+
+    with_sync_client(wire, {**FOUR, "/t/hold": UU(hold_up)}, client)
+    arrived.clear()
+
+    async def main(target: str) -> None:
+        keywords = options(wire)
+        async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            unary = channel.unary_unary("/t/take")
+            await unary(b"attached")
+            arrived.clear()
+            call = asyncio.ensure_future(_awaited(unary(message(8 * CHUNK))))
+            while not call.done() and not channel.attachment.rendezvous.offers.used:
+                await asyncio.sleep(0)
+            assert arrived.wait(LONG_S)  # and nothing runs in the loop
+            assert await call == message(8 * CHUNK)
+
+    with serving() as start:
+        server = rpc.server(ThreadPoolExecutor(2), options=UNLIMITED, **options(wire))
+        start(server, {"/t/take": UU(take)})
+        asyncio.run(main(f"127.0.0.1:{server.port}"))
+
+
+async def _awaited(call: Any) -> Any:
+    return await call

@@ -176,7 +176,9 @@ class SentMessage:
 
     def __del__(self) -> None:
         # grpcio drops it where the call has ended before it was asked for its bytes.
-        if self.last and not self._begun and may_have_tensors(type(self.message)):
+        if getattr(self, "_begun", True):  # it has none if its thread was interrupted
+            return
+        if self.last and may_have_tensors(type(self.message)):
             delivered([each.ticket for each in tensors(self.message)])
 
     def serialize(self, serializer: Serializer) -> bytes:
@@ -273,6 +275,15 @@ class SentMessage:
         staging, self.staging = self.staging, None
         if staging is not None:
             staging.run(self.link.awaits_messages)
+
+    def finish_some(self) -> bool:
+        """As `finish`, as much as an event loop copies at a time; True if something is left.
+
+        Others may hold up the loop for long, and a message that has only begun waits for that.
+        """
+        if self.staging is not None and not self.staging.run_some(self.link.awaits_messages):
+            self.staging = None
+        return self.staging is not None
 
     async def finish_later(self) -> None:
         """As `finish`, without blocking the event loop."""

@@ -183,14 +183,20 @@ class Staging:
         except TensorwireError:
             pass
 
-    async def run_later(self, needed: Callable[[], bool]) -> None:
-        """As `run`, in an event loop, where others have their turn after each chunk."""
+    def run_some(self, needed: Callable[[], bool]) -> bool:
+        """As `run`, in an event loop: `LOOP_CHUNK_BYTES` at most; True if something is left."""
+        end = self._at + LOOP_CHUNK_BYTES
         try:
-            while self.left and needed():
-                await asyncio.sleep(0)
-                self.step(min(self._chunk_bytes, LOOP_CHUNK_BYTES))
+            while self.left and self._at < end and needed():
+                self.step(min(self._chunk_bytes, end - self._at))
         except TensorwireError:
-            pass
+            return False
+        return self.left and needed()
+
+    async def run_later(self, needed: Callable[[], bool]) -> None:
+        """As `run`, in an event loop, where others have their turn in between."""
+        while self.run_some(needed):
+            await asyncio.sleep(0)
 
 
 class Rendezvous:

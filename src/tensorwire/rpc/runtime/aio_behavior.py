@@ -212,6 +212,7 @@ class AioPerformance:
         data, message = await self._serialize(response)
         await self._send(data)
         await message.finish_later()
+        await asyncio.sleep(0)  # others have their turn, however much there is to send
 
     async def _send(self, data: bytes) -> None:
         for lot in self._call.lots(data, LoopWaiter):
@@ -220,7 +221,6 @@ class AioPerformance:
             else:
                 assert isinstance(lot, LoopWaiter)
                 await lot.wait()
-        await asyncio.sleep(0)  # others have their turn, however much there is to send
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""

@@ -305,8 +305,9 @@ class AioCall:
         self._sender = self._client.loop.create_task(sending)
 
     def finish_sending(self, message: SentMessage) -> None:
-        """Copies what is left of the only request, in a task."""
-        self._sender = self._client.loop.create_task(message.finish_later())
+        """Copies what is left of the only request; what is too long for that now, in a task."""
+        if message.finish_some():
+            self._sender = self._client.loop.create_task(message.finish_later())
 
     async def _send_all(self, requests: Any, link: CallLink, serializer: Any, traced: Any) -> None:
         try:
