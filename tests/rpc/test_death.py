@@ -147,3 +147,24 @@ say(attachment.lost, kept[0])
 """
     code, printed, _ = outcome(tmp_path, program)
     assert (code, printed) == (0, "True None True\nFalse 2.0\n")
+
+
+def test_a_forked_child_is_told_that_what_has_arrived_is_not_its_own(tmp_path: Path) -> None:
+    """Its parent's memory is not mapped there: looking at it would end the child."""
+    program = """
+del kept
+if os.fork() == 0:
+    for look in (rpc.array, rpc.embed):
+        try:
+            look(answer)
+        except ClosedError as error:
+            say(error)
+    del answer
+    os._exit(0)
+say(os.wait()[1], rpc.array(answer)[0])
+"""
+    code, printed, _ = outcome(tmp_path, "from tensorwire import ClosedError\n" + program)
+    *told, last = printed.splitlines()
+    assert (code, last) == (0, "0 2.0")
+    assert len(told) == 2
+    assert all("copy what a child needs before the fork" in each for each in told)

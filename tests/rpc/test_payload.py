@@ -2,10 +2,12 @@
 
 import dataclasses
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 from tensorwire import StaleHandleError, rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc import tensors
+from tensorwire.rpc.inbox import Landed
 from tensorwire.rpc.negotiation import MARK, OPEN
 
 BIG = bytes(range(256)) * 4096  # 1 MiB
@@ -331,6 +334,98 @@ def test_arrays_that_were_dropped_let_the_same_memory_be_used_again(
         most = 1 if channel.attachment.transport == "shm" else 2
         assert channel.attachment.leases_there.leased_bytes <= most * 65536
         assert server.attachments[0].leases_there.leased_bytes <= most * 65536
+
+
+def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector comes while it is found out that nobody has the message any more."""
+    kept: list[Any] = []
+
+    class Last:
+        def __init__(self, message: Any) -> None:
+            self.message, self.circle = message, self
+
+        def __del__(self) -> None:
+            kept.append(rpc.array(self.message))
+
+    def after_collecting(counted: Any) -> int:
+        gc.collect()
+        return sys.getrefcount(counted) - 1  # this function has it too
+
+    monkeypatch.setattr(tensors.JANITOR, "watch", lambda watched: None)
+    message = rpc.Tensor(dtype="uint8", shape=[8], ticket=tensors.new_ticket())
+    given_back: list[bool] = []
+    landed = Landed(memoryview(bytearray(64)), {1: (0, 8)}, partial(given_back.append, True))
+    holding = tensors.Holding(landed, {message.ticket: 1}, [message])
+    monkeypatch.setattr(tensors, "getrefcount", after_collecting)
+    Last(message)
+    del message
+    assert holding.look()
+    assert len(kept) == 1
+    assert not given_back
+    kept.clear()
+    assert not holding.look()
+    assert given_back
+
+
+@pytest.mark.parametrize("name", ["f4,f4", ",", "i4, (", "(1,2", "object", "f4", ""])
+def test_a_name_from_outside_is_no_dtype(name: str) -> None:
+    """Whatever numpy makes of it, which evaluates some."""
+    with pytest.raises(TypeError, match="no dtype"):
+        rpc.array(rpc.Tensor(dtype=name, shape=[1], data=bytes(4)))
+
+
+def test_a_mask_is_not_left_behind() -> None:
+    with pytest.raises(TypeError, match="has a mask"):
+        rpc.tensor(np.ma.masked_array([1, 2], [False, True]))
+
+
+def test_a_call_is_made_while_memory_is_given_back(
+    serve: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """By a handler of a signal, or a finalizer, in the thread that does that."""
+    server = serve({"/t/m": UU(echo, **TENSORS)})
+    with connect(server, options) as channel:
+        call = tensor_call(channel)
+        sums = []
+
+        def add() -> None:
+            sums.append(rpc.array(call(rpc.tensor(np.ones(10_000)))).sum())
+
+        add()
+        inbox = channel.attachment.leases_here
+        tell, nested = inbox._tell, []
+
+        def interrupted(slot: int, turn: int) -> None:
+            if not nested:
+                nested.append(True)
+                add()
+            tell(slot, turn)
+
+        inbox._tell = interrupted
+        thread = threading.Thread(target=lambda: [add() for _ in range(5)], daemon=True)
+        thread.start()
+        thread.join(20)
+        assert (len(sums), set(sums)) == (7, {10_000.0})
+        assert nested
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+def test_a_word_never_falls(serve: Callable[..., Any], options: dict[str, Any]) -> None:
+    """What is given back late, after the sender has used its slot otherwise, or twice."""
+    server = serve({"/t/m": UU(echo, **TENSORS)})
+    with connect(server, options) as channel:
+        call = tensor_call(channel)
+        assert rpc.array(call(rpc.tensor(np.ones(10_000)))).sum() == 10_000
+        wait_for(lambda: nothing_is_left(channel, server))
+        inbox = server.attachments[0].leases_here
+        given_back = channel.attachment.leases_there._given_back
+        ((slot, turn),) = inbox._turns.items()
+        inbox._give_back(slot, turn)
+        inbox._held.add((slot, turn - 1))
+        inbox._give_back(slot, turn - 1)
+        assert inbox.held == 0
+        call(rpc.tensor(np.ones(100)))
+        assert given_back[slot] == turn
 
 
 def test_without_credits_messages_travel_inside(serve: Any, options: dict[str, Any]) -> None:

@@ -12,11 +12,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import ClosedError, TensorwireError
 from tensorwire.memory import Node, Region, RemoteRegion
 
 from .envelope import Envelope, lease_name
 from .leases import SLOTS
+
+_FORKED = (
+    "this array arrived in the process that this one was forked from, and its memory is not mapped "
+    "here: copy what a child needs before the fork, with embed(message) or array(message).copy()"
+)
 
 
 class RefusedError(Exception):
@@ -46,7 +51,7 @@ class Landed:
         pieces: as given.
     """
 
-    __slots__ = ("_give_back", "_memory", "pieces")
+    __slots__ = ("_disowned", "_give_back", "_memory", "pieces")
 
     def __init__(
         self, memory: memoryview, pieces: dict[int, tuple[int, int]], give_back: Callable[[], None]
@@ -54,17 +59,34 @@ class Landed:
         self._memory = memory
         self.pieces = pieces
         self._give_back: Callable[[], None] | None = give_back
+        self._disowned = False
 
     def piece(self, ticket: int) -> NDArray[np.uint8]:
-        """The bytes of a piece, where they are; an array that those made from it refer to."""
+        """The bytes of a piece, where they are; an array that those made from it refer to.
+
+        Raises:
+            ClosedError: in a forked child, see `disown`.
+        """
         offset, size = self.pieces[ticket]
+        if self._disowned:
+            raise ClosedError(_FORKED)
         return np.frombuffer(self._memory, np.uint8, size, offset)
+
+    def disown(self) -> None:
+        """In a forked child: the memory is mapped in its parent alone, who gives it back."""
+        self._disowned = True
+        self._give_back = None
 
     def give_back(self) -> None:
         """Lets the sender use the memory again; calling it again does nothing."""
         give_back, self._give_back = self._give_back, None
-        if give_back is not None:
+        if give_back is None:
+            return
+        try:
             give_back()
+        except BaseException:
+            self._give_back = give_back  # it was interrupted
+            raise
 
 
 class Inbox:
@@ -80,7 +102,8 @@ class Inbox:
         self._count_word = credits.word(0)
         self._credits = credits
         self._count = 0
-        self._lock = threading.Lock()
+        # A handler of a signal, or what is collected, may come back in here while it is held.
+        self._lock = threading.RLock()
         self._regions: dict[int, tuple[int, Region]] = {}
         self._turns: dict[int, int] = {}
         self._held: set[tuple[int, int]] = set()
@@ -132,16 +155,23 @@ class Inbox:
 
     def _give_back(self, slot: int, turn: int) -> None:
         with self._lock:
-            self._held.discard((slot, turn))
+            if (slot, turn) not in self._held:
+                return  # it was interrupted behind that
             known = self._regions.get(slot)
             if known is not None and known[1].freed:
-                del self._regions[slot]
-            self._count += 1
-            try:
-                # One frame by TCP. Turns of a slot rise, so half a word is never too high.
-                place = 8 * (1 + slot)
-                self._credits[place : place + 8].write(
-                    turn.to_bytes(8, "little"), signal=(self._count_word, self._count)
-                )
-            except TensorwireError:
-                pass  # the attachment is over, and nobody waits
+                self._regions.pop(slot, None)
+            # A later turn: the sender has given up this one, and must not see its word fall.
+            if self._turns[slot] == turn:
+                self._tell(slot, turn)
+            self._held.discard((slot, turn))
+
+    def _tell(self, slot: int, turn: int) -> None:
+        self._count += 1
+        try:
+            # One frame by TCP. Turns of a slot rise, so half a word is never too high.
+            place = 8 * (1 + slot)
+            self._credits[place : place + 8].write(
+                turn.to_bytes(8, "little"), signal=(self._count_word, self._count)
+            )
+        except TensorwireError:
+            pass  # the attachment is over, and nobody waits

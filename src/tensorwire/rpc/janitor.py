@@ -36,7 +36,7 @@ class Janitor:
     def _begin(self) -> None:
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may come back in here
         self._started = False
 
     def forked(self) -> None:

@@ -80,7 +80,9 @@ class Pool(Generic[Memory]):
         self._count = credits.word(0)
         self._given_back: NDArray[np.uint64] = credits.array("uint64")[1 : 1 + SLOTS]
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        # A handler of a signal may make a call in here, behind any call of a function. So what one
+        # statement has seen of these lists is looked at once more, without any, before it is used.
+        self._lock = threading.RLock()
         self._bytes = 0
         self._serial = 0
         self._in_vain = -1  # the credits that there were when somebody had waited for more
@@ -237,8 +239,9 @@ class Pool(Generic[Memory]):
             self._collect()
             gone = []
             for lease in leases:
-                if self._used.get(lease.slot) is lease and lease.call == call:
-                    del self._used[lease.slot]
+                slot = lease.slot
+                if slot in self._used and self._used[slot] is lease and lease.call == call:
+                    del self._used[slot]
                     self._forget(lease)
                     gone.append(lease)  # of this pool
         for lease in gone:
@@ -263,10 +266,11 @@ class Pool(Generic[Memory]):
 
     def _collect(self) -> None:
         for slot, lease in list(self._used.items()):
-            if self._given_back[slot] >= lease.turn:
-                del self._used[slot]
-                lease.call = None
-                self._idle.append(lease)
+            if slot in self._used and self._used[slot] is lease:
+                if self._given_back[slot] >= lease.turn:
+                    del self._used[slot]
+                    lease.call = None
+                    self._idle.append(lease)
 
     def _pick(self, size_bytes: int) -> Lease[Memory] | None:
         """The smallest idle lease that is large enough and not wastefully so; the last used."""
@@ -277,9 +281,10 @@ class Pool(Generic[Memory]):
                 best is None or size <= best.memory.size_bytes
             ):
                 best = lease
-        if best is not None:
+        if best is not None and best in self._idle:
             self._idle.remove(best)
-        return best
+            return best
+        return None
 
     def _reserve(self, size_bytes: int, freed: list[Memory]) -> int | None:
         """A slot for new memory; None: wait for credits.

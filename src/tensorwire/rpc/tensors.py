@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
+from tensorwire.memory.buffers import check_unmasked
 
 from .fields import is_tensor_message
 from .inbox import Landed
@@ -65,10 +66,11 @@ class Holding:
             emptied. Nobody else has them yet, but the caller the first one, the message itself.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_lock", "_message", "_pieces", "_views")
+    __slots__ = ("__weakref__", "_arrival", "_is_over", "_lock", "_message", "_pieces", "_views")
 
     def __init__(self, arrival: Landed, tickets: dict[int, int], passed: list[Any]) -> None:
-        self._arrival: Landed | None = arrival
+        self._arrival = arrival
+        self._is_over = False
         self._pieces = tickets
         # Whatever is collected while it is held may look at an array.
         self._lock = threading.RLock()
@@ -81,7 +83,7 @@ class Holding:
     def view(self, ticket: int) -> NDArray[np.uint8] | None:
         """The bytes of a piece; None if they were given back."""
         with self._lock:
-            if self._arrival is None:
+            if self._is_over:
                 return None
             known = self._views.get(ticket)
             view = known() if known is not None else None
@@ -90,23 +92,41 @@ class Holding:
                 self._views[ticket] = weakref.ref(view)
             return view
 
+    def _is_viewed(self) -> bool:
+        """Somebody has an array over the memory."""
+        for view in list(self._views.values()):
+            if view() is not None:
+                return True
+        return False
+
+    def forked(self) -> None:
+        """In a forked child, where the memory is not mapped, and nobody may let go of the lock."""
+        self._lock = threading.RLock()
+        self._views.clear()
+        self._arrival.disown()
+
     def look(self) -> bool:
         """Gives the memory back if nobody can see it. False when it was given back."""
         with self._lock:
-            if self._arrival is None:
-                return False
-            if any(view() is not None for view in self._views.values()):
+            if not self._is_over and self._is_seen():
                 return True
-            for each, alone in self._message:
-                if getrefcount(each) > alone:
-                    return True
+            self._is_over = True
             self._views.clear()
-            arrival, self._arrival = self._arrival, None
             self._message.clear()
+        # Where this is interrupted, the janitor comes back to it.
         for ticket in self._pieces:
             _held.pop(ticket, None)
-        arrival.give_back()
+        self._arrival.give_back()
         return False
+
+    def _is_seen(self) -> bool:
+        if self._is_viewed():
+            return True
+        for each, alone in self._message:
+            if getrefcount(each) > alone:
+                return True
+        # What had the message may have been collected since, and have looked at an array before.
+        return self._is_viewed()
 
 
 def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
@@ -162,8 +182,17 @@ _DRAWN = struct.Struct("<64Q")
 _lent: dict[int, LentArray] = {}
 _held: dict[int, Holding] = {}
 _overdue = _Overdue()
-os.register_at_fork(after_in_child=_tickets.clear)
-os.register_at_fork(after_in_child=_overdue.forked)
+
+
+def _forked() -> None:
+    """In a forked child: its numbers are its own, and what has arrived is its parent's."""
+    _tickets.clear()
+    _overdue.forked()
+    for holding in set(_held.values()):
+        holding.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def new_ticket() -> int:
@@ -194,8 +223,8 @@ def tensor(array: Any, *, owner: object = None) -> Any:
         A `tensorwire.rpc.Tensor`, to be put into messages or to be one.
 
     Raises:
-        TypeError: it holds Python objects, has a type that is not the same everywhere, or the owner
-            is of a class without weak references.
+        TypeError: it holds Python objects, has a type that is not the same everywhere, is masked,
+            or the owner is of a class without weak references.
         ValueError: a torch tensor that is not on the CPU or not dense.
     """
     dtype, shape, source = _describe(array)
@@ -225,6 +254,7 @@ def array(message: Any) -> NDArray[Any]:
         TypeError: not a Tensor, or numpy does not know its dtype (see `torch_tensor`).
         ValueError: what its fields say does not fit together.
         StaleHandleError: its memory was given back: this is a copy of a message that is gone.
+        ClosedError: it arrived in the process that this one was forked from.
     """
     name, shape = _checked(message)
     dtype = _dtypes.get(name) or _known_dtype(name)
@@ -239,7 +269,7 @@ def torch_tensor(message: Any) -> Any:
 
     Raises:
         UnavailableError: nobody has imported torch.
-        TypeError, ValueError, StaleHandleError: as for `array`.
+        TypeError, ValueError, StaleHandleError, ClosedError: as for `array`.
     """
     torch = modules.get("torch")
     if torch is None:
@@ -263,6 +293,7 @@ def source_of(message: Any) -> NDArray[np.uint8]:
 
     Raises:
         StaleHandleError: they are gone.
+        ClosedError: they arrived in the process that this one was forked from.
     """
     ticket = message.ticket
     if (lent := _lent.get(ticket)) is not None:
@@ -309,6 +340,7 @@ def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
         return name, shape, array.reshape(-1).view(torch.uint8).numpy()
     if isinstance(array, Region):
         array = array.array()
+    check_unmasked(array)
     array = np.asarray(array)
     dtype = array.dtype
     name = _names.get(dtype) or _name_of(dtype)
@@ -330,7 +362,7 @@ def _known_dtype(name: str) -> np.dtype[Any]:
     """The dtype of this name, which is remembered; TypeError if Tensors have none such."""
     try:
         known = np.dtype(name)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy evaluates some of them
         raise TypeError(f"numpy has no dtype {name!r}: use torch_tensor(message)") from error
     if not _portable(known) or known.name != name:
         raise TypeError(f"{name!r} is no dtype of a Tensor")
