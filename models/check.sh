@@ -2,7 +2,7 @@
 # Checks models/wake.pml: every configuration must hold, and every protocol that is broken on
 # purpose must be found out. Needs spin (6.5 or later) and gcc; one to two minutes on two cores.
 #
-#   models/check.sh          all but the two largest configurations
+#   models/check.sh          all but the three largest configurations
 #   models/check.sh --all    those too (4 GB of memory, some minutes)
 #   models/check.sh WORD     only the lines whose name contains WORD
 #
@@ -21,7 +21,7 @@ long    | 2 waiters, one for ever, request     | -DWAITERS=2 -DPROGRESS=1 -DFROM
 long    | 2 waiters, socket, one gives up, thread | -DWAITERS=2 -DPROGRESS=1 -DFROM0=NEVER -DFROM1=NET -DGIVES_UP=0
 long    | 1 waiter, asyncio, 2 writers, thread | -DWAITERS=2 -DPROGRESS=1 -DASYNC=1
 long    | 1 waiter, asyncio, socket, thread    | -DWAITERS=2 -DPROGRESS=1 -DASYNC=1 -DFROM1=NET
-long    | 2 waiters, 2 writers, one never drives, thread | -DWAITERS=2 -DPROGRESS=1 -DFOLLOWS=1
+large   | 2 waiters, 2 writers, one never drives, thread | -DWAITERS=2 -DPROGRESS=1 -DFOLLOWS=1
 holds   | 1 waiter that never drives, thread   | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0 -DROUNDS=2
 notices | 1 waiter that never drives, thread   | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0
 holds   | 1 waiter that never drives, socket, thread | -DWAITERS=1 -DPROGRESS=1 -DFOLLOWS=0 -DFROM0=NET
