@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from ends import RUNTIME_SHM, Ends, Methods, System
 from test_aio import runner
@@ -63,6 +64,63 @@ def runtime_of(request: pytest.FixtureRequest) -> Callable[..., str]:
 def test_a_runtime_that_is_no_truth_value(runtime_of: Callable[..., str], value: Any) -> None:
     with pytest.raises(ValueError, match="runtime is True, False or None, not"):
         runtime_of(runtime=value)
+
+
+SECURE = {
+    "secure channel": partial(rpc.secure_channel, "localhost:1", grpc.local_channel_credentials()),
+    "aio secure channel": partial(
+        rpc.aio.secure_channel, "localhost:1", grpc.local_channel_credentials()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [*MAKERS, *SECURE])
+def test_settings_that_cannot_be(kind: str) -> None:
+    """Each is refused where it is given; or else payload would travel inside, and nobody know."""
+    bad: list[tuple[str, Any, str]] = [
+        ("threshold_bytes", -1, "threshold_bytes is a whole number from 0 up, not -1"),
+        ("threshold_bytes", "1MB", "threshold_bytes is a whole number from 0 up, not '1MB'"),
+        ("pool_bytes", 0, "pool_bytes is a whole number from 1 up, not 0"),
+        ("pool_bytes", 1e9, "pool_bytes is a whole number from 1 up, not 1000000000.0"),
+        ("patience_s", -1, "patience_s is a number of seconds from 0 up, not -1"),
+        ("patience_s", float("nan"), "patience_s is a number of seconds from 0 up, not nan"),
+        ("patience_s", "1", "patience_s is a number of seconds from 0 up, not '1'"),
+    ]
+    named = {"plaintext_transports"} if kind in SECURE else {"transports"}
+    if "server" in kind:
+        named.add("plaintext_transports")
+        bad += [
+            ("max_attachments", -1, "max_attachments is a whole number from 0 up, not -1"),
+            ("max_attachments", 2.0, "max_attachments is a whole number from 0 up, not 2.0"),
+            ("listen", 5, "listen is the name or address of a host, not 5"),
+        ]
+    for name in named:
+        bad += [
+            (name, "shm", f"{name} is a tuple of names, as in"),
+            (name, None, f"{name} is a tuple of names, as in"),
+            (name, ("shm", "ib"), f"{name} are shm, tcp and rdma, not ib"),
+        ]
+
+    async def main() -> None:
+        for name, value, says in bad:
+            with pytest.raises(ValueError, match=f"^{says}"):
+                {**MAKERS, **SECURE}[kind](**{name: value})
+
+    asyncio.run(main())
+
+
+def test_settings_of_numpy_and_a_generator(both: Ends) -> None:
+    """Numbers need not be Python's own, and names may come one by one."""
+    both.system = System("shm", RUNTIME_SHM, {"runtime": True, "pool_bytes": np.int64(1 << 20)})
+    target = f"127.0.0.1:{both.serve().port}"
+    names = (each for each in ["shm"])
+    with rpc.insecure_channel(
+        target, threshold_bytes=np.int32(1), pool_bytes=np.int64(1 << 20),
+        patience_s=np.float32(0.5), transports=names, runtime=True,
+    ) as channel:  # fmt: skip
+        assert channel.unary_unary("/t/way")(b"") == b"runtime"
+        assert channel.payload == "shm"
+        assert channel.rendezvous_bytes == 1
 
 
 def test_names_of_options_as_bytes(runtime_of: Callable[..., str]) -> None:

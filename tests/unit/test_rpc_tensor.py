@@ -13,11 +13,12 @@ pytest.importorskip("grpc")
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from tensorwire import Node, rpc
+from tensorwire import Node, StaleHandleError, rpc
 from tensorwire.rpc import tensors
 from tensorwire.rpc.envelope import MAGIC, Envelope, escape, seal, unseal
 from tensorwire.rpc.fields import may_have_tensors
 from tensorwire.rpc.fields import tensors as walk
+from tensorwire.rpc.incoming import Reader
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 
@@ -130,8 +131,9 @@ def test_torch_tensors() -> None:
         rpc.array(rpc.tensor(torch.ones(2, dtype=torch.bfloat16)))
     needs_gradient = torch.ones(2, 3, requires_grad=True).T
     assert torch.equal(rpc.torch_tensor(rpc.tensor(needs_gradient)), torch.ones(3, 2))
-    with pytest.raises(ValueError, match="dense"):
-        rpc.tensor(torch.ones(2, 2).to_sparse())
+    for elsewhere in (torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(ValueError, match=r"dense.* call its cpu\(\), to_dense\(\)"):
+            rpc.tensor(elsewhere)
     assert rpc.torch_tensor(rpc.tensor(torch.empty(0, 3))).shape == (0, 3)
 
 
@@ -139,6 +141,52 @@ def test_torch_tensors() -> None:
 def test_what_is_no_tensor(bad: Any) -> None:
     with pytest.raises(TypeError, match="numbers"):
         rpc.tensor(bad)
+
+
+def test_bytes_are_no_tensor_by_themselves() -> None:
+    with pytest.raises(TypeError, match=r"np\.frombuffer\(data, np\.uint8\)"):
+        rpc.tensor(b"raw")
+    assert rpc.array(rpc.tensor(np.frombuffer(b"raw", np.uint8))).tobytes() == b"raw"
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_what_would_be_lost_on_the_way() -> None:
+    torch = pytest.importorskip("torch")
+    quantized = torch._empty_affine_quantized([2], scale=0.1, zero_point=0, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="would lose the scale"):
+        rpc.tensor(quantized)
+
+
+@pytest.mark.parametrize("owner", [3, {}, ()])
+def test_an_owner_that_nobody_can_watch(owner: Any) -> None:
+    with pytest.raises(TypeError, match=f"of {type(owner).__name__}, which has no weak references"):
+        rpc.tensor(np.ones(2), owner=owner)
+    assert tensors.lent_arrays() == 0
+
+
+@pytest.mark.parametrize("no_message", [np.ones(2), {"a": 1}, b"", None])
+def test_only_messages_can_be_embedded(no_message: Any) -> None:
+    with pytest.raises(TypeError, match="embed takes a protobuf message, not"):
+        rpc.embed(no_message)
+
+
+def test_a_field_that_was_never_set() -> None:
+    pytest.importorskip("torch")
+    for look in (rpc.array, rpc.torch_tensor):
+        with pytest.raises(TypeError, match="the field was never set"):
+            look(Tree().one)
+
+
+def test_a_message_that_left_without_its_array() -> None:
+    """By plain grpcio or a file: the receiver is told what whoever wrote it forgot."""
+    message = rpc.tensor(np.arange(3.0))
+    stored = message.SerializeToString()
+    tensors.delivered([message.ticket])
+    with pytest.raises(StaleHandleError, match=r"is made by embed\(message\)"):
+        rpc.array(rpc.Tensor.FromString(stored))
+    arrived = Reader(rpc.Tensor.FromString).inside(stored)
+    with pytest.raises(ValueError, match=r"came with 0 bytes: whoever sends it .* embed it"):
+        rpc.array(arrived)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from .aio_calls import LATER, LaterCall
 from .aio_sending import AioSender, chained
 from .aio_server import server
 from .attachment import RpcAttachment
-from .factories import as_limits, as_transports
+from .factories import as_limits, as_transports, secure_transports
 from .incoming import Reader
 from .negotiation import Terms
 from .originals import make, original
@@ -404,6 +404,6 @@ def secure_channel(
             target, credentials, options, compression, interceptors
         )
     inner = partial(make, "aio.secure_channel", target, credentials, kept(options), compression)
-    transports = as_transports(("shm", *plaintext_transports))
+    transports = secure_transports(plaintext_transports)
     terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
     return AioRpcChannel(inner, interceptors, terms, encrypted=True)

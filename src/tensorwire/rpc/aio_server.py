@@ -19,9 +19,9 @@ import grpc.aio
 
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
-from .factories import as_limits, as_transports
+from .factories import as_limits, as_number, server_terms
 from .incoming import Reader, find_only
-from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
+from .negotiation import MARK, OPEN, DeclinedError, Registry, check_mark
 from .originals import make, original
 from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_service import AioService
@@ -213,8 +213,7 @@ def server(
             compression,
         )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    plaintext = as_transports(plaintext_transports)
-    terms = Terms(limits, as_transports(transports), listen, plaintext)
+    terms = server_terms(limits, transports, listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
     carried = offer(runtime, options, compression)
@@ -223,7 +222,7 @@ def server(
         service = AioService(
             migration_thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, max_attachments, service)
+    registry = Registry(terms, as_number("max_attachments", max_attachments, 0), service)
     outermost = (AioInterceptor(registry), *interceptors)
     inner = make(
         "aio.server",

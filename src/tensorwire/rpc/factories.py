@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from .agent import ChannelAgent
@@ -85,7 +88,7 @@ def secure_channel(
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
     limits, agent = as_limits(threshold_bytes, pool_bytes, patience_s), ChannelAgent()
-    terms = Terms(limits, as_transports(("shm", *plaintext_transports)), agent=agent)
+    terms = Terms(limits, secure_transports(plaintext_transports), agent=agent)
     inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
     return RpcChannel(inner, terms)
 
@@ -134,7 +137,7 @@ def server(
             thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
         )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
+    terms = server_terms(limits, transports, listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
     carried = offer(runtime, options, compression)
@@ -143,7 +146,7 @@ def server(
         service = Service(
             thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, max_attachments, service)
+    registry = Registry(terms, as_number("max_attachments", max_attachments, 0), service)
     outermost = (Interceptor(registry), *interceptors)
     inner = make(
         "server",
@@ -152,22 +155,49 @@ def server(
     return RpcServer(inner, registry, service, carried.reason)
 
 
-def as_limits(
-    threshold_bytes: int | None, pool_bytes: int | None, patience_s: float | None
-) -> Limits:
+def as_limits(threshold_bytes: int | None, pool_bytes: int | None, patience_s: Any) -> Limits:
     """Checks the limits that a user names; None stands for the default."""
     pool = _DEFAULT.pool_bytes if pool_bytes is None else pool_bytes
     patience = _DEFAULT.patience_s if patience_s is None else patience_s
-    if (threshold_bytes or 0) < 0 or pool < 1 or not patience >= 0:
-        raise ValueError(
-            "threshold_bytes and patience_s are 0 or more, pool_bytes 1 or more, not "
-            f"{threshold_bytes}, {patience} and {pool}"
-        )
-    return Limits(threshold_bytes, pool, patience, chosen_threshold(threshold_bytes))
+    if threshold_bytes is not None:
+        threshold_bytes = as_number("threshold_bytes", threshold_bytes, 0)
+    pool = as_number("pool_bytes", pool, 1)
+    if not isinstance(patience, Real) or not float(patience) >= 0:
+        raise ValueError(f"patience_s is a number of seconds from 0 up, not {patience!r}")
+    return Limits(threshold_bytes, pool, float(patience), chosen_threshold(threshold_bytes))
 
 
-def as_transports(names: tuple[str, ...]) -> tuple[str, ...]:
+def as_number(keyword: str, value: Any, least: int) -> int:
+    """Checks a whole number that a user gives; 1e9 is none, as it is a float."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{keyword} is a whole number from {least} up, not {value!r}")
+    return number
+
+
+def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
     """Checks the transports that a user names."""
-    if unknown := set(names) - {"shm", "tcp", "rdma"}:
-        raise ValueError(f"transports are shm, tcp and rdma, not {', '.join(sorted(unknown))}")
-    return tuple(dict.fromkeys(names))
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f'{keyword} is a tuple of names, as in ("shm", "tcp"), not {names!r}')
+    chosen = tuple(dict.fromkeys(names))
+    if unknown := [str(each) for each in chosen if each not in ("shm", "tcp", "rdma")]:
+        raise ValueError(f"{keyword} are shm, tcp and rdma, not {', '.join(unknown)}")
+    return chosen
+
+
+def secure_transports(plaintext: tuple[str, ...]) -> tuple[str, ...]:
+    """By which payload of a secure channel may travel."""
+    return tuple(dict.fromkeys(("shm", *as_transports(plaintext, "plaintext_transports"))))
+
+
+def server_terms(
+    limits: Limits, transports: tuple[str, ...], listen: Any, plaintext: tuple[str, ...]
+) -> Terms:
+    """Checks what a server says of payload."""
+    if not isinstance(listen, str):
+        raise ValueError(f"listen is the name or address of a host, not {listen!r}")
+    plaintext = as_transports(plaintext, "plaintext_transports")
+    return Terms(limits, as_transports(transports), listen, plaintext)

@@ -396,8 +396,11 @@ def embed(message: Any) -> Any:
     grpcio channel, `Any.Pack`.
 
     Raises:
+        TypeError: it is no message.
         StaleHandleError: the array of a Tensor is gone.
     """
+    if not hasattr(message, "DESCRIPTOR"):
+        raise TypeError(f"embed takes a protobuf message, not {type(message).__name__}")
     return _filled(message, {t.ticket: source_of(t) for t in tensors(message) if t.ticket})
 
 

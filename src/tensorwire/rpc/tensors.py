@@ -225,7 +225,7 @@ def tensor(array: Any, *, owner: object = None) -> Any:
     Raises:
         TypeError: it holds Python objects, has a type that is not the same everywhere, is masked,
             or the owner is of a class without weak references.
-        ValueError: a torch tensor that is not on the CPU or not dense.
+        ValueError: a torch tensor that is not on the CPU, not dense, or quantized.
     """
     dtype, shape, source = _describe(array)
     message = Tensor(dtype=dtype, shape=shape)
@@ -233,7 +233,13 @@ def tensor(array: Any, *, owner: object = None) -> Any:
         return message
     message.ticket = ticket = new_ticket()
     if owner is not None:
-        weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
+        try:
+            weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
+        except TypeError as error:
+            raise TypeError(
+                f"the owner is of {type(owner).__name__}, which has no weak references: "
+                "take an object of a class of your own, as the one that has the array"
+            ) from error
     _lent[ticket] = lent = LentArray(source, owner is not None)
     if owner is None:
         _overdue.watch(lent.until - HOLD_S)
@@ -302,9 +308,10 @@ def source_of(message: Any) -> NDArray[np.uint8]:
     data = holding.view(ticket) if holding is not None else None
     if data is None:
         raise StaleHandleError(
-            "the array of this Tensor is gone: it was sent before, or the message that it came in "
-            "was dropped. Make it with tensor(array, owner=...) to send it several times, and keep "
-            "an array that arrived, or its message, as long as it is needed"
+            "the array of this Tensor is gone: it was sent before, or its owner, or the message "
+            "that it came in, was dropped. Make it with tensor(array, owner=...) to send it many "
+            "times, and keep an array that arrived, or its message, as long as it is needed. What "
+            "is sent by plain grpcio, or stored, is made by embed(message)"
         )
     return data
 
@@ -331,9 +338,17 @@ def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
     """(dtype, shape, bytes) of an array; the bytes keep it alive."""
     torch = modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        if not array.is_cpu or array.layout is not torch.strided:
-            where = f"on {array.device}, {array.layout}"
-            raise ValueError(f"a Tensor is made of a dense tensor on the CPU, not {where}")
+        if not array.is_cpu or array.layout is not torch.strided or array.is_nested:
+            where = f"on {array.device}, {'nested' if array.is_nested else array.layout}"
+            raise ValueError(
+                f"a Tensor is made of a dense tensor on the CPU, not {where}: "
+                "call its cpu(), to_dense() or unbind() first"
+            )
+        if array.is_quantized:
+            raise ValueError(
+                f"a Tensor of {array.dtype} would lose the scale of its numbers: send "
+                "int_repr(), and the scale and zero point beside it"
+            )
         array = array.detach().resolve_conj().resolve_neg().contiguous()
         shape = list(array.shape)
         name = str(array.dtype).removeprefix("torch.")
@@ -372,7 +387,8 @@ def _known_dtype(name: str) -> np.dtype[Any]:
 def _name_of(dtype: np.dtype[Any]) -> str:
     """The name of a dtype, which is remembered; TypeError if Tensors have none such."""
     if not _portable(dtype):
-        raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}")
+        hint = ": np.frombuffer(data, np.uint8) makes numbers of bytes" if dtype.kind == "S" else ""
+        raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}{hint}")
     return _names.setdefault(dtype, dtype.name)
 
 
@@ -383,10 +399,13 @@ def _portable(dtype: np.dtype[Any]) -> bool:
 def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
     if not is_tensor_message(message):
         raise TypeError(f"a tensorwire.rpc.Tensor is needed, not {type(message).__name__}")
+    name = message.dtype
+    if not name:
+        raise TypeError("this Tensor has no dtype: the field was never set, or not by tensor(...)")
     shape = tuple(message.shape)
     if shape and min(shape) < 0:
         raise ValueError(f"a Tensor has the shape {shape}")
-    return message.dtype, shape
+    return name, shape
 
 
 def _bytes_of(message: Any) -> NDArray[np.uint8]:
@@ -399,4 +418,7 @@ def _check_size(
     dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8], item_bytes: int
 ) -> None:
     if math.prod(shape) * item_bytes != data.nbytes:
-        raise ValueError(f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes")
+        hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
+        raise ValueError(
+            f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}"
+        )
