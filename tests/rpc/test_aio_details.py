@@ -9,14 +9,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from ends import Methods
-from test_aio import echo, echo_all, join, repeat, run
+from test_aio import echo, echo_all, join, repeat, run, runner
 from test_aio_streams import AS_THEY_ARE, until
 from test_rpc_conformance import SS, SU, US, UU
 from test_rpc_details import BareHandler
 
-from tensorwire import rpc
+from tensorwire import StaleHandleError, rpc
+from tensorwire.rpc.tensors import delivered
 
 __all__ = ["run"]  # a fixture
 
@@ -359,3 +361,84 @@ def test_a_program_ends_whose_loop_is_closed_while_a_channel_asks() -> None:
         [sys.executable, "-c", CLOSING], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout == "over\n"
+
+
+class Owner:
+    """Of arrays that are gone with it."""
+
+
+class Passing(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(details, request)
+
+
+WAYS = {
+    "attachments": ({}, {}),
+    "grpcio's server": ({}, None),
+    "no transports": ({"transports": ()}, {}),
+    "runtime": ({"runtime": True}, {"runtime": True}),
+}
+
+
+@pytest.mark.parametrize("arity", BEHAVIORS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_whose_array_is_gone_is_not_sent_empty(arity: str, way: str) -> None:
+    """grpcio sends an empty message, which is answered, where a serializer fails."""
+    seen: list[Any] = []
+
+    async def one(request: Any, context: Any) -> Any:
+        seen.append(request)
+        return rpc.Tensor()
+
+    async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+        seen.append(request)
+        yield rpc.Tensor()
+
+    async def one_of_many(requests: Any, context: Any) -> Any:
+        async for each in requests:
+            seen.append(each)
+        return rpc.Tensor()
+
+    async def many_of_many(requests: Any, context: Any) -> AsyncIterator[Any]:
+        async for each in requests:
+            seen.append(each)
+            yield rpc.Tensor()
+
+    types = (rpc.Tensor.FromString, rpc.Tensor.SerializeToString)
+    make = getattr(grpc, f"{arity}_rpc_method_handler")
+    servicers = dict(zip(BEHAVIORS, (one, many, one_of_many, many_of_many), strict=True))
+    streams = arity.startswith("stream")
+
+    async def answers(call: Any) -> None:
+        if arity.endswith("stream"):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    async def attempt(call: Any, good: Any, *, written: bool) -> None:
+        gone = rpc.tensor(np.ones(1000), owner=Owner())
+        if not streams:
+            await answers(call(gone))
+        elif written:
+            under_way = call()
+            await under_way.write(good)
+            await under_way.write(gone)
+        else:
+            await answers(call(iter([good, gone])))
+
+    async def test(channel: Any) -> None:
+        call = getattr(channel, arity)("/t/m", *reversed(types))
+        errors = (StaleHandleError, TypeError, grpc.aio.AioRpcError, asyncio.CancelledError)
+        for written in (False, False, True):  # the first before there is an attachment
+            good = rpc.tensor(np.ones(1000))
+            seen.clear()
+            with pytest.raises(errors):
+                await attempt(call, good, written=written)
+            delivered([good.ticket])
+            assert all(each.shape == [1000] for each in seen)
+            assert len(seen) <= streams
+
+    for interceptors in ([], [Passing()]):
+        handler = make(servicers[arity], *types)
+        runner(*WAYS[way])({"/t/m": handler}, test, interceptors=interceptors)

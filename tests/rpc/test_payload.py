@@ -215,7 +215,9 @@ def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any
         assert caught.value.details() == "Failed to serialize response!"
 
 
-def test_a_tensor_without_owner_is_sent_once_well(serve: Any, options: dict[str, Any]) -> None:
+def test_a_tensor_without_owner_is_sent_once_well(
+    serve: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     tries = []
 
     def method(request: Any, context: Any) -> Any:
@@ -235,6 +237,7 @@ def test_a_tensor_without_owner_is_sent_once_well(serve: Any, options: dict[str,
         with pytest.raises(grpc.RpcError) as caught:
             call(message)
         assert caught.value.details() == "Exception serializing request!"
+        assert "Make it with tensor(array, owner=...)" in caplog.text
 
 
 def test_arrays_are_forwarded(serve: Any, options: dict[str, Any]) -> None:

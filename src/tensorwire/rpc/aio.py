@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tensorwire.errors import StaleHandleError
+
 from .aio_calls import LATER, LaterCall
 from .aio_sending import AioSender, chained
 from .aio_server import server
@@ -101,7 +103,9 @@ class _Direct(_Method):
         return call
 
     def _plain(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        outgoing = None if self._streams else SentMessage(request, PLAIN, last=False)
+        outgoing = None
+        if not self._streams:
+            outgoing = SentMessage(request, PLAIN, last=False).with_arrays()
         names = ("metadata", "credentials", "wait_for_ready", "compression")
         named = dict(zip(names, given, strict=True))
         call = self._inner(outgoing or request, timeout=timeout, **named)
@@ -266,10 +270,13 @@ class AioRpcChannel(grpc.aio.Channel):
         reader = Reader(deserializer)
         keeper = self.sender.keeper
 
-        def serialize(outgoing: Any) -> bytes:
+        def serialize(outgoing: Any) -> Any:
             if type(outgoing) is not SentMessage:  # of a stream without an attachment
                 outgoing = SentMessage(outgoing, PLAIN, last=True)
-            data: bytes = outgoing.serialize(serializer)
+            try:
+                data: bytes = outgoing.serialize(serializer)
+            except StaleHandleError as error:
+                return error  # which grpcio refuses; it would send an empty message if this raised
             return data
 
         def deserialize(data: bytes) -> Any:

@@ -168,7 +168,7 @@ class AioSender:
                 return carried
             details = details._replace(timeout=carried.time_remaining())
         link, marked = await self._begin(details)
-        outgoing = SentMessage(request, link, last=False)
+        outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
         self.watch(call, link, outgoing)
         if link is PLAIN:
@@ -192,7 +192,7 @@ class AioSender:
         if carried is not None:
             return carried
         link, marked = await self._begin(details)
-        outgoing = SentMessage(request, link, last=False)
+        outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
         self.watch(call, link, outgoing)
         if link is PLAIN:
@@ -212,7 +212,7 @@ class AioSender:
         return call
 
     async def _make_again(self, make: Any, details: Any, request: Any) -> Any:
-        outgoing = SentMessage(request, AGAIN, last=False)
+        outgoing = SentMessage(request, AGAIN, last=False).with_arrays()
         call = await make(details, outgoing)
         self.watch(call, AGAIN, outgoing)
         return call
@@ -245,7 +245,7 @@ class AioSender:
             patience_s = link.attachment.limits.patience_s
             link.foreign = not await link.attachment.confirmed_later(link.call, patience_s)
             link.must_confirm = False
-        return SentMessage(request, link, last=True)
+        return SentMessage(request, link, last=True).with_arrays()
 
 
 def _code_now(call: Any) -> Any:

@@ -6,6 +6,7 @@ tensorwire: no attachment, no memory at the receiver, a payload that is too smal
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.memory import Transfer
 
 from .attachment import RpcAttachment
@@ -24,6 +25,8 @@ from .rendezvous import Staging
 from .tensors import delivered, source_of
 
 Serializer = Callable[[Any], bytes] | None
+
+_LOG = logging.getLogger("tensorwire.rpc")
 
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
@@ -152,6 +155,7 @@ class SentMessage:
     """
 
     __slots__ = (
+        "_arrays",
         "_begun",
         "ahead",
         "by_rendezvous",
@@ -172,6 +176,7 @@ class SentMessage:
         self.staging: Staging | None = None
         self.by_rendezvous = False
         self.size_bytes = 0
+        self._arrays: dict[int, NDArray[np.uint8]] | None = None
         self._begun = False
 
     def __del__(self) -> None:
@@ -180,6 +185,17 @@ class SentMessage:
             return
         if self.last and may_have_tensors(type(self.message)):
             delivered([each.ticket for each in tensors(self.message)])
+
+    def with_arrays(self) -> SentMessage:
+        """Itself, with the arrays of its Tensors, which it keeps until it is serialized.
+
+        For asyncio, where grpcio sends an empty message if a serializer fails.
+
+        Raises:
+            StaleHandleError: the array of a Tensor is gone.
+        """
+        self._arrays = _arrays_of(self.message)
+        return self
 
     def serialize(self, serializer: Serializer) -> bytes:
         """The bytes that travel.
@@ -193,11 +209,16 @@ class SentMessage:
         if attachment is not None and attachment.recent:
             # The other end writes into the same memory again, which caches still have.
             attachment.look_at_recent()
-        arrays: dict[int, NDArray[np.uint8]] = {}
+        arrays, self._arrays = self._arrays, None
+        if arrays is None:
+            try:
+                arrays = _arrays_of(self.message)
+            except StaleHandleError as error:
+                if not self.link.offers:  # grpcio says only that it cannot be serialized
+                    _LOG.error("a message cannot be sent: %s", error)
+                raise
+        self.tickets = list(arrays)
         body = None
-        if may_have_tensors(type(self.message)):
-            arrays = {t.ticket: source_of(t) for t in tensors(self.message) if t.ticket}
-            self.tickets = list(arrays)
         if not arrays:
             message = self.message
             if type(message) is Encoded:
@@ -401,7 +422,14 @@ def embed(message: Any) -> Any:
     """
     if not hasattr(message, "DESCRIPTOR"):
         raise TypeError(f"embed takes a protobuf message, not {type(message).__name__}")
-    return _filled(message, {t.ticket: source_of(t) for t in tensors(message) if t.ticket})
+    return _filled(message, _arrays_of(message))
+
+
+def _arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
+    """What the Tensors of a message stand for, by their tickets."""
+    if not may_have_tensors(type(message)):
+        return {}
+    return {each.ticket: source_of(each) for each in tensors(message) if each.ticket}
 
 
 def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
