@@ -56,6 +56,7 @@ async def hang_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
     yield b""
 
 
+HANDLERS = {"unary_unary": UU, "unary_stream": US, "stream_unary": SU, "stream_stream": SS}
 HANGING = {"unary_unary": UU(hang), "unary_stream": US(hang_stream), "stream_unary": SU(hang),
            "stream_stream": SS(hang_stream)}  # fmt: skip
 
@@ -372,6 +373,15 @@ class Passing(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         return await continuation(details, request)
 
 
+async def all_of(call: Any, arity: str) -> None:
+    """Waits for the answers."""
+    if arity.endswith("stream"):
+        async for _ in call:
+            pass
+    else:
+        await call
+
+
 WAYS = {
     "attachments": ({}, {}),
     "grpcio's server": ({}, None),
@@ -409,36 +419,61 @@ def test_a_message_whose_array_is_gone_is_not_sent_empty(arity: str, way: str) -
     servicers = dict(zip(BEHAVIORS, (one, many, one_of_many, many_of_many), strict=True))
     streams = arity.startswith("stream")
 
-    async def answers(call: Any) -> None:
-        if arity.endswith("stream"):
-            async for _ in call:
-                pass
-        else:
-            await call
-
     async def attempt(call: Any, good: Any, *, written: bool) -> None:
         gone = rpc.tensor(np.ones(1000), owner=Owner())
         if not streams:
-            await answers(call(gone))
+            await all_of(call(gone), arity)
         elif written:
             under_way = call()
             await under_way.write(good)
             await under_way.write(gone)
         else:
-            await answers(call(iter([good, gone])))
+            await all_of(call(iter([good, gone])), arity)
 
     async def test(channel: Any) -> None:
         call = getattr(channel, arity)("/t/m", *reversed(types))
         errors = (StaleHandleError, TypeError, grpc.aio.AioRpcError, asyncio.CancelledError)
         for written in (False, False, True):  # the first before there is an attachment
             good = rpc.tensor(np.ones(1000))
-            seen.clear()
             with pytest.raises(errors):
                 await attempt(call, good, written=written)
             delivered([good.ticket])
-            assert all(each.shape == [1000] for each in seen)
-            assert len(seen) <= streams
+        assert all(each.shape == [1000] for each in seen)
+        assert streams or not seen
 
     for interceptors in ([], [Passing()]):
         handler = make(servicers[arity], *types)
         runner(*WAYS[way])({"/t/m": handler}, test, interceptors=interceptors)
+
+
+@pytest.mark.parametrize("arity", BEHAVIORS)
+def test_a_request_that_cannot_be_serialized_is_not_sent_empty(arity: str) -> None:
+    seen: list[bytes] = []
+
+    class Notes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+        async def intercept_service(self, continuation: Any, details: Any) -> Any:
+            handler = await continuation(details)
+            if details.method != "/t/m":
+                return handler
+
+            def read(data: bytes) -> bytes:
+                seen.append(data)
+                return data
+
+            return handler._replace(request_deserializer=read)
+
+    def refuse(request: Any) -> bytes:
+        raise ValueError("it cannot be")
+
+    async def test(channel: Any) -> None:
+        for _ in range(2):
+            given: Any = iter([b"abc"]) if arity.startswith("stream") else b"abc"
+            answer = getattr(channel, arity)("/t/m", refuse)(given)
+            with pytest.raises((TypeError, asyncio.CancelledError)):
+                await all_of(answer, arity)
+        assert seen == []
+
+    for way in ("attachments", "no transports"):
+        at_client, at_server = WAYS[way]
+        run = runner(at_client, {**at_server, "interceptors": [Notes()]})
+        run({"/t/m": HANDLERS[arity](BEHAVIORS[arity])}, test)

@@ -18,7 +18,7 @@ from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
 from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc import tensors
+from tensorwire.rpc import outgoing, tensors
 from tensorwire.rpc.inbox import Landed
 from tensorwire.rpc.negotiation import MARK, OPEN
 
@@ -213,6 +213,21 @@ def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any
         with pytest.raises(grpc.RpcError) as caught:
             tensor_call(channel)(rpc.Tensor())
         assert caught.value.details() == "Failed to serialize response!"
+
+
+def test_arrays_that_are_too_long_for_protobuf(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They travel beside the message alone; where they cannot, that is said."""
+    monkeypatch.setattr(outgoing, "_MOST_BYTES", 4999 * 8)
+    server = serve({"/t/m": UU(lambda r, c: rpc.Tensor(), **TENSORS)})
+    with connect(server, {"threshold_bytes": 1}) as channel:
+        assert tensor_call(channel)(rpc.tensor(np.ones(5000))) == rpc.Tensor()
+    with connect(server, {"transports": ()}) as channel, pytest.raises(grpc.RpcError) as caught:
+        tensor_call(channel)(rpc.tensor(np.ones(5000)))
+    assert caught.value.details() == "Exception serializing request!"
+    assert "takes more pool_bytes at the receiver" in caplog.text
+    tensors.delivered(list(tensors._lent))
 
 
 def test_a_tensor_without_owner_is_sent_once_well(

@@ -8,6 +8,7 @@ business; within them ours does the same. `aio_sending.py` has what happens on t
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,8 +16,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-
-from tensorwire.errors import StaleHandleError
 
 from .aio_calls import LATER, LaterCall
 from .aio_sending import AioSender, chained
@@ -29,6 +28,8 @@ from .originals import make, original
 from .outgoing import PLAIN, SentMessage
 from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer
+
+_LOG = logging.getLogger("tensorwire.rpc")
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
@@ -275,7 +276,8 @@ class AioRpcChannel(grpc.aio.Channel):
                 outgoing = SentMessage(outgoing, PLAIN, last=True)
             try:
                 data: bytes = outgoing.serialize(serializer)
-            except StaleHandleError as error:
+            except Exception as error:
+                _LOG.exception("a request could not be serialized")
                 return error  # which grpcio refuses; it would send an empty message if this raised
             return data
 

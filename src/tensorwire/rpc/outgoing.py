@@ -31,6 +31,7 @@ _LOG = logging.getLogger("tensorwire.rpc")
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
 _ANSWER_S = 5.0
+_MOST_BYTES = (1 << 31) - 1
 
 
 class CallLink:
@@ -202,6 +203,7 @@ class SentMessage:
 
         Raises:
             StaleHandleError: the array of a Tensor is gone.
+            ValueError: arrays that do not travel beside it are too long for it.
             Exception: what the serializer raises.
         """
         self._begun = True
@@ -214,8 +216,7 @@ class SentMessage:
             try:
                 arrays = _arrays_of(self.message)
             except StaleHandleError as error:
-                if not self.link.offers:  # grpcio says only that it cannot be serialized
-                    _LOG.error("a message cannot be sent: %s", error)
+                self._tell(error)
                 raise
         self.tickets = list(arrays)
         body = None
@@ -269,7 +270,7 @@ class SentMessage:
             if sum(each.nbytes for each in arrays.values()) >= least and len(arrays) < MAX_PIECES:
                 beside = arrays
         if body is None and not beside:
-            body = _inside(self.message, arrays, serializer)
+            body = self._whole(arrays, serializer)
         data: bytes | None = None
         if attachment is not None and (
             beside or (isinstance(body, bytes) and len(body) >= attachment.threshold_bytes)
@@ -279,7 +280,7 @@ class SentMessage:
             except TensorwireError:
                 pass  # the attachment is over; the call is not
         if data is None:
-            inside: bytes = _inside(self.message, arrays, serializer) if body is None else body
+            inside: bytes = self._whole(arrays, serializer) if body is None else body
             data = inside
             if attachment is not None and isinstance(data, bytes) and data.startswith(MAGIC):
                 if not self.link.foreign:
@@ -290,6 +291,23 @@ class SentMessage:
             if attachment is not None:  # they may have been those of a request
                 attachment.look_at_recent()
         return data
+
+    def _whole(self, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
+        """The message with its arrays in it; ValueError if they are too long for that."""
+        size_bytes = sum(each.nbytes for each in arrays.values())
+        if size_bytes > _MOST_BYTES:
+            error = ValueError(
+                f"arrays of {size_bytes} bytes are too long for a message of protobuf (2 GiB), and "
+                "did not travel beside it: that takes more pool_bytes at the receiver than those"
+            )
+            self._tell(error)
+            raise error
+        return _inside(self.message, arrays, serializer)
+
+    def _tell(self, error: Exception) -> None:
+        """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
+        if not self.link.offers:
+            _LOG.error("a message cannot be sent: %s", error)
 
     def finish(self) -> None:
         """Copies what is left of the message, whose bytes have been sent."""
