@@ -1,5 +1,6 @@
 """The Tensor message, its fields in other messages, and arrays in and out without a channel."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -230,3 +231,21 @@ def test_envelopes() -> None:
     for end in range(16, len(whole) - 4):
         with pytest.raises(ValueError, match="envelope"):
             unseal(whole[:end])
+
+
+def test_arrays_that_go_while_the_overdue_are_looked_for() -> None:
+    """A collection may begin in the middle of it, and take some with their owners."""
+    tickets = [rpc.tensor(np.ones(1)).ticket for _ in range(5000)]  # more than tuples are kept for
+
+    def let_one_go(phase: str, info: dict[str, int]) -> None:
+        tensors.delivered([tickets.pop()])
+
+    before = gc.get_threshold()
+    gc.callbacks.append(let_one_go)
+    gc.set_threshold(1)
+    try:
+        assert tensors._overdue.look()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(let_one_go)
+    assert tensors.lent_arrays() == len(tickets)

@@ -170,11 +170,17 @@ class _Overdue:
 
     def look(self) -> bool:
         self._asked = 0.0  # whoever comes behind this asks again
-        now = time.monotonic()
-        for ticket, lent in list(_lent.items()):
-            if not lent.owned and lent.until < now:
+        now, waits = time.monotonic(), False
+        # A list of pairs would make objects, so that a collection might let arrays go meanwhile.
+        for ticket in list(_lent):
+            lent = _lent.get(ticket)
+            if lent is None or lent.owned:
+                continue
+            if lent.until < now:
                 _lent.pop(ticket, None)
-        return any(not lent.owned for lent in list(_lent.values()))
+            else:
+                waits = True
+        return waits
 
 
 _tickets: list[int] = []
