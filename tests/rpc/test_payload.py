@@ -732,3 +732,31 @@ def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) 
     for each in channels:
         each.close()
     wait_for(lambda: server.attachments == [])
+
+
+def test_a_short_deadline_says_nothing_of_the_server() -> None:
+    """A stream that ends before the server can confirm it does not keep later ones inside."""
+    slow = threading.Event()
+
+    class Slow(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            if slow.is_set() and details.method == "/t/m":
+                time.sleep(0.3)
+            return continuation(details)
+
+    with serving() as start:
+        server = rpc.server(ThreadPoolExecutor(4), interceptors=[Slow()], options=UNLIMITED, **SHM)
+        start(server, {"/t/m": SS(echo_all)})
+        with connect(server, SHM) as channel:
+            call = channel.stream_stream("/t/m")
+            assert list(call(iter([BIG]))) == [BIG]
+            slow.set()
+            for timeout in (0.001, 0.01, 0.1):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(call(iter([BIG]), timeout=timeout))
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert channel.payload == "shm"
+            # Here the server had its time, and was silent.
+            with pytest.raises(grpc.RpcError):
+                list(call(iter([BIG]), timeout=0.6))
+            wait_for(lambda: channel.payload.startswith("inside: a call met a server"))

@@ -198,7 +198,7 @@ class Method:
         """The call is over: what it sent and nobody has seen is taken back."""
         if code is grpc.StatusCode.UNAVAILABLE:
             self._keeper.disconnected()
-        elif link.foreign:
+        elif link.foreign and not link.unsure:
             self._keeper.pause()
         attachment = link.attachment
         if attachment is None:

@@ -31,6 +31,8 @@ _LOG = logging.getLogger("tensorwire.rpc")
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
 _ANSWER_S = 5.0
+_SURE_S = 0.1
+"""Whoever has not confirmed a call after this time is taken for somebody else."""
 _MOST_BYTES = (1 << 31) - 1
 
 
@@ -48,6 +50,7 @@ class CallLink:
         leases: what was sent in the call, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
+        unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
         offers: messages may travel by rendezvous, because it is a call of the runtime.
@@ -66,6 +69,7 @@ class CallLink:
         "needed",
         "offers",
         "patience_s",
+        "unsure",
     )
 
     def __init__(
@@ -82,6 +86,7 @@ class CallLink:
         self.needed = needed
         self.patience_s: float | None = None
         self.foreign = False
+        self.unsure = False
         self.ended = False
         self.offers = False
         self.in_loop = False
@@ -385,8 +390,10 @@ class SentMessage:
         link = self.link
         patience_s = attachment.limits.patience_s if link.patience_s is None else link.patience_s
         if link.must_confirm:
-            if not self._confirmed(attachment, link.left_s(patience_s)):
+            wait_s = link.left_s(2 * patience_s) / 2  # the rest is for the message itself
+            if not self._confirmed(attachment, wait_s):
                 link.foreign = True
+                link.unsure = wait_s < min(patience_s, _SURE_S) or not link.needed()
                 return None
             link.must_confirm = False
         sources = list(beside.values())
