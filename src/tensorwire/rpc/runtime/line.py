@@ -32,6 +32,8 @@ that is woken at its answer, which costs more than what the other end gets earli
 """
 _SLICE_S = 0.05
 _LAZY_S = 0.004
+_MOST_DOUBTS = 50
+"""Of `LOOK_S`, in which the thread that has the turn does not say so."""
 MOST_BACKLOG = 256
 """Of frames for a client: one that takes no answers gets no more calls."""
 LOOK_S = 0.001
@@ -286,9 +288,10 @@ class SharedReader:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._turn = threading.RLock()  # a handler of a signal may come before `_leader` is set
+        self._turn = threading.Lock()
         self._leader = 0
         self._led_for: Waiter | None = None
+        self._inside: set[int] = set()
         self._mutex = threading.Lock()
         self._followers: dict[int, threading.Lock] = {}
         self._watched = 0
@@ -310,7 +313,10 @@ class SharedReader:
             RuntimeError: this thread was handling frames or writing, and something has interrupted
                 it that waits too.
         """
-        chosen, me = False, threading.get_ident()
+        chosen, me, doubts = False, threading.get_ident(), 0
+        # A handler of a signal may come when this thread has the turn, and could not say so yet.
+        nested = me in self._inside
+        self._inside.add(me)
         try:
             while not waiter.finished:
                 if waiter.has_work:
@@ -324,9 +330,7 @@ class SharedReader:
                     return False
                 if self._line.writer == me:
                     raise RuntimeError(_INTERRUPTED)
-                if self._leader == me:
-                    self._lead_within(waiter, until, whole=whole)
-                elif self._turn.acquire(blocking=False):
+                if self._turn.acquire(blocking=False):
                     self._leader = me
                     chosen = False
                     self._led += 1
@@ -338,10 +342,19 @@ class SharedReader:
                         self._pass_on()
                     if self._line.is_over and not (waiter.finished or waiter.has_work):
                         time.sleep(0.001)  # another thread is telling everybody
+                elif self._leader == me:
+                    self._lead_within(waiter, until, whole=whole)
+                elif nested and not self._leader:
+                    doubts += 1
+                    if doubts > _MOST_DOUBTS:
+                        raise RuntimeError(_INTERRUPTED)
+                    chosen = self._follow(waiter, LOOK_S if left is None else min(left, LOOK_S))
                 else:
-                    chosen = self._follow(waiter, left)
+                    chosen, doubts = self._follow(waiter, left), 0
             return True
         finally:
+            if not nested:
+                self._inside.discard(me)
             if chosen:  # and the turn not taken
                 self._pass_on()
             if waiter.has_work and not waiter.finished:  # this thread was interrupted
@@ -405,7 +418,7 @@ class SharedReader:
                 self._followers[mine] = latch
             waiter.latches.append(latch)
             # Whoever finishes it, or gives up the turn, from here on finds the latch.
-            if not (waiter.finished or waiter.has_work) and self._leader:
+            if not (waiter.finished or waiter.has_work) and self._turn.locked():
                 most = threading.TIMEOUT_MAX
                 latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
             interrupted = False
@@ -468,7 +481,7 @@ class SharedReader:
             self._wanted.clear()
             while self._watched > 0 and not line.is_over:
                 led = self._led
-                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._leader):
+                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn.locked()):
                     continue
                 if not self._turn.acquire(blocking=False):
                     break  # whoever has it passes it on
