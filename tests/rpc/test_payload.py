@@ -1,5 +1,6 @@
 """What travels ahead, what must not, and that all memory comes back."""
 
+import _thread
 import dataclasses
 import gc
 import sys
@@ -20,6 +21,7 @@ from tensorwire import StaleHandleError, rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc import outgoing, tensors
 from tensorwire.rpc.inbox import Landed
+from tensorwire.rpc.janitor import Janitor
 from tensorwire.rpc.negotiation import MARK, OPEN
 
 BIG = bytes(range(256)) * 4096  # 1 MiB
@@ -390,6 +392,27 @@ def test_a_name_from_outside_is_no_dtype(name: str) -> None:
     """Whatever numpy makes of it, which evaluates some."""
     with pytest.raises(TypeError, match="no dtype"):
         rpc.array(rpc.Tensor(dtype=name, shape=[1], data=bytes(4)))
+
+
+def test_a_finalizer_makes_an_array_in_the_thread_that_gives_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While whoever starts that thread waits for it to have begun."""
+    janitor, done = Janitor(), threading.Event()
+
+    class Nothing:
+        def look(self) -> bool:
+            return False
+
+    def start(thread: threading.Thread) -> None:
+        begun = threading.Event()
+        _thread.start_new_thread(lambda: (janitor.watch(Nothing()), begun.set()), ())
+        assert begun.wait(20)
+        done.set()
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    janitor.watch(Nothing())
+    assert done.is_set()
 
 
 def test_a_mask_is_not_left_behind() -> None:

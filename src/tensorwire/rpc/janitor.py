@@ -52,9 +52,9 @@ class Janitor:
         with self._lock:
             asleep = not self._watched
             self._watched.add(watched)
-            if not self._started:
-                self._started = True
-                threading.Thread(target=self._run, name="tensorwire-rpc", daemon=True).start()
+            start, self._started = not self._started, True
+        if start:  # a finalizer may run in it, and come to here, before that returns
+            threading.Thread(target=self._run, name="tensorwire-rpc", daemon=True).start()
         if asleep:
             self._queue.put(_wake)
 
