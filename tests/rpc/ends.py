@@ -2,9 +2,13 @@
 
 import contextlib
 import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +114,18 @@ def serving() -> Iterator[Callable[[Any, dict[str, Any]], Any]]:
     yield start
     for server in servers:
         server.stop(0).wait()
+
+
+def stop_process(process: subprocess.Popen[Any]) -> None:
+    """Stops a process, and waits until each of its threads stands: the signal is not there at once."""
+    process.send_signal(signal.SIGSTOP)
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        states = []
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended
+                states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        if all(state == "T" for state in states):
+            return
+        time.sleep(0.001)
+    raise AssertionError("the process goes on")

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import rpc_serving
+from ends import stop_process
 from test_rpc_conformance import wait_for
 
 from tensorwire import rpc
@@ -100,7 +101,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
         call = channel.unary_unary("/t/echo", *TYPES)
         array = np.ones(rpc_serving.SIZE)
         call(rpc.tensor(array, owner=array.base))
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process)
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as caught:
                 call(rpc.tensor(array), timeout=0.3)

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import rpc_serving
-from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System, stop_process
 from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
@@ -686,7 +686,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, wire: str) -> None:
     with rpc.insecure_channel(target, **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         call(rpc.tensor(np.ones(10)))
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process)
         futures = [call.future(rpc.tensor(np.ones(10)), timeout=0.3) for _ in range(2)]
         with pytest.raises(grpc.RpcError) as caught:
             call(rpc.tensor(np.ones(10)), timeout=0.3)
@@ -709,7 +709,7 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
         call = channel.unary_unary("/t/echo", *TYPES)
         message = rpc.embed(rpc.tensor(np.ones(25_000)))
         assert rpc.array(call(message))[-1] == 2
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process)
         for _ in range(40):
             with pytest.raises(grpc.RpcError) as caught:
                 call(message, timeout=0.01)
