@@ -117,7 +117,7 @@ def serving() -> Iterator[Callable[[Any, dict[str, Any]], Any]]:
 
 
 def stop_process(process: subprocess.Popen[Any]) -> None:
-    """Stops a process, and waits until each of its threads stands: the signal is not there at once."""
+    """Stops a process, and waits until all its threads stand, which takes a moment."""
     process.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 10
     while time.monotonic() < until:
