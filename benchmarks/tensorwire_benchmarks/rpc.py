@@ -337,11 +337,20 @@ def _with_limit(bar: Bar, verdict: Verdict, report: Report) -> Verdict:
     system = LIMITS.get(bar.system, BY_HAND) if bar.least >= THRESHOLD_BYTES else BY_HAND
     if verdict.met is not False or not bar.rival or bar.most < THRESHOLD_BYTES:
         return verdict
-    limit = dataclasses.replace(bar, system=system).judge(report)
-    if limit.measured is None:
+    ratios: dict[str, dict[int, float]] = {bar.system: {}, system: {}}
+    for each in report.comparisons:
+        if (each.case, each.rival) == (bar.case, bar.rival) and each.system in ratios:
+            ratios[each.system][each.bytes] = each.ratio
+    missed = [
+        size
+        for size, ratio in ratios[bar.system].items()
+        if bar.least <= size <= bar.most and ratio < bar.bar
+    ]
+    limits = [ratios[system][size] for size in missed if size in ratios[system]]
+    if not limits:
         return verdict
-    detail = f"{system}: {limit.measured:.3g} {bar.unit}"
-    if limit.measured < bar.bar:
+    detail = f"{system}: {min(limits):.3g} {bar.unit}"
+    if len(limits) == len(missed) and max(limits) < bar.bar:  # at each size that misses it
         detail = f"beyond this machine, {detail}"
     detail = f"{verdict.detail}; {detail}" if verdict.detail else detail
     return dataclasses.replace(verdict, detail=detail)

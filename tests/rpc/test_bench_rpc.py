@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tensorwire.bench.rows import Comparison, Report
+from tensorwire.bench.verdicts import MIB
 from tensorwire.cli import main
 from tensorwire_benchmarks import rpc, rpc_names
 
@@ -65,6 +67,29 @@ def test_many_processes_by_both_wires() -> None:
     assert found == {
         (f"{wire}.{case}", system) for wire in rpc_names.WIRES for system in rpc_names.SYSTEMS[case]
     }
+
+
+def test_a_missed_bar_names_the_limit_of_the_sizes_that_miss_it() -> None:
+    bar = rpc._against("tcp", "bytes", 1.2, MIB, float("inf"))
+    for at_one, at_two, limit_at_two, expected in (
+        (1.0, 1.3, 3.0, "beyond this machine, in-turn-bytes: 1.1 x as fast"),
+        (1.3, 1.0, 3.0, "in-turn-bytes: 3 x as fast"),
+        (1.0, 1.0, 3.0, "in-turn-bytes: 1.1 x as fast"),
+        (1.0, 1.0, None, "in-turn-bytes: 1.1 x as fast"),
+        (1.3, 1.3, 0.5, ""),
+    ):
+        report = Report("rpc", {})
+        for system, size, ratio in (
+            ("bytes", MIB, at_one), ("bytes", 2 * MIB, at_two),
+            ("in-turn-bytes", MIB, 1.1), ("in-turn-bytes", 2 * MIB, limit_at_two),
+        ):  # fmt: skip
+            if ratio is not None:
+                report.comparisons.append(
+                    Comparison("tcp.unary", size, system, "grpcio", ratio, None, 1)
+                )
+        verdict = rpc._with_limit(bar, bar.judge(report), report)
+        assert verdict.detail.split("; ")[-1].endswith(expected), verdict
+        assert ("beyond" in verdict.detail) == ("beyond" in expected)
 
 
 def test_sizes_that_cannot_be() -> None:
