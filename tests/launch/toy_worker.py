@@ -3,8 +3,8 @@
 It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
 parameters, sums with others, a snapshot of a version that is read when there are later ones, and a
 second store after the first was freed. Into TOY_FOLDER, if there is one, it writes what
-benchmarks/tensorwire_benchmarks/faults_judge.py reads. Behind TOY_GATE, a file, it makes its last
-steps.
+benchmarks/tensorwire_benchmarks/faults_judge.py reads. Before its last four steps, or before the
+step TOY_GATE_STEP, it waits for TOY_GATE, a file.
 """
 
 import hashlib
@@ -39,6 +39,7 @@ STORES = int(os.environ.get("TOY_STORES", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
 FOLDER = os.environ.get("TOY_FOLDER", "")
 GATE = os.environ.get("TOY_GATE", "")
+GATE_STEP = int(os.environ.get("TOY_GATE_STEP", STEPS - 4))
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def train(
 
     publish(1)
     for step in range(STEPS):
-        while GATE and step == STEPS - 4 and not Path(GATE).exists():
+        while GATE and step == GATE_STEP and not Path(GATE).exists():
             time.sleep(0.01)
         present = bytearray([PUSHED]) * len(tensors)
         for i in world.my_slices:
