@@ -35,6 +35,7 @@ ROUNDS = int(os.environ.get("TOY_ROUNDS", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0.004"))
 STALENESS = os.environ.get("TOY_STALENESS", "")
 FOLDER = Path(os.environ["TOY_FOLDER"])
+REST_S = float(os.environ.get("TOY_REST_S", "0"))  # before it leaves
 STOPS = os.environ.get("TOY_STOPS", "")  # a rank: that worker is stopped again and again
 BASE = 20  # of the steps of five slices float32 has all digits
 SHAPES = {"a": (300_000,), "b": (7,), "c": (280_000,)}
@@ -49,6 +50,7 @@ def main() -> None:
         threading.Thread(target=stop_now_and_then, daemon=True).start()
     for number, (rounds, steps) in enumerate(((ROUNDS, STEPS), (1, 1))):
         run_store(member, collective, number, rounds, steps)
+    time.sleep(REST_S)
     member.close()
     print("done", world.rank, flush=True)
 

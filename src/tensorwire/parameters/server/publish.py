@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
+from tensorwire.errors import ClosedError, PeerLostError, StaleHandleError, TensorwireError
 from tensorwire.membership import OfWorkers, ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer
 from tensorwire.transitions import NORMS
@@ -204,12 +204,12 @@ class Norms:
 def say_through(opening: Opening, version: int) -> None:
     """Tells the other servers that this one has made the last version of a store.
 
-    Not twice: those who know it of all have freed their regions.
+    Not twice: those who know it of all have freed their regions, or free them meanwhile.
     """
     regions, member, block = opening.regions, opening.member, opening.regions.norms_block
     nothing = np.zeros(0)
     for peer in member.servers.values():
-        with contextlib.suppress(LookupError, PeerLostError):
+        with contextlib.suppress(LookupError, PeerLostError, StaleHandleError):
             theirs = member.persist(peer, peer.region, regions.name(RegionKind.NORMS))
             outbox = RemoteMailbox(theirs[block(regions.server)])
             member.persist(peer, _send, outbox, nothing, version)
