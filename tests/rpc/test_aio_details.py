@@ -295,6 +295,8 @@ def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
                 assert await call(b"a") == b"a"
                 assert c.payload == "inside: the server has no tensorwire"
             await plain.stop(0)
+            while c.get_state() is grpc.ChannelConnectivity.READY:
+                await asyncio.sleep(0.01)
             await serve(ours, address)
             for _ in range(50):
                 assert await call(b"a", wait_for_ready=True) == b"a"

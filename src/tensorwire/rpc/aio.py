@@ -11,12 +11,14 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from .agent import ChannelAgent
 from .aio_calls import LATER, LaterCall
 from .aio_sending import AioSender, chained
 from .aio_server import server
@@ -28,6 +30,7 @@ from .originals import make, original
 from .outgoing import PLAIN, SentMessage
 from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer
+from .small import SmallRequests
 
 _LOG = logging.getLogger("tensorwire.rpc")
 
@@ -109,8 +112,11 @@ class _Direct(_Method):
             outgoing = SentMessage(request, PLAIN, last=False).with_arrays()
         names = ("metadata", "credentials", "wait_for_ready", "compression")
         named = dict(zip(names, given, strict=True))
+        sender = self._channel.sender
+        if sender.keeper.disowned:
+            named["metadata"] = sender.disowning(named["metadata"])
         call = self._inner(outgoing or request, timeout=timeout, **named)
-        self._channel.sender.watch(call, PLAIN, outgoing)
+        sender.watch(call, PLAIN, outgoing)
         return call
 
     async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
@@ -154,7 +160,43 @@ class _ManyRequests(_Direct):
 
 
 class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
-    pass
+    """Those of its calls whose requests are small are grpcio's own, without anything of ours.
+
+    Args:
+        channel, inner, carried, arity, method: as of `_Direct`.
+        small: its requests that need nothing of ours.
+        stock: of grpcio's channel, takes the bytes of a request.
+    """
+
+    def __init__(
+        self,
+        channel: AioRpcChannel,
+        inner: Any,
+        carried: AioMethod | None,
+        arity: str,
+        method: Any,
+        small: SmallRequests,
+        stock: Any,
+    ) -> None:
+        super().__init__(channel, inner, carried, arity, method)
+        self._small = small
+        self._stock = stock
+
+    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        body = self._small.encode(request)
+        if type(body) is not bytes:
+            request = request if body is None else body
+        elif self._channel.is_connected:  # nobody watches how such a call ends
+            metadata, credentials, wait_for_ready, compression = given
+            return self._stock(
+                body,
+                timeout=timeout,
+                metadata=metadata,
+                credentials=credentials,
+                wait_for_ready=wait_for_ready,
+                compression=compression,
+            )
+        return super()._call(request, timeout, *given)
 
 
 class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
@@ -253,6 +295,11 @@ class AioRpcChannel(grpc.aio.Channel):
         """What joins this channel with its server, if anything does."""
         return self.sender.keeper.ready
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether grpcio has a connection to a server."""
+        return not self._closed and self.inner.get_state() is grpc.ChannelConnectivity.READY
+
     def is_plain(self, credentials: Any) -> bool:
         """Whether a call that begins now is grpcio's alone: nothing goes ahead, or is asked for."""
         if self._closed or (credentials is not None and not self._encrypted):
@@ -292,6 +339,12 @@ class AioRpcChannel(grpc.aio.Channel):
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:
             return intercepted(self, inner, carried)
+        if direct is _UnaryUnary:
+            # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+            watched = hasattr(inner, "_tensorwire_trace")
+            small = SmallRequests(keeper, serializer, watched=watched)
+            stock = self.inner.unary_unary(method, None, deserialize, registered)
+            return _UnaryUnary(self, inner, carried, arity, method, small, stock)
         return direct(self, inner, carried, arity, method)
 
     def unary_unary(
@@ -389,9 +442,12 @@ def insecure_channel(
         return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    inner = partial(make, "aio.insecure_channel", target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), runtime=offered)
+    if terms.transports and offered.limits is None:
+        agent = ChannelAgent()
+        terms, options = replace(terms, agent=agent), agent.added_to(options)
+    inner = partial(make, "aio.insecure_channel", target, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=False)
 
 
@@ -412,7 +468,8 @@ def secure_channel(
         return plain(  # type: ignore[no-any-return]
             target, credentials, options, compression, interceptors
         )
-    inner = partial(make, "aio.secure_channel", target, credentials, kept(options), compression)
-    transports = secure_transports(plaintext_transports)
-    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
+    transports, agent = secure_transports(plaintext_transports), ChannelAgent()
+    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports, agent=agent)
+    options = agent.added_to(kept(options))
+    inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=True)

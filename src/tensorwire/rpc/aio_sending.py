@@ -25,7 +25,7 @@ from .aio_calls import (
 )
 from .attachment import RpcAttachment
 from .calls import explain, is_refused
-from .envelope import mark
+from .envelope import NO_ATTACHMENT, mark
 from .fields import may_have_tensors
 from .janitor import JANITOR
 from .methods import call_is_confirmed
@@ -71,11 +71,18 @@ class AioSender:
         attachment, details = await self._attach(details)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
+            if self.keeper.disowned:
+                details = details._replace(metadata=self.disowning(details.metadata))
             return PLAIN, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
         link = CallLink(attachment, call, at_once, always)
         link.patience_s = 0.0  # who gives memory back may be in this event loop
         return link, details._replace(metadata=metadata)
+
+    @staticmethod
+    def disowning(metadata: Any) -> grpc.aio.Metadata:
+        """The user's metadata, for a call that is of no attachment, whatever its user agent."""
+        return grpc.aio.Metadata(*(metadata or ()), (MARK, NO_ATTACHMENT))
 
     async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
         """The channel's attachment, for which the server is asked if need be."""

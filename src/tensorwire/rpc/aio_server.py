@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from .agent import read_token
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .factories import as_limits, as_number, server_terms
@@ -29,6 +30,7 @@ from .runtime.context import Caller
 from .runtime.options import kept, offer
 from .runtime.served import ARITIES
 from .server import DRAIN_S, is_encrypted, outside_host, reader_of
+from .unmarked import AioUnmarkedCalls, UnmarkedHandlers
 
 
 class AioServedCall(grpc.RpcMethodHandler):
@@ -71,6 +73,8 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        registry.knows_agents = True
+        self._unmarked = UnmarkedHandlers(registry, AioUnmarkedCalls)
         self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -84,17 +88,15 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
             if key == MARK:
                 found = read_mark(value)
         if found is None:
-            reader, attachment, call = reader_of(handler.request_deserializer), None, (0, 0)
-            wrapped = AioServedCall(handler, reader, attachment, call)
-            wrapped.request_deserializer = reader.inside
-            return wrapped
+            return self._unmarked.of(handler)
         attachment = check_mark(self._registry, found)
         return AioServedCall(
             handler, reader_of(handler.request_deserializer), attachment, found[1:]
         )
 
     async def _open(self, request: bytes, context: Any) -> bytes:
-        open_attachment = partial(self._registry.open, encrypted=is_encrypted(context))
+        token = read_token(context.invocation_metadata())
+        open_attachment = partial(self._registry.open, encrypted=is_encrypted(context), token=token)
         try:
             return await asyncio.to_thread(open_attachment, request, Caller.of(context))
         except DeclinedError as error:

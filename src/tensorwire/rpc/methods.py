@@ -20,12 +20,12 @@ from tensorwire.errors import TensorwireError
 from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import MAGIC, NO_ATTACHMENT, mark
-from .fields import may_have_tensors
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, Encoded, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
+from .small import SmallRequests
 from .tensors import delivered
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -103,10 +103,9 @@ class Method:
             self._reading(),
             registered,
         )
-        self._serializer = request_serializer
-        self._plain_type: type | None = bytes if request_serializer is None else None
         # `tensorwire rpc trace` counts what serializers do that grpcio calls.
-        self._is_watched = hasattr(self._inner, "_tensorwire_trace")
+        watched = hasattr(self._inner, "_tensorwire_trace")
+        self._small = SmallRequests(channel.keeper, request_serializer, watched=watched)
         self._carried = CarriedMethod(
             arity, method, request_serializer, self._deserialize, self._end
         )
@@ -118,33 +117,6 @@ class Method:
         if options.credentials is not None or options.compression is not None:
             return None
         return self._attachment(options, waits=waits)
-
-    def _small(self, request: Any) -> bytes | Encoded | None:
-        """The bytes of a request that needs nothing of ours.
-
-        With them the call is grpcio's, and nothing else: no mark, no number, no look at its end.
-        Else the request as it goes the other way, if its bytes were made; None: the user's. One
-        that cannot be serialized goes that way, which says so as grpcio does.
-        """
-        keeper = self._keeper
-        attachment = keeper.attachment
-        most_bytes = keeper.plain_bytes if attachment is None else attachment.unmarked_bytes
-        if not most_bytes:
-            return None
-        if type(request) is not self._plain_type:
-            if self._is_watched or may_have_tensors(type(request)):
-                return None
-            self._plain_type = type(request)
-        serializer = self._serializer
-        try:
-            body = request if serializer is None else serializer(request)
-        except Exception:
-            return None
-        if type(body) is not bytes or body.startswith(MAGIC):
-            return None
-        if len(body) >= most_bytes:
-            return None if serializer is None else Encoded(request, serializer, body)
-        return body
 
     def _reading(self) -> Callable[[bytes], Any]:
         """The deserializer of grpcio's calls."""
@@ -327,7 +299,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        body = self._small(request)
+        body = self._small.encode(request)
         if type(body) is bytes:
             try:
                 return self._stock(
@@ -348,7 +320,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             self._keeper.disconnected()
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
-        body = self._small(request)
+        body = self._small.encode(request)
         if type(body) is bytes:
             try:
                 return self._stock.with_call(body, *given, **named)
@@ -363,7 +335,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         return self._blocking(self._inner.with_call, request, options)
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
-        body = self._small(request)
+        body = self._small.encode(request)
         if type(body) is bytes:
             first = self._stock.future(body, *given, **named)
             if self._keeper.attachment is None:

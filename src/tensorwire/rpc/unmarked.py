@@ -8,17 +8,18 @@ is a large response.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from .attachment import THRESHOLDS
+from .attachment import THRESHOLDS, RpcAttachment
 from .envelope import MAGIC
 from .fields import may_have_tensors
 from .incoming import Reader
 from .negotiation import Registry
-from .outgoing import PLAIN, CallLink, SentMessage
+from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.served import arity_of, behavior_of
 
 OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
@@ -47,7 +48,7 @@ class UnmarkedCalls(grpc.RpcMethodHandler):
         self._serializer = handler.response_serializer
         kind, behavior = arity_of(handler), behavior_of(handler)
         if kind == "unary_unary":
-            behavior = _with_context(behavior)
+            behavior = self._with_context(behavior)
             self.response_serializer = self._answering()
         setattr(self, kind, behavior)
 
@@ -84,25 +85,58 @@ class UnmarkedCalls(grpc.RpcMethodHandler):
     def _send_beside(self, response: Any, context: Any, *, made: bool = False) -> Any:
         """The bytes of a response that goes ahead of them, if the client is known."""
         attachment = self._registry.of_agent(context.invocation_metadata())
-        link = PLAIN
-        if attachment is not None:
-            call = attachment.unnumbered_call()
-            link = CallLink(attachment, call, context.time_remaining, context.is_active)
+        link = PLAIN if attachment is None else self._link(attachment, context)
         serializer = None if made else self._serializer
         data = SentMessage(response, link, last=True).serialize(serializer)
         if attachment is not None:
             attachment.end_unnumbered(link.call, link.leases)
         return data
 
+    @staticmethod
+    def _link(attachment: RpcAttachment, context: Any) -> CallLink:
+        """The call of a response that goes ahead."""
+        call = attachment.unnumbered_call()
+        return CallLink(attachment, call, context.time_remaining, context.is_active)
 
-def _with_context(behavior: Any) -> Any:
-    """What gives a behavior's response with its context."""
+    @staticmethod
+    def _with_context(behavior: Any) -> Any:
+        """What gives a behavior's response with its context."""
 
-    def run(request: Any, context: Any) -> tuple[Any, Any]:
-        return behavior(request, context), context
+        def run(request: Any, context: Any) -> tuple[Any, Any]:
+            return behavior(request, context), context
 
-    copy_attributes(behavior, run)
-    return run
+        copy_attributes(behavior, run)
+        return run
+
+
+class AioUnmarkedCalls(UnmarkedCalls):
+    """The same in a server of `grpc.aio`."""
+
+    @staticmethod
+    def _link(attachment: RpcAttachment, context: Any) -> CallLink:
+        link = CallLink(attachment, attachment.unnumbered_call(), at_once, always)
+        link.patience_s = 0.0  # who gives memory back may be in this event loop
+        return link
+
+    @staticmethod
+    def _with_context(behavior: Any) -> Any:
+        # As grpcio finds out what runs in the event loop, and what in the thread pool.
+        if not inspect.iscoroutinefunction(behavior):
+
+            def run_in_thread(request: Any, context: Any) -> tuple[Any, Any]:
+                return _as_bytes(behavior(request, context)), context
+
+            return run_in_thread
+
+        async def run(request: Any, context: Any) -> tuple[Any, Any]:
+            return _as_bytes(await behavior(request, context)), context
+
+        return run
+
+
+def _as_bytes(response: Any) -> Any:
+    """A response as serializers get it in `grpc.aio`, which encodes text before that."""
+    return response.encode() if isinstance(response, str) else response
 
 
 def copy_attributes(behavior: Any, run: Any) -> None:
@@ -113,10 +147,16 @@ def copy_attributes(behavior: Any, run: Any) -> None:
 
 
 class UnmarkedHandlers:
-    """Those of a server, one for each handler of the user's. Any thread may use it."""
+    """Those of a server, one for each handler of the user's. Any thread may use it.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: of the server.
+        make: the kind of calls.
+    """
+
+    def __init__(self, registry: Registry, make: type[UnmarkedCalls] = UnmarkedCalls) -> None:
         self._registry = registry
+        self._make = make
         self._made: dict[int, UnmarkedCalls] = {}
 
     def of(self, handler: Any) -> UnmarkedCalls:
@@ -126,5 +166,5 @@ class UnmarkedHandlers:
             return found
         if len(self._made) >= _MOST:  # interceptors make a new one for each call
             self._made.clear()
-        made = self._made[id(handler)] = UnmarkedCalls(handler, self._registry)
+        made = self._made[id(handler)] = self._make(handler, self._registry)
         return made

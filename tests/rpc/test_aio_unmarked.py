@@ -1,0 +1,225 @@
+"""Calls without metadata of ours, where the client, the server or both are of `grpc.aio`."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+grpc = pytest.importorskip("grpc")
+
+from ends import Methods  # noqa: E402
+from test_payload import TENSORS, moved  # noqa: E402
+
+from tensorwire import rpc  # noqa: E402
+from tensorwire.rpc import attachment as attachments  # noqa: E402
+from tensorwire.rpc import envelope as envelopes  # noqa: E402
+from tensorwire.rpc.agent import AGENT  # noqa: E402
+from tensorwire.rpc.negotiation import MARK  # noqa: E402
+
+UU = grpc.unary_unary_rpc_method_handler
+LARGE = 5 << 20  # more than grpc takes in a message
+ONES = {"response_serializer": rpc.Tensor.SerializeToString}
+
+
+class Served:
+    """Methods, and the keys of the metadata that they have seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def _note(self, context: Any) -> None:
+        self.seen.append([key for key, _ in context.invocation_metadata()])
+
+    def make(self, request: bytes, context: Any) -> bytes:
+        self._note(context)
+        return bytes(int(request))
+
+    def ones(self, request: bytes, context: Any) -> Any:
+        self._note(context)
+        return rpc.tensor(np.ones(LARGE, np.uint8))
+
+    def methods(self, *, asynchronous: bool) -> Any:
+        async def make(request: bytes, context: Any) -> bytes:
+            return self.make(request, context)
+
+        async def ones(request: bytes, context: Any) -> Any:
+            return self.ones(request, context)
+
+        makes = {"/t/make": UU(make if asynchronous else self.make)}
+        makes["/t/ones"] = UU(ones if asynchronous else self.ones, **ONES)
+        makes["/t/raw"] = UU(lambda request, _: request)
+        makes["/t/tensor"] = UU(lambda request, _: request, **TENSORS)
+        makes["/t/agent"] = UU(lambda _, context: dict(context.invocation_metadata())[AGENT])
+        return Methods(makes)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    server: Any, *more: Any, port: int = 0, asynchronous: bool = True
+) -> AsyncIterator[tuple[str, Served]]:
+    """Runs a server of either kind; its address, and what its methods see."""
+    served = Served()
+    server.add_generic_rpc_handlers((served.methods(asynchronous=asynchronous), *more))
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    started = server.start()
+    if started is not None:
+        await started
+    try:
+        yield address, served
+    finally:
+        stopped = server.stop(None)
+        if asyncio.iscoroutine(stopped):
+            await stopped
+        else:
+            await asyncio.to_thread(stopped.wait)
+
+
+SERVERS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "coroutines": (lambda: rpc.aio.server(), True),
+    "functions": (lambda: rpc.aio.server(ThreadPoolExecutor(2)), False),
+    "threads": (lambda: rpc.server(ThreadPoolExecutor(2)), False),
+}
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("client", ["aio", "sync"])
+def test_small_calls_have_no_mark_and_large_answers_go_ahead(kind: str, client: str) -> None:
+    make_server, asynchronous = SERVERS[kind]
+
+    async def main() -> None:
+        server = make_server()
+        async with running(server, asynchronous=asynchronous) as (target, served):
+            if client == "aio":
+                async with rpc.aio.insecure_channel(target) as channel:
+                    await talk(
+                        server, channel, lambda method, *given: channel.unary_unary(*method)(*given)
+                    )
+            else:
+                with rpc.insecure_channel(target, transports=("shm",)) as channel:
+                    await talk(
+                        server,
+                        channel,
+                        lambda method, *given: asyncio.to_thread(
+                            channel.unary_unary(*method), *given
+                        ),
+                    )
+            assert [MARK in each for each in served.seen] == [False] * 4
+
+    async def talk(server: Any, channel: Any, call: Any) -> None:
+        assert await call(("/t/raw",), b"") == b""  # negotiates
+        assert channel.payload == "shm"
+        (end,) = server.attachments
+        before = moved(end)
+        assert await call(("/t/make",), b"7") == bytes(7)
+        assert await call(("/t/make",), str(LARGE).encode()) == bytes(LARGE)
+        ones = "/t/ones", None, rpc.Tensor.FromString
+        assert rpc.array(await call(ones, b"x")).sum() == LARGE
+        assert len(await call(("/t/make",), str(LARGE).encode())) == LARGE
+        assert moved(end) - before >= 3 * LARGE
+        # What is not small has a mark, and so has a Tensor.
+        big = bytes(LARGE)
+        assert await call(("/t/raw",), big) == big
+        tensor = "/t/tensor", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+        assert rpc.array(await call(tensor, rpc.tensor(np.arange(9))))[-1] == 8
+        # What looks like an envelope arrives as it is.
+        message = envelopes.MAGIC + bytes(100)
+        assert await call(("/t/raw",), message) == message
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_nobody_takes_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
+
+    async def main() -> None:
+        server = rpc.aio.server()
+        async with (
+            running(server) as (target, _),
+            rpc.aio.insecure_channel(target) as channel,
+        ):
+            await channel.unary_unary("/t/raw")(b"")
+            # Without our deserializer, as a client that has died in this moment.
+            lost = await channel.inner.unary_unary("/t/make")(str(LARGE).encode())
+            assert lost.startswith(envelopes.MAGIC)
+            (end,) = server.attachments
+            assert end.leases_there.used == 1
+            until = time.monotonic() + 20
+            while end.leases_there.used and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            assert end.leases_there.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_replaced() -> None:
+    """Small calls find out, and none of another server's answers goes to the former client's."""
+
+    async def main() -> None:
+        options = [(f"grpc.{each}_reconnect_backoff_ms", 100) for each in ("initial", "min", "max")]
+        async with contextlib.AsyncExitStack() as stack:
+            async with running(rpc.aio.server()) as (target, _):
+                channel = rpc.aio.insecure_channel(target, options)
+                await stack.enter_async_context(channel)
+                raw, make = channel.unary_unary("/t/raw"), channel.unary_unary("/t/make")
+                await raw(b"")
+                assert channel.payload == "shm"
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await raw(b"x", timeout=5)
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+            port = int(target.rpartition(":")[2])
+            async with running(rpc.aio.server(), port=port) as (_, served):
+                until = time.monotonic() + 20
+                while len(served.seen) < 2 or MARK in served.seen[-1]:
+                    assert await make(b"5", wait_for_ready=True, timeout=10) == bytes(5)
+                    assert time.monotonic() < until
+                assert channel.payload == "shm"
+                assert len(await make(str(LARGE).encode())) == LARGE
+
+    asyncio.run(main())
+
+
+def test_the_users_end_of_the_user_agent_stays() -> None:
+    async def main() -> None:
+        options = [("grpc.secondary_user_agent", "mine/1")]
+        async with (
+            running(rpc.aio.server()) as (target, _),
+            rpc.aio.insecure_channel(target, options) as channel,
+        ):
+            agent = await channel.unary_unary("/t/agent")(b"")
+            assert agent.decode().split(" ")[-1] == "mine/1"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("library", [grpc, rpc], ids=["grpcio", "ours"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_response_that_is_text_comes_to_its_serializer_as_bytes(
+    library: Any, asynchronous: bool
+) -> None:
+    """As in grpcio, also where the call has no mark."""
+    given = []
+
+    async def text(request: bytes, context: Any) -> str:
+        return "text"
+
+    def serialize(response: Any) -> bytes:
+        given.append(type(response))
+        return bytes(response)
+
+    async def main() -> None:
+        behavior = text if asynchronous else lambda *_: "text"
+        more = Methods({"/t/text": UU(behavior, response_serializer=serialize)})
+        async with (
+            running(library.aio.server(), more) as (target, _),
+            rpc.aio.insecure_channel(target) as channel,
+        ):
+            for _ in range(2):
+                assert await channel.unary_unary("/t/text")(b"") == b"text"
+
+    asyncio.run(main())
+    assert given == [bytes, bytes]
