@@ -286,7 +286,9 @@ class Rendezvous:
 
     def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Staging:
         try:
-            staging = Staging(lease, data, self._other_board, self._chunk_bytes)
+            # One that is read at once is copied so too: nobody waits for a part of it.
+            at_once = max(len(data), 1) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
+            staging = Staging(lease, data, self._other_board, at_once)
             staging.step(FIRST_BYTES if len(data) >= 4 * FIRST_BYTES else len(data))
         except BaseException:
             self.offers.retire([lease], call)
@@ -461,8 +463,11 @@ class Rendezvous:
         with self._telling:
             self._count += 1
             try:
-                self._other_board.word(8 * (1 + slot)).set(turn)
-                self._other_board.word(0).set(self._count)
+                # The other end is woken once. Turns rise, so half of a word is never too high.
+                place = 8 * (1 + slot)
+                self._other_board[place : place + 8].write(
+                    turn.to_bytes(8, "little"), signal=(self._other_board.word(0), self._count)
+                )
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits
 
