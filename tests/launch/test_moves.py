@@ -102,13 +102,15 @@ def job(
     pause_s: float = 0.1,
     fail: str = "",
     steps: int = STEPS,
-    gate_step: int = STEPS - 4,
+    gate_step: int | None = None,
     **options: Any,
 ) -> Generator[Job]:
     folder = place.folder / f"job {len(list(place.folder.iterdir()))}"
     folder.mkdir()
     toy = {"TOY_FOLDER": str(folder), "TOY_STEPS": str(steps), "TOY_PAUSE_S": str(pause_s)}
-    toy |= {"TOY_STORES": "1", "TOY_GATE": str(folder / "gate"), "TOY_GATE_STEP": str(gate_step)}
+    toy |= {"TOY_STORES": "1", "TOY_GATE": str(folder / "gate")}
+    if gate_step is not None:
+        toy["TOY_GATE_STEP"] = str(gate_step)
     options = {"servers": 1, "shares": SHARES, "server_command": SERVER, **options}
     options["patience"] = {"standby_s": 60.0, **options.get("patience", {})}
     options = {key: value for key, value in options.items() if value is not None}
