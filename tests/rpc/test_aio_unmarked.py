@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -223,3 +224,105 @@ def test_a_response_that_is_text_comes_to_its_serializer_as_bytes(
 
     asyncio.run(main())
     assert given == [bytes, bytes]
+
+
+def count_of(numbers: list[int]) -> Callable[[bytes], bytes]:
+    """A serializer that gives each request a number."""
+
+    def serialize(request: bytes) -> bytes:
+        numbers.append(len(numbers))
+        return b"%d" % numbers[-1]
+
+    return serialize
+
+
+def test_a_request_is_serialized_once_also_where_there_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        numbers: list[int] = []
+        async with (
+            running(rpc.aio.server()) as (target, _),
+            rpc.aio.insecure_channel(target) as channel,
+        ):
+            await channel.unary_unary("/t/raw")(b"")
+            # As where grpcio has lost the server, and is about to find it again.
+            monkeypatch.setattr(rpc.aio.AioRpcChannel, "is_connected", False)
+            assert await channel.unary_unary("/t/raw", count_of(numbers))(b"x") == b"0"
+        assert numbers == [0]
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def answering_late() -> Iterator[tuple[str, Any]]:
+    """A server in threads whose answers take so long that a client can do something else."""
+
+    def late(request: bytes, context: Any) -> bytes:
+        time.sleep(0.2)
+        return bytes(int(request))
+
+    server = rpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((Methods({"/t/late": UU(late)}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", server
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_loop_that_comes_too_late_to_an_answer_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not None, which is what grpcio makes of a response that cannot be read."""
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
+
+    async def main(target: str, server: Any) -> None:
+        async with rpc.aio.insecure_channel(target) as channel:
+            late = channel.unary_unary("/t/late")
+            await late(b"1")
+            call = late(str(LARGE).encode())
+            await asyncio.sleep(0.05)
+            (end,) = server.attachments
+            until = time.monotonic() + 20
+            while not end.leases_there.used:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            while end.leases_there.used:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+            assert len(await late(str(LARGE).encode())) == LARGE
+
+    with answering_late() as (target, server):
+        asyncio.run(main(target, server))
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_answer_to_a_channel_that_is_forgotten_or_at_its_end_is_no_envelope(
+    closed: bool,
+) -> None:
+    async def main(target: str, server: Any) -> None:
+        channel = rpc.aio.insecure_channel(target)
+        late = channel.unary_unary("/t/late")
+        await late(b"1")
+        call = late(str(LARGE).encode())
+        await asyncio.sleep(0.05)
+        (end,) = server.attachments
+        until = time.monotonic() + 20
+        while not end.leases_there.used:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        if closed:  # the attachment, before the answer is read
+            channel.sender.keeper.close()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+            return
+        del channel, late
+        gc.collect()
+        assert await call == bytes(LARGE)
+
+    with answering_late() as (target, server):
+        asyncio.run(main(target, server))

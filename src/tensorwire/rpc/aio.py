@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,12 +19,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tensorwire.errors import TensorwireError
+
 from .agent import ChannelAgent
 from .aio_calls import LATER, LaterCall
 from .aio_sending import AioSender, chained
 from .aio_server import server
 from .attachment import RpcAttachment
 from .factories import as_limits, as_transports, secure_transports
+from .inbox import RefusedError
 from .incoming import Reader
 from .negotiation import Terms
 from .originals import make, original
@@ -183,10 +187,9 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
         self._stock = stock
 
     def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        body = self._small.encode(request)
-        if type(body) is not bytes:
-            request = request if body is None else body
-        elif self._channel.is_connected:  # nobody watches how such a call ends
+        # Nobody watches how a small call ends; another one's request is encoded where it is made.
+        body = self._small.encode(request) if self._channel.is_connected else None
+        if type(body) is bytes:
             metadata, credentials, wait_for_ready, compression = given
             return self._stock(
                 body,
@@ -196,7 +199,7 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
                 wait_for_ready=wait_for_ready,
                 compression=compression,
             )
-        return super()._call(request, timeout, *given)
+        return super()._call(request if body is None else body, timeout, *given)
 
 
 class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
@@ -329,7 +332,14 @@ class AioRpcChannel(grpc.aio.Channel):
             return data
 
         def deserialize(data: bytes) -> Any:
-            return reader.read(data, keeper.find, lenient=True)
+            try:
+                # Each call keeps the channel, without whose attachment an answer cannot be read.
+                return reader.read(data, self.sender.keeper.find, lenient=True)
+            except (RefusedError, TensorwireError) as error:
+                if arity.endswith("stream"):
+                    raise
+                _LOG.error("the payload of a response is gone: %s", error)
+                return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
 
         inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
         carried = None
@@ -399,6 +409,7 @@ class AioRpcChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         self._closed = True
+        until = time.monotonic() + (grace or 0.0)
         live = [call for call in self.live if not call.done()]
         if grace and grace > 0 and live:
             ends = [asyncio.ensure_future(call.code()) for call in live]
@@ -408,6 +419,8 @@ class AioRpcChannel(grpc.aio.Channel):
             await asyncio.gather(*ends, return_exceptions=True)
         for call in live:
             call.cancel()
+        if grace is not None:
+            grace = max(until - time.monotonic(), 0.0)
         await self.inner.close(grace)
         self.sender.keeper.close()
 

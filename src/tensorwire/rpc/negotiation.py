@@ -32,6 +32,7 @@ from .attachment import (
     make_rendezvous_board,
 )
 from .envelope import VERSION
+from .inbox import SenderGoneError
 from .janitor import JANITOR
 from .runtime.client import AnyClient, RuntimeClient
 from .runtime.context import Caller
@@ -402,6 +403,7 @@ class AttachmentKeeper:
         self.attachment: RpcAttachment | None = None
         self.plain_bytes = 0
         self._by_id: dict[bytes, RpcAttachment] = {}
+        self._over: set[bytes] = set()
         self._pause_until = 0.0
         self._pause_s = 0.0
         self._closed = False
@@ -459,8 +461,15 @@ class AttachmentKeeper:
         return self.attachment is not None and not self.attachment.lost
 
     def find(self, id: bytes) -> RpcAttachment | None:
-        """The attachment of an id, also one that was replaced but is still there."""
-        return self._by_id.get(id)
+        """The attachment of an id, also one that was replaced but is still there.
+
+        Raises:
+            SenderGoneError: there was one, and it is over.
+        """
+        attachment = self._by_id.get(id)
+        if attachment is None and id in self._over:
+            raise SenderGoneError("the attachment of the message is over, and its payload gone")
+        return attachment
 
     def get(self, ask: Callable[[bytes], bytes], wait_s: float) -> RpcAttachment | None:
         """The attachment, for which the server is asked if need be.
@@ -486,6 +495,7 @@ class AttachmentKeeper:
                 return None
             for key, each in list(self._by_id.items()):
                 if each.lost:
+                    self._over.add(key)
                     del self._by_id[key]
                     JANITOR.soon(each.close)
             self._by_id[attachment.id] = self.attachment = attachment
@@ -517,6 +527,7 @@ class AttachmentKeeper:
         """Ends the attachments; calling it again does nothing."""
         self._closed = True
         self._reason = "the channel is closed"
+        self._over.update(list(self._by_id))
         for attachment in list(self._by_id.values()):
             attachment.close()
         self._by_id.clear()
