@@ -115,7 +115,9 @@ def test_an_answer_that_nobody_takes_is_taken_back(
     serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.05)
+    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.1)
+    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.3)
     with connect(server, transport) as channel:
         # Without our deserializer, as a client that has died in this moment.
         lost = channel.inner.unary_unary("/t/make")(str(LARGE).encode())
@@ -130,7 +132,8 @@ def test_an_array_stays_longer_than_the_server_waits(
     serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.1)
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.05)
+    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.1)
     with connect(server, transport) as channel:
         ones = channel.unary_unary("/t/ones", None, rpc.Tensor.FromString)
         kept = rpc.array(ones(b"x"))

@@ -40,7 +40,7 @@ LAST_GENERATION = (1 << 32) - 1
 
 _RECENT = 8
 _GRACE_S = 2.0
-_UNNUMBERED_S = 10.0
+_UNNUMBERED_S, _LONGEST_UNNUMBERED_S = 10.0, 600.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
 _RENDEZVOUS = "rendezvous"
@@ -140,6 +140,7 @@ class RpcAttachment:
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
         self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
+        self._unclaimed: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: list[Watched] = []
@@ -175,7 +176,27 @@ class RpcAttachment:
         while self._late and self._late[0][0] < time.monotonic():
             _, leases, call = self._late.popleft()
             self.retire(leases, call)
+        self._look_at_unclaimed()
         return True
+
+    def _look_at_unclaimed(self) -> None:
+        """Takes back what unnumbered calls have sent long ago, sooner where memory is short.
+
+        A client that was held up that long, or has stopped, finds nothing any more.
+        """
+        now, kept = time.monotonic(), []
+        if not self._unclaimed or self._unclaimed[0][0] + _UNNUMBERED_S > now:
+            return
+        calls, short = self.leases_there.calls, self.leases_there.is_short
+        while self._unclaimed and self._unclaimed[0][0] + _UNNUMBERED_S < now:
+            since, leases, call = self._unclaimed.popleft()
+            if call not in calls:
+                continue
+            if short or since + _LONGEST_UNNUMBERED_S < now:
+                self.retire(leases, call)
+            else:
+                kept.append((since, leases, call))
+        self._unclaimed.extendleft(reversed(kept))
 
     def add_rendezvous(self, board: Region, framed_bytes: int) -> None:
         """Lets messages of the runtime travel by rendezvous.
@@ -284,10 +305,11 @@ class RpcAttachment:
     def end_unnumbered(self, call: tuple[int, int], leases: Sequence[AnyLease]) -> None:
         """Takes back what was sent in such a call, when the client must have come to it.
 
-        What the client still looks at then stays, for itself: see `Pool.retire`.
+        That is after ten minutes, or after ten seconds where memory is short. What the client still
+        looks at then stays, for itself: see `Pool.retire`.
         """
         if leases:
-            self._late.append((time.monotonic() + _UNNUMBERED_S, leases, call))
+            self._unclaimed.append((time.monotonic(), leases, call))
 
     def confirm(self, call: tuple[int, int]) -> None:
         """The server tells the client that the call is one of this attachment."""

@@ -223,6 +223,22 @@ class Pool(Generic[Memory]):
         """By how much a use of so many bytes raises the turn of its slot."""
         return 1
 
+    @property
+    def calls(self) -> set[tuple[int, int] | None]:
+        """Of what the receiver has not given back yet."""
+        with self._lock:
+            self._collect()
+            return {each.call for each in self._used.values()}
+
+    @property
+    def is_short(self) -> bool:
+        """Whether more than half of the memory, or of the slots, is used."""
+        with self._lock:
+            self._collect()
+            used = list(self._used.values())
+        used_bytes = sum(each.memory.size_bytes for each in used)
+        return 2 * used_bytes > self._limit_bytes or 2 * len(used) > SLOTS
+
     def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
         """Whether a lease is used for a call, and not given back yet."""
         with self._lock:
