@@ -335,3 +335,39 @@ def test_an_answer_to_a_channel_that_is_forgotten_or_at_its_end_is_no_envelope(
 
     with answering_late() as (target, server):
         asyncio.run(main(target, server))
+
+
+@pytest.mark.parametrize("how", ["iterating", "reading"])
+def test_a_stream_whose_payload_is_gone_ends_with_an_error(how: str) -> None:
+    """And gives no None, which is what grpcio makes of a response that cannot be read."""
+
+    def late(request: bytes, context: Any) -> Iterator[bytes]:
+        time.sleep(0.2)
+        yield bytes(LARGE)
+
+    async def main(target: str, server: Any) -> None:
+        async with rpc.aio.insecure_channel(target) as channel:
+            repeat = channel.unary_stream("/t/late")
+            assert [len(each) async for each in repeat(b"")] == [LARGE]
+            call = repeat(b"")
+            await asyncio.sleep(0.05)
+            (end,) = server.attachments
+            until = time.monotonic() + 20
+            while not end.leases_there.used:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            time.sleep(0.2)
+            channel.sender.keeper.close()
+            taken = call.read() if how == "reading" else anext(aiter(call))
+            with pytest.raises(grpc.aio.AioRpcError, match="payload of a response is gone"):
+                await taken
+
+    server = rpc.server(ThreadPoolExecutor(2))
+    handler = grpc.unary_stream_rpc_method_handler(late)
+    server.add_generic_rpc_handlers((Methods({"/t/late": handler}),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        asyncio.run(main(target, server))
+    finally:
+        server.stop(None).wait()

@@ -22,7 +22,7 @@ import grpc.aio
 from tensorwire.errors import TensorwireError
 
 from .agent import ChannelAgent
-from .aio_calls import LATER, LaterCall
+from .aio_calls import LATER, LaterCall, Unreadable
 from .aio_sending import AioSender, chained
 from .aio_server import server
 from .attachment import RpcAttachment
@@ -337,7 +337,7 @@ class AioRpcChannel(grpc.aio.Channel):
                 return reader.read(data, self.sender.keeper.find, lenient=True)
             except (RefusedError, TensorwireError) as error:
                 if arity.endswith("stream"):
-                    raise
+                    return Unreadable(error)
                 _LOG.error("the payload of a response is gone: %s", error)
                 return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
 

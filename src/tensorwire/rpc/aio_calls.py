@@ -17,6 +17,23 @@ import grpc.aio
 LOCALLY = "Locally cancelled by application!"
 
 
+class Unreadable:
+    """In the place of a response whose payload is gone: grpcio gives None if a deserializer raises.
+
+    Args:
+        error: says why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def as_error(self) -> grpc.aio.AioRpcError:
+        """What the user gets."""
+        none = grpc.aio.Metadata()
+        text = f"the payload of a response is gone: {self._error}"
+        return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, text)
+
+
 class LaterCall:
     """What the four kinds of calls have in common.
 
@@ -166,12 +183,19 @@ class _LaterResponses(LaterCall):
     async def _iterate(self) -> AsyncIterator[Any]:
         call = await self._needed()
         async for response in call:
-            yield response
+            yield self._readable(response)
 
     async def read(self) -> Any:
         """See `grpc.aio.UnaryStreamCall`."""
         call = await self._needed()
-        return await call.read()
+        return self._readable(await call.read())
+
+    def _readable(self, response: Any) -> Any:
+        """A response; the call ends with an error if its payload is gone."""
+        if isinstance(response, Unreadable):
+            self.cancel()
+            raise response.as_error()
+        return response
 
 
 class _LaterRequests(LaterCall):
