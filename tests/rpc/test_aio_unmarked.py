@@ -273,6 +273,16 @@ def answering_late() -> Iterator[tuple[str, Any]]:
         server.stop(None).wait()
 
 
+def hold_up(server: Any) -> Any:
+    """Holds up the event loop until an answer's payload has come; the server's attachment."""
+    (end,) = server.attachments
+    until = time.monotonic() + 20
+    while not end.leases_there.used:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return end
+
+
 @pytest.mark.parametrize("pool_bytes", [2 * LARGE, 4 * LARGE])
 def test_a_loop_that_comes_late_to_an_answer(
     monkeypatch: pytest.MonkeyPatch, pool_bytes: int
@@ -287,11 +297,7 @@ def test_a_loop_that_comes_late_to_an_answer(
             await late(b"1")
             call = late(str(LARGE).encode())
             await asyncio.sleep(0.05)
-            (end,) = server.attachments
-            until = time.monotonic() + 20
-            while not end.leases_there.used:
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            end, until = hold_up(server), time.monotonic() + 20
             if short:
                 while end.leases_there.used:
                     assert time.monotonic() < until
@@ -319,11 +325,7 @@ def test_an_answer_to_a_channel_that_is_forgotten_or_at_its_end_is_no_envelope(
         await late(b"1")
         call = late(str(LARGE).encode())
         await asyncio.sleep(0.05)
-        (end,) = server.attachments
-        until = time.monotonic() + 20
-        while not end.leases_there.used:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        hold_up(server)
         if closed:  # the attachment, before the answer is read
             channel.sender.keeper.close()
             with pytest.raises(grpc.aio.AioRpcError):
@@ -351,11 +353,7 @@ def test_a_stream_whose_payload_is_gone_ends_with_an_error(how: str) -> None:
             assert [len(each) async for each in repeat(b"")] == [LARGE]
             call = repeat(b"")
             await asyncio.sleep(0.05)
-            (end,) = server.attachments
-            until = time.monotonic() + 20
-            while not end.leases_there.used:
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            hold_up(server)
             time.sleep(0.2)
             channel.sender.keeper.close()
             taken = call.read() if how == "reading" else anext(aiter(call))

@@ -128,6 +128,24 @@ def test_an_answer_that_nobody_takes_is_taken_back(
         assert len(channel.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
 
 
+def test_an_answer_that_nobody_takes_makes_room_where_memory_was_refused(
+    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
+    limits = {"options": [("grpc.max_receive_message_length", -1)], "pool_bytes": 3 * LARGE}
+    with connect(server, transport, **limits, patience_s=0.1) as channel:
+        channel.inner.unary_unary("/t/make")(str(LARGE).encode())
+        (end,) = server.attachments
+        assert end.leases_there.used == 1
+        time.sleep(0.5)
+        end.look()
+        assert end.leases_there.used == 1  # a third of it
+        size = 5 * LARGE // 2
+        assert channel.unary_unary("/t/make")(str(size).encode()) == bytes(size)
+        wait_for(lambda: end.leases_there.used == 0)
+
+
 def test_an_array_stays_longer_than_the_server_waits(
     serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ class RpcAttachment:
         now, kept = time.monotonic(), []
         if not self._unclaimed or self._unclaimed[0][0] + _UNNUMBERED_S > now:
             return
-        calls, short = self.leases_there.calls, self.leases_there.is_short
+        calls, short = self.leases_there.calls, self.leases_there.was_short()
         while self._unclaimed and self._unclaimed[0][0] + _UNNUMBERED_S < now:
             since, leases, call = self._unclaimed.popleft()
             if call not in calls:

@@ -85,6 +85,7 @@ class Pool(Generic[Memory]):
         self._lock = threading.RLock()
         self._bytes = 0
         self._serial = 0
+        self._refused = False
         self._in_vain = -1  # the credits that there were when somebody had waited for more
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
@@ -195,6 +196,7 @@ class Pool(Generic[Memory]):
         for each in freed:  # first, as the new memory is to be where it was
             self._free(each)
         if slot is None:
+            self._refused = True
             return None, bool(self._used)
         try:
             memory = self._allocate(size_bytes, serial, answer_s)
@@ -230,14 +232,14 @@ class Pool(Generic[Memory]):
             self._collect()
             return {each.call for each in self._used.values()}
 
-    @property
-    def is_short(self) -> bool:
-        """Whether more than half of the memory, or of the slots, is used."""
+    def was_short(self) -> bool:
+        """Whether memory was refused since this was asked last, or more than half is used now."""
         with self._lock:
             self._collect()
             used = list(self._used.values())
+            refused, self._refused = self._refused, False
         used_bytes = sum(each.memory.size_bytes for each in used)
-        return 2 * used_bytes > self._limit_bytes or 2 * len(used) > SLOTS
+        return refused or 2 * used_bytes > self._limit_bytes or 2 * len(used) > SLOTS
 
     def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
         """Whether a lease is used for a call, and not given back yet."""

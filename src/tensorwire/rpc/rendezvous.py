@@ -287,8 +287,8 @@ class Rendezvous:
     def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Staging:
         try:
             # One that is read at once is copied so too: nobody waits for a part of it.
-            at_once = max(len(data), 1) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
-            staging = Staging(lease, data, self._other_board, at_once)
+            chunk_bytes = len(data) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
+            staging = Staging(lease, data, self._other_board, chunk_bytes)
             staging.step(FIRST_BYTES if len(data) >= 4 * FIRST_BYTES else len(data))
         except BaseException:
             self.offers.retire([lease], call)
