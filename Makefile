@@ -113,6 +113,7 @@ fuzz: $(FUZZERS:%=fuzz-%) ## fuzz every parser RUNS times; KEEP=1 adds new finds
 # A run that drives a whole peer takes much longer than one that parses: it gets a share of RUNS.
 SLOWER_frame := 1
 SLOWER_handshake := 1
+SLOWER_rpc_line := 1
 SLOWER_service := 50
 SLOWER_answers := 50
 SLOWER_fuse := 20

@@ -59,6 +59,7 @@ NB_MODULE(_core, m) {
   bind_node(m);
   bind_bench_loops(m);
   bind_fuse(m);
+  bind_rpc(m);
   m.def(
       "expect_leaks", [] { nb::set_leak_warnings(false); },
       "Says nothing at the end about objects that outlive the interpreter, as tensors of torch's "

@@ -97,6 +97,20 @@ inline cuda::Stream stream_of(uint64_t handle) {
 void release_object(void* object);
 void bury_the_dead();
 
+// Up to these sizes a transfer does not hold up other threads long enough to be worth letting go of
+// the GIL and taking it back: one memcpy on shm, a system call on the others.
+inline constexpr uint64_t kKeepGilShmBytes = 1 << 20;
+inline constexpr uint64_t kKeepGilBytes = 64 << 10;
+
+template <class Start>
+TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const Start& start) {
+  bury_the_dead();
+  if (!by_gpu && bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes))
+    return start();
+  WithoutGil release;
+  return start();
+}
+
 // Calls wait(deadline) without the GIL until it says true or the time is over; runs Python's signal
 // handlers in between.
 template <class Wait>
@@ -170,5 +184,6 @@ void bind_peer(nb::module_& m);
 void bind_node(nb::module_& m);
 void bind_bench_loops(nb::module_& m);
 void bind_fuse(nb::module_& m);
+void bind_rpc(nb::module_& m);
 
 }  // namespace tensorwire

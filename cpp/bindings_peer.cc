@@ -6,11 +6,6 @@
 namespace tensorwire {
 namespace {
 
-// Up to these sizes a transfer does not hold up other threads long enough to be worth letting go of
-// the GIL and taking it back: one memcpy on shm, a system call on the others.
-constexpr uint64_t kKeepGilShmBytes = 1 << 20;
-constexpr uint64_t kKeepGilBytes = 64 << 10;
-
 // The connection that is to be asked, and told whatever else there is to say about the question.
 PeerPtr asked_now(const Peer& peer) { return peer.latest()->shared_from_this(); }
 
@@ -49,15 +44,6 @@ How how_of(uint64_t inline_limit, const OnStream& on_stream) {
     how.after = GpuEvent::record(gpu, stream);
   }
   return how;
-}
-
-template <class Start>
-TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const Start& start) {
-  bury_the_dead();
-  if (!by_gpu && bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes))
-    return start();
-  WithoutGil release;
-  return start();
 }
 
 PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remote, uint64_t offset,

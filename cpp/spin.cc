@@ -43,8 +43,10 @@ int runnable() {
 constexpr int kPolledSpins = 8;
 constexpr int kGpuSpins = 50;
 
-// A wait that usually takes so many wake-ups is polled for to its end.
-constexpr int kSoonSpins = 4;
+// A wait that usually takes so many wake-ups is polled for to its end, and somewhat longer. Where
+// both ends sleep, a quick answer takes a wait of some ten wake-ups: each end's, whose caches and
+// core are cold then. Who did not poll for as long would never find out how quick it can be.
+constexpr int kSoonSpins = 16, kLongerSpins = 4;
 constexpr int kPaceWeight = 4;  // of all waits before one, by it
 
 // Keeps this thread on the n-th of the cores that it may use. One that is woken on the core of who
@@ -133,7 +135,8 @@ int64_t Pace::bound_ns() const {
   int64_t cost = wake_ns(), usual = usual_ns_.load(std::memory_order_relaxed);
   if (usual > kSoonSpins * cost || now_ns() < wanted_until.load(std::memory_order_relaxed))
     return 0;
-  return several.load(std::memory_order_relaxed) ? 2 * usual + cost : 0;
+  if (!several.load(std::memory_order_relaxed)) return 0;
+  return usual + std::min(usual, kLongerSpins * cost) + cost;
 }
 
 void Pace::took(int64_t ns) {

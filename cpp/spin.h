@@ -21,8 +21,9 @@ int64_t spin_bound_ns(Polls polls = Polls::kWords);
 // time until caches and the core itself are awake again. Any thread.
 class Pace {
  public:
-  // How long to poll: twice as long as is usual, and as a wake-up costs, where that is usually
-  // a few wake-ups; else, and where cores are wanted by others, 0. Call leave_core() meanwhile.
+  // How long to poll: somewhat longer than is usual, where that is usually as long as a few
+  // wake-ups at both ends; else, and where cores are wanted by others, 0. Call leave_core()
+  // meanwhile.
   int64_t bound_ns() const;
   // One wait is over.
   void took(int64_t ns);

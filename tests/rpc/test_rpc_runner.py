@@ -4,6 +4,7 @@ import contextvars
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -13,9 +14,7 @@ import pytest
 from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
 from test_rpc_conformance import LONG_S, UU, echo, wait_for
 
-from tensorwire.rpc.runtime.frames import parse
 from tensorwire.rpc.runtime.line import Line
-from tensorwire.rpc.runtime.ring import RingWriter
 from tensorwire.rpc.runtime.runner import QUICK_S, Runner
 from tensorwire.rpc.runtime.threads import Threads
 
@@ -55,11 +54,14 @@ def test_answers_of_calls_that_came_together_leave_together(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    write = RingWriter.write
 
-    def counted(writer: RingWriter, data: bytes) -> None:
-        written.append(len(list(parse(data))))
-        write(writer, data)
+    class Counting:
+        def __init__(self, line: Line) -> None:
+            self._inner = line._writer
+
+        def write_out(self, outbox: deque[bytes], *given: Any) -> bool:
+            written.append(len(outbox))
+            return self._inner.write_out(outbox, *given)
 
     both.methods = {"/t/m": UU(echo)}
     channel = both.serve().channel()
@@ -67,7 +69,8 @@ def test_answers_of_calls_that_came_together_leave_together(
     for _ in range(OFTEN):
         call(b"x")
     client = channel.attachment.runtime
-    monkeypatch.setattr(RingWriter, "write", counted)
+    for line in (client.line, runner_of(both)._line):
+        monkeypatch.setattr(line, "_writer", Counting(line))
     found = []
     for _ in range(20):
         written.clear()

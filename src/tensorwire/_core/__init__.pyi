@@ -8,7 +8,11 @@ from typing import Annotated, Any, Final, overload
 import numpy
 from numpy.typing import NDArray
 
-from tensorwire._core import bench_loops as bench_loops, fuse as fuse
+from tensorwire._core import (
+    bench_loops as bench_loops,
+    fuse as fuse,
+    rpc as rpc
+)
 
 
 class Buffer:

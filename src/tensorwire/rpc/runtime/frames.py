@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tensorwire._core import rpc as core
+
 CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT, PROBE, PROBED, THRESHOLD = range(1, 11)
 MORE, WHOLE, REFUSED, LAST, STREAM = 1, 2, 4, 8, 16
 """Flags: the message goes on in a later frame; this is its end (of an END: it has a message); the
@@ -17,12 +19,11 @@ servicer has not run and will not; there are no more messages; the client of a C
 of them."""
 
 HEADER = struct.Struct("<IBBHII")
-_HEADER_BYTES = HEADER.size
-PIECE_BYTES = 48 << 10
+PIECE_BYTES = core.PIECE_BYTES
 """Of a message in one frame; longer ones travel in several."""
 MOST_METADATA_BYTES = 16 << 10
 """Of a block of metadata, with the details of a status: a frame of them fits into every ring."""
-MOST_BYTES = HEADER.size + 256 + (1 << 16) + 2 * MOST_METADATA_BYTES + PIECE_BYTES
+MOST_BYTES = core.MOST_FRAME_BYTES
 """Of a frame, which has at most one method, two blocks of metadata, and one piece."""
 NO_DEADLINE = (1 << 64) - 1
 
@@ -34,7 +35,6 @@ _CALL_BYTES, _END_BYTES = _CALL.size, _END.size
 _COUNT = struct.Struct("<H")
 _CREDIT = struct.Struct("<Q")
 _new = tuple.__new__
-_FLAGS = MORE | WHOLE | REFUSED | LAST | STREAM
 _ENTRY = struct.Struct("<HI")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"(?:[!-~](?:[ -~]*[!-~])?)?")
@@ -43,8 +43,8 @@ Number = tuple[int, int]
 """Of a call: its slot in the attachment, and how often that was used."""
 
 
-class FrameError(Exception):
-    """The other end has sent what is no frame. Nothing that follows can be understood."""
+FrameError = core.FrameError
+"""The other end has sent what is no frame. Nothing that follows can be understood."""
 
 
 class Metadatum(NamedTuple):
@@ -242,26 +242,13 @@ class Frame(NamedTuple):
     body: bytes
 
 
-def parse(data: bytes) -> Iterator[Frame]:
-    """The frames of what has arrived.
+def parse(data: bytes) -> list[Frame]:
+    """The frames of what has arrived, as a reader gives them.
 
     Raises:
         FrameError: what follows is none, or the last one is cut off.
     """
-    at, end = 0, len(data)
-    while at < end:
-        if end - at < _HEADER_BYTES:
-            raise FrameError(f"{end - at} bytes are no frame")
-        size, kind, flags, zero, slot, generation = HEADER.unpack_from(data, at)
-        if not _HEADER_BYTES <= size <= end - at or size > MOST_BYTES:
-            raise FrameError(f"a frame of {size} bytes in {end - at}")
-        if not CALL <= kind <= THRESHOLD or zero or flags & ~_FLAGS:
-            raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
-        if kind in (MESSAGE, PROBE) and flags & MORE and size != HEADER.size + PIECE_BYTES:
-            # Any number of small ones would cost far more than the bytes that are counted.
-            raise FrameError(f"a piece of {size - HEADER.size} bytes, and more of the message")
-        yield _new(Frame, (kind, flags, (slot, generation), data[at + _HEADER_BYTES : at + size]))
-        at += size
+    return core.parse(data, Frame)
 
 
 class CallBody(NamedTuple):

@@ -11,15 +11,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .flow import Waiter, open_latch
-from .frames import Frame, FrameError, parse
-from .ring import RingError, RingReader, RingWriter
+from .frames import Frame, FrameError
+from .ring import line_reader, line_writer
 from .threads import THREADS
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -82,8 +82,11 @@ class Line:
         patient: bool = True,
     ) -> None:
         self._node = node
-        self._reader = RingReader(memory, other, peer)
-        self._writer = RingWriter(memory, other, peer, patient=patient)
+        self._word = memory.word(0)
+        self._peer = peer
+        self._reader = line_reader(node, memory, other, peer)
+        self._writer = line_writer(node, memory, other, peer)
+        self._patient = patient
         self._batch_bytes = _BATCH_BYTES if patient else _LOOP_BATCH_BYTES
         self._end = end
         self._outbox: deque[bytes] = deque()
@@ -92,7 +95,6 @@ class Line:
         self._holder = 0
         self._over = False
         self._ending = threading.Lock()
-        self._frames: Iterator[Frame] = iter(())
         self.may_nest = False
         self.writer = 0
 
@@ -148,18 +150,10 @@ class Line:
         """Writes what there is room for; False if something is left."""
         outbox = self._outbox
         try:
-            while outbox:
-                left = min(self._writer.room, self._batch_bytes)
-                batch = []
-                while outbox and len(outbox[0]) <= left:
-                    batch.append(outbox.popleft())
-                    left -= len(batch[-1])
-                if not batch:
-                    return False
-                self._writer.write(batch[0] if len(batch) == 1 else b"".join(batch))
+            return self._writer.write_out(outbox, self._batch_bytes, self._patient)
         except TensorwireError:
             outbox.clear()  # whoever reads finds out why
-        except RingError as error:
+        except FrameError as error:
             outbox.clear()
             self._fail(error)
         except BaseException as error:
@@ -200,14 +194,17 @@ class Line:
         """Waits for something to arrive and has it handled. One thread at a time."""
         self.may_nest = True  # a handler of a signal runs in here
         try:
-            self._reader.wait(timeout_s)
-        except TimeoutError:
+            if not self._reader.read(timeout_s):
+                return
+        except FrameError as error:
+            self.may_nest = False
+            self._fail(error)
             return
         except TensorwireError as error:
             self.read_now()  # the other end may have left behind its last word
             self.end(str(error))
             return
-        self.read_now()
+        self._handle()
 
     async def serve(self, most_backlog: int | None = None) -> None:
         """Reads until it is over, as a task of the running event loop.
@@ -220,7 +217,7 @@ class Line:
             while most_backlog is not None and self.backlog > most_backlog and not self._over:
                 await asyncio.sleep(LOOK_S)
             try:
-                await self._reader.arrive()
+                await self._word.reached(self._reader.awaited, peer=self._peer)
             except TensorwireError as error:
                 self.read_now()
                 self.end(str(error))
@@ -232,14 +229,24 @@ class Line:
         """Has handled what there is, first what this thread was about to handle already."""
         self.may_nest = False
         try:
-            for frame in self._frames:
-                self._end.arrived(frame)
-            self._frames = parse(self._reader.take())
-            for frame in self._frames:
-                self._end.arrived(frame)
+            self._reader.take()
         except TensorwireError as error:
             self.end(str(error))
-        except (FrameError, RingError) as error:
+        except FrameError as error:
+            self._fail(error)
+        else:
+            self._handle()
+
+    def _handle(self) -> None:
+        """Has handled what was taken."""
+        self.may_nest = False
+        take, arrived = self._reader.next, self._end.arrived
+        try:
+            while (frame := take()) is not None:
+                arrived(frame)
+        except TensorwireError as error:
+            self.end(str(error))
+        except FrameError as error:
             self._fail(error)
         except BaseException as error:
             self._give_up(error)
