@@ -17,7 +17,16 @@ from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
 from test_rpc_conformance import LONG_S, SS, SU, US, UU
 from test_rpc_conformance import echo as sync_echo
-from test_rpc_rendezvous import LIES, UNLIMITED, Liar, message, nothing_is_offered, offers
+from test_rpc_rendezvous import (
+    LIES,
+    PUSHED_LIES,
+    UNLIMITED,
+    Liar,
+    message,
+    nothing_is_offered,
+    offers,
+    pools,
+)
 
 from tensorwire import rpc
 from tensorwire.rpc import rendezvous
@@ -191,7 +200,8 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
         for size in (1 << 20, 1 << 19):
             assert await unary(message(size)) == message(size)
         for each in (channel.attachment, *server.attachments):
-            assert 1 << 19 <= offers(each).leased_bytes < 1 << 20
+            assert 1 << 19 <= offers(each).leased_bytes
+            assert all(pool.leased_bytes < 1 << 20 for pool in pools(each))
 
     run(wire, FOUR, test, pool_bytes=(1 << 20) - 1)
 
@@ -303,6 +313,25 @@ def test_offers_that_lie_are_refused(wire: str) -> None:
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     with_sync_client(wire, {"/t/m": UU(echo)}, test)
+
+
+def test_what_is_pushed_to_an_event_loop() -> None:
+    """The same, where a loop waits for it."""
+
+    def test(channel: Any, server: Any) -> None:
+        assert channel.unary_unary("/t/m")(message(1 << 20)) == message(1 << 20)
+        liar = Liar(channel)
+        for changes in PUSHED_LIES:
+            with pytest.raises(grpc.RpcError) as caught:
+                liar.send(dataclasses.replace(liar.offered(pushed=True), **changes))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
+            assert channel.unary_unary("/t/m")(message(5000)) == message(5000)
+        assert len(liar.send(liar.offered(pushed=True))) == 100
+        with pytest.raises(grpc.RpcError) as caught:
+            liar.send(liar.offered(stage=False, pushed=True), timeout=0.5)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    with_sync_client("tcp", {"/t/m": UU(echo)}, test)
 
 
 def test_what_is_measured_holds_at_both_ends(wire: str) -> None:

@@ -1,12 +1,13 @@
 """Large messages of the runtime by rendezvous, and the threshold: measured, adapted, or set."""
 
+import contextlib
 import dataclasses
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ from tensorwire import rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc.attachment import THRESHOLDS
 from tensorwire.rpc.inbox import GivenUpError
-from tensorwire.rpc.negotiation import MARK, OPEN, host_id
+from tensorwire.rpc.negotiation import MARK, OPEN, RUNTIME_VERSION, host_id
 from tensorwire.rpc.rendezvous import CHUNK_BYTES, Rendezvous
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall
@@ -51,8 +52,20 @@ def message(size: int) -> bytes:
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
-def offers(attachment: Any) -> Any:
-    return attachment.rendezvous.offers
+class Memory(NamedTuple):
+    """What an end has for messages: memory of its own that is read, or pushed into."""
+
+    used: int
+    leased_bytes: int
+
+
+def pools(attachment: Any) -> tuple[Any, Any]:
+    return attachment.rendezvous.offers, attachment.leases_there
+
+
+def offers(attachment: Any) -> Memory:
+    both = pools(attachment)
+    return Memory(sum(each.used for each in both), sum(each.leased_bytes for each in both))
 
 
 def nothing_is_offered(channel: Any, server: Any) -> bool:
@@ -153,7 +166,9 @@ def test_no_more_memory_than_both_ends_grant(both: Ends) -> None:
     assert call(message(3 << 20)) == message(3 << 20)
     assert call(message(1 << 19)) == message(1 << 19)
     ends = [channel.attachment, *both.server.attachments]
-    assert all(1 << 19 <= offers(each).leased_bytes <= 1 << 20 for each in ends)
+    assert all(1 << 19 <= offers(each).leased_bytes for each in ends)
+    assert all(each.rendezvous.offers.leased_bytes <= 1 << 20 for each in ends)
+    assert ends[1].leases_there.leased_bytes <= 1 << 20  # of the client's memory
 
 
 def test_limits_do_not_depend_on_what_was_measured(wire: str) -> None:
@@ -187,14 +202,18 @@ class Liar:
         self.attachment = self.channel.attachment
         self.rendezvous = self.attachment.rendezvous
 
-    def offered(self, size: int = 100, *, stage: bool = True) -> envelopes.Envelope:
-        pool = offers(self.attachment)
+    def offered(
+        self, size: int = 100, *, stage: bool = True, pushed: bool = False
+    ) -> envelopes.Envelope:
+        pool = pools(self.attachment)[pushed]
         lease = pool.take(size, (1023, 7), 0, lambda: True)
         if stage:
-            self.rendezvous._other_board.word(8 * (513 + lease.slot)).set(lease.turn - 1 + size)
+            first, told = (1025, lease.turn) if pushed else (513, lease.turn - 1 + size)
+            self.rendezvous._other_board.word(8 * (first + lease.slot)).set(told)
         pieces = ((0, 0, size),)
         place = lease.slot, lease.serial, lease.turn
-        return envelopes.Envelope(self.attachment.id, *place, pieces, b"", True)
+        version = envelopes.PUSHED_VERSION if pushed else envelopes.OFFERED_VERSION
+        return envelopes.Envelope(self.attachment.id, *place, pieces, b"", version)
 
     def send(self, envelope: envelopes.Envelope, timeout: float = LONG_S) -> Any:
         client, number = self.attachment.runtime, self.attachment.begin_call()
@@ -249,11 +268,62 @@ def test_offers_that_lie_are_refused(both: Ends) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_who_offers_and_does_not_go_on_holds_no_thread(both: Ends) -> None:
+PUSHED_LIES: tuple[dict[str, Any], ...] = (
+    {"slot": 512},
+    {"slot": (1 << 32) - 1},
+    {"serial": 77},
+    {"turn": 0},
+    {"turn": 1 << 63},
+    {"pieces": ((0, 0, 1 << 20),)},
+    {"pieces": ((0, 1 << 20, 1),)},
+    {"pieces": ((0, 0, 1 << 50),)},
+    {"pieces": ((5, 0, 100),)},
+    {"pieces": ((0, 0, 50), (5, 50, 50))},
+)
+"""The same of what it has pushed."""
+
+
+def test_what_is_said_of_pushed_messages_and_no_truth_is_refused() -> None:
+    served = []
+
+    def method(request: bytes, context: Any) -> bytes:
+        served.append(len(request))
+        return b"yes"
+
+    with contextlib.closing(between("tcp", threshold_bytes=1000)) as both:
+        both.methods = {"/t/m": UU(method)}
+        liar, honest = Liar(both.serve().channel()), both.channel()
+        for changes in PUSHED_LIES:
+            with pytest.raises(grpc.RpcError) as caught:
+                liar.send(dataclasses.replace(liar.offered(pushed=True), **changes))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
+            assert honest.unary_unary("/t/m")(message(5000)) == b"yes"
+        assert set(served) == {5000}
+        good = liar.offered(pushed=True)
+        assert liar.send(good) == b"yes"
+        assert served[-1] == 100
+        with pytest.raises(grpc.RpcError) as caught:  # a second time
+            liar.send(good)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_nothing_is_pushed_where_memory_is_mapped() -> None:
+    with contextlib.closing(between("shm", threshold_bytes=1000)) as both:
+        both.methods = {"/t/m": UU(echo)}
+        liar = Liar(both.serve().channel())
+        with pytest.raises(grpc.RpcError) as caught:
+            liar.send(liar.offered(pushed=True))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("pushed", [False, True], ids=["offered", "pushed"])
+def test_who_offers_and_does_not_go_on_holds_no_thread(both: Ends, pushed: bool) -> None:
+    if pushed and both.system.name == "shm":
+        return  # nothing is pushed there, see above
     both.methods = {"/t/m": UU(echo)}
     liar = Liar(both.serve(workers=1).channel())
     with pytest.raises(grpc.RpcError) as caught:
-        liar.send(liar.offered(stage=False), timeout=0.5)
+        liar.send(liar.offered(stage=False, pushed=pushed), timeout=0.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert both.channel().unary_unary("/t/m")(message(5000), timeout=LONG_S) == message(5000)
 
@@ -275,7 +345,7 @@ def test_an_offer_to_who_has_agreed_on_none(both: Ends) -> None:
 def test_a_limit_that_is_none(both: Ends, limit: Any) -> None:
     both.methods = {"/t/m": UU(echo)}
     both.serve()
-    asked = {"versions": [1], "host": host_id(), "pool_bytes": 1 << 20, "runtime": 3}
+    asked = {"versions": [1], "host": host_id(), "pool_bytes": 1 << 20, "runtime": RUNTIME_VERSION}
     asked |= {"transports": [both.system.name], "most_bytes": limit}
     with grpc.insecure_channel(f"127.0.0.1:{both.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:

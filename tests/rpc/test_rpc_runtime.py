@@ -604,7 +604,7 @@ def test_payload_that_is_not_there(both: Ends) -> None:
     call(b"")
     from tensorwire.rpc.envelope import Envelope, seal
 
-    forged = seal(Envelope(channel.attachment.id, 3, 1, 9, ((0, 0, 5),), b""))
+    forged = seal(Envelope(channel.attachment.id, 3, 99, 9, ((0, 0, 5),), b""))
     client, number = channel.attachment.runtime, channel.attachment.begin_call()
     sent = frames.call_frames(number, b"/t/way", frames.NO_DEADLINE, (), forged)
     answers: list[Any] = []

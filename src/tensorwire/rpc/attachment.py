@@ -23,7 +23,8 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, AnyLease, LeasePool
-from .rendezvous import BOARD_BYTES, Rendezvous
+from .pushing import Pushing
+from .rendezvous import BOARD_BYTES, PUSHED_WORDS, Rendezvous
 from .threshold import Threshold
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
@@ -210,7 +211,11 @@ class RpcAttachment:
             TensorwireError: the other end is gone, or has not.
         """
         other = self.peer.wait_region(_RENDEZVOUS, timeout_s=5)
-        fixed = self.limits.fixed_bytes
+        fixed, pushing = self.limits.fixed_bytes, None
+        if self.transport != "shm":
+            pushing = Pushing(
+                self.peer, self.leases_there, self.leases_here, board, other, PUSHED_WORDS
+            )
         threshold = Threshold(
             self.threshold_bytes if fixed is None else fixed,
             fixed=fixed is not None,
@@ -225,6 +230,7 @@ class RpcAttachment:
             read_bytes=self.limits.pool_bytes,
             threshold=threshold,
             framed_bytes=framed_bytes,
+            pushing=pushing,
         )
 
     @property

@@ -11,10 +11,11 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"\xff\xfftensorwire-rpc"
-VERSION, OFFERED_VERSION = 1, 2
-"""Of an envelope whose payload went ahead; of one whose payload lies at the sender, to be read."""
+VERSION, OFFERED_VERSION, PUSHED_VERSION = 1, 2, 3
+"""Of an envelope whose payload went ahead; of one whose payload lies at the sender, to be read; of
+one whose payload is under way as itself is."""
 MAX_PIECES = 1 << 16
-_OFFERED = bytes([OFFERED_VERSION])
+_AWAITED = frozenset((OFFERED_VERSION, PUSHED_VERSION))
 BODY = 0
 """The ticket of the piece that is the message itself."""
 
@@ -38,7 +39,7 @@ class Envelope:
         pieces: what lies in the memory, and where. Without any the body is a message that only
             looks like an envelope.
         body: the message, unless a piece is it.
-        offered: the memory is the sender's, and to be read; see `offer_name`.
+        version: whose memory it is, and where the payload; see above.
     """
 
     attachment: bytes
@@ -47,7 +48,12 @@ class Envelope:
     turn: int
     pieces: tuple[Piece, ...]
     body: bytes
-    offered: bool = False
+    version: int = VERSION
+
+    @property
+    def awaited(self) -> bool:
+        """Its payload may not be there yet, or is to be read."""
+        return self.version in _AWAITED
 
 
 def lease_name(serial: int) -> str:
@@ -65,7 +71,7 @@ def seal(envelope: Envelope) -> bytes:
     pieces = (_PIECE.pack(*piece) for piece in envelope.pieces)
     head = _HEAD.pack(
         MAGIC,
-        OFFERED_VERSION if envelope.offered else VERSION,
+        envelope.version,
         len(envelope.pieces),
         envelope.attachment,
         envelope.slot,
@@ -80,9 +86,9 @@ def escape(attachment: bytes, message: bytes) -> bytes:
     return seal(Envelope(attachment, 0, 0, 0, (), message))
 
 
-def is_offer(data: bytes) -> bool:
-    """Whether what came looks like an envelope whose payload is to be read."""
-    return data.startswith(MAGIC) and data[len(MAGIC) : len(MAGIC) + 1] == _OFFERED
+def is_awaited(data: bytes) -> bool:
+    """Whether what came looks like an envelope whose payload is to be waited for, or read."""
+    return data.startswith(MAGIC) and len(data) > len(MAGIC) and data[len(MAGIC)] in _AWAITED
 
 
 def unseal(data: bytes) -> Envelope:
@@ -94,7 +100,7 @@ def unseal(data: bytes) -> Envelope:
     if len(data) < _HEAD.size:
         raise ValueError("an envelope that is shorter than its header")
     _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
-    if version not in (VERSION, OFFERED_VERSION):
+    if version != VERSION and version not in _AWAITED:
         raise ValueError(f"an envelope of version {version}, and this side knows {VERSION}")
     end = _HEAD.size + count * _PIECE.size
     if count > MAX_PIECES or end > len(data):
@@ -103,7 +109,7 @@ def unseal(data: bytes) -> Envelope:
     tickets = {ticket for ticket, _, _ in pieces}
     if len(tickets) != count or (BODY in tickets and end != len(data)):
         raise ValueError("an envelope that has a piece twice")
-    return Envelope(attachment, slot, serial, turn, pieces, data[end:], version == OFFERED_VERSION)
+    return Envelope(attachment, slot, serial, turn, pieces, data[end:], version)
 
 
 def mark(attachment: bytes, slot: int, generation: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, Envelope, is_offer, unseal
+from .envelope import BODY, MAGIC, Envelope, is_awaited, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .tensors import Holding, new_ticket
@@ -92,7 +92,7 @@ class Reader:
         if not envelope.pieces:
             return self.inside(envelope.body)
         attachment.look_at_recent()
-        if envelope.offered:
+        if envelope.awaited:
             return self.inside(_read_offer(attachment, envelope, needed))
         arrival = attachment.leases_here.arrive(envelope)
         holding = None
@@ -131,7 +131,7 @@ class Reader:
             needed: as there.
             traced: what counts messages, None if nobody does.
         """
-        body = await self._read_offer(data, find, needed) if is_offer(data) else None
+        body = await self._read_offer(data, find, needed) if is_awaited(data) else None
 
         def make(data: bytes) -> Any:
             if body is not None:

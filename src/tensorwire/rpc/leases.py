@@ -111,6 +111,7 @@ class Pool(Generic[Memory]):
         patience_s: float,
         needed: Callable[[], bool],
         answer_s: float = 5.0,
+        most: int = SLOTS,
     ) -> Lease[Memory] | None:
         """Takes memory for one message.
 
@@ -123,6 +124,7 @@ class Pool(Generic[Memory]):
             patience_s: how long to wait for credits.
             needed: asked while waiting; False ends it.
             answer_s: how long the receiver may take to allocate.
+            most: a call that uses so many had better wait for one of them than take new memory.
 
         Returns:
             None: there is none, so the message has to travel without.
@@ -133,10 +135,11 @@ class Pool(Generic[Memory]):
         until = self._until(patience_s)
         while True:
             seen, left = self._count.value, until - time.monotonic()
-            lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
+            waits_at = most if left > 0 else SLOTS
+            lease, again = self._attempt(size_bytes, call, answer_s, waits_at)
             if lease is not None or not again or left <= 0 or not needed():
                 if lease is None and left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen)
+                    self._waited_in_vain(call, seen, most)
                 return lease
             try:
                 self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
@@ -150,15 +153,17 @@ class Pool(Generic[Memory]):
         patience_s: float,
         needed: Callable[[], bool],
         answer_s: float = 5.0,
+        most: int = SLOTS,
     ) -> Lease[Memory] | None:
         """As `take`; waits for credits without blocking the event loop."""
         until = self._until(patience_s)
         while True:
             seen, left = self._count.value, until - time.monotonic()
-            lease, again = self._attempt(size_bytes, call, answer_s, patient=left > 0)
+            waits_at = most if left > 0 else SLOTS
+            lease, again = self._attempt(size_bytes, call, answer_s, waits_at)
             if lease is not None or not again or left <= 0 or not needed():
                 if lease is None and left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen)
+                    self._waited_in_vain(call, seen, most)
                 return lease
             try:
                 await self._count.reached(seen + 1, min(left, _SLICE_S), peer=self._peer)
@@ -169,13 +174,13 @@ class Pool(Generic[Memory]):
         now = time.monotonic()
         return now if self._count.value == self._in_vain else now + patience_s
 
-    def _waited_in_vain(self, call: tuple[int, int], seen: int) -> None:
+    def _waited_in_vain(self, call: tuple[int, int], seen: int, most: int) -> None:
         with self._lock:
-            if not self._should_wait(call):  # there is none for other calls either
+            if self.uses(call) < most:  # there is none for other calls either
                 self._in_vain = seen
 
     def _attempt(
-        self, size_bytes: int, call: tuple[int, int], answer_s: float, *, patient: bool
+        self, size_bytes: int, call: tuple[int, int], answer_s: float, most: int
     ) -> tuple[Lease[Memory] | None, bool]:
         """Memory if there is some now, and whether there may be if the receiver gives some back."""
         wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
@@ -186,7 +191,7 @@ class Pool(Generic[Memory]):
         with self._lock:
             self._collect()
             lease = self._pick(size_bytes)
-            if lease is None and not (patient and self._should_wait(call)):
+            if lease is None and (most >= SLOTS or self.uses(call) < most):
                 slot = self._reserve(size_bytes, freed)
             if slot is not None:
                 self._serial += 1
@@ -209,10 +214,6 @@ class Pool(Generic[Memory]):
             return None, bool(self._used or freed)
         return self._use(Lease(slot, serial, memory), call, wanted_bytes), False
 
-    def _should_wait(self, call: tuple[int, int]) -> bool:
-        """Whether a call had better wait for memory that it uses than take new one."""
-        return False
-
     def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Memory:
         """New memory; a TensorwireError or MemoryError if there is none."""
         raise NotImplementedError
@@ -231,6 +232,12 @@ class Pool(Generic[Memory]):
         with self._lock:
             self._collect()
             return {each.call for each in self._used.values()}
+
+    def uses(self, call: tuple[int, int]) -> int:
+        """How many are used for a call, and not given back yet."""
+        with self._lock:
+            self._collect()
+            return sum(each.call == call for each in self._used.values())
 
     def was_short(self) -> bool:
         """Whether memory was refused since this was asked last, or more than half is used now."""

@@ -21,7 +21,7 @@ from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import AnyLease, place
-from .rendezvous import Staging
+from .rendezvous import Offer, Staging
 from .tensors import delivered, source_of
 
 Serializer = Callable[[Any], bytes] | None
@@ -252,12 +252,12 @@ class SentMessage:
         assert attachment.rendezvous is not None
         patience_s = attachment.limits.patience_s
         try:
-            staging = await attachment.rendezvous.offer_later(
+            offer = await attachment.rendezvous.offer_later(
                 data, link.call, patience_s, link.needed
             )
         except TensorwireError:
-            staging = None  # the attachment is over; the call is not
-        offered = self._offered(attachment, staging, len(data))
+            offer = None  # the attachment is over; the call is not
+        offered = self._offered(attachment, offer, len(data))
         return self._otherwise(attachment, {}, data, None) if offered is None else offered
 
     def _otherwise(
@@ -341,27 +341,25 @@ class SentMessage:
         assert rendezvous is not None
         patience_s = link.left_s(attachment.limits.patience_s)
         try:
-            staging = rendezvous.offer(body, link.call, patience_s, link.needed)
+            offer = rendezvous.offer(body, link.call, patience_s, link.needed)
         except TensorwireError:
             return None  # the attachment is over; the call is not
-        return self._offered(attachment, staging, len(body))
+        return self._offered(attachment, offer, len(body))
 
     def _offered(
-        self, attachment: RpcAttachment, staging: Staging | None, size_bytes: int
+        self, attachment: RpcAttachment, offer: Offer | None, size_bytes: int
     ) -> bytes | None:
-        if staging is None:
+        if offer is None:
             return None
-        link, lease = self.link, staging.lease
+        link, lease = self.link, offer.lease
         self._own(attachment, lease)
         if link.ended:
             attachment.retire([lease], link.call)
             return None
         self.ahead = True
-        self.staging = staging
-        pieces = ((BODY, 0, size_bytes),)
-        return seal(
-            Envelope(attachment.id, lease.slot, lease.serial, lease.turn, pieces, b"", True)
-        )
+        self.staging = offer.staging
+        pieces, place = ((BODY, 0, size_bytes),), (lease.slot, lease.serial, lease.turn)
+        return seal(Envelope(attachment.id, *place, pieces, b"", offer.version))
 
     def _own(self, attachment: RpcAttachment, lease: AnyLease) -> None:
         """Memory is used for this call, whose end takes it back."""

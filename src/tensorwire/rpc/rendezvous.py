@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,15 @@ from tensorwire.errors import (
     TensorwireError,
     TimeoutError,
 )
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
-from tensorwire.memory.aio import wait_transfer
+from tensorwire.memory import Node, Peer, Region, RemoteRegion, Word
 from tensorwire.memory.fresh import FreshBytes
 
-from .envelope import BODY, Envelope, offer_name
+from .envelope import BODY, OFFERED_VERSION, PUSHED_VERSION, Envelope, offer_name
 from .inbox import GivenUpError, RefusedError, SenderGoneError
-from .leases import SLOTS, Lease, Pool
+from .leases import SLOTS, AnyLease, Lease, Pool
+from .pushing import OF_A_CALL, Pushing
 from .threshold import Threshold
+from .waiting import GIVEN_UP, finish, finish_later, wait_word, wait_word_later
 
 CHUNK_BYTES = 4 << 20
 MAPPED_CHUNK_BYTES = 1 << 19
@@ -43,18 +44,16 @@ while that is under way and the receiver wakes up."""
 LOOP_CHUNK_BYTES = 1 << 20
 """Copied at a time in an event loop."""
 AT_ONCE_BYTES = 2 << 20
-"""A message that is no longer is copied before its receiver is awake, which reads it in one."""
-BOARD_BYTES = 8 * (1 + 2 * SLOTS)
-"""Of a board: what was read of the owner's memory, as for leases, and how far the other end has
-come with its messages."""
+"""A message that is no longer is copied before its receiver is awake, which reads it in one; where
+the receiver does not have the memory mapped, it is pushed."""
+BOARD_BYTES = 8 * (1 + 3 * SLOTS)
+"""Of a board: what was read of the owner's memory, as for leases; how far the other end has come
+with its messages; and which ones it has pushed."""
 
-_STAGED = 1 + SLOTS
+_STAGED, PUSHED_WORDS = 1 + SLOTS, 1 + 2 * SLOTS
 _SLICE_S = 0.05
-_STALLED_S = 10.0
 _UNDER_WAY = 2
-_OF_A_CALL = 2
 _LOOKUP_S = 5.0
-_GIVEN_UP = "nobody needs the message any more"
 
 
 class Offered:
@@ -116,11 +115,6 @@ class OfferPool(Pool[Offered]):
             memory.free()
         except TensorwireError:
             pass  # the attachment is over
-
-    def _should_wait(self, call: tuple[int, int]) -> bool:
-        # One is copied into while the other one is read; new memory is slow, and more would not be
-        # read any sooner.
-        return sum(each.call == call for each in self._used.values()) >= _OF_A_CALL
 
     def _turns_of(self, size_bytes: int) -> int:
         return size_bytes
@@ -199,6 +193,20 @@ class Staging:
             await asyncio.sleep(0)
 
 
+class Offer(NamedTuple):
+    """A message that the receiver is to read, or that is pushed to it.
+
+    Attributes:
+        lease: its memory.
+        version: of its envelope.
+        staging: what copies the rest of it; None: nothing is left to be done.
+    """
+
+    lease: AnyLease
+    version: int
+    staging: Staging | None
+
+
 class Rendezvous:
     """What one end of an attachment has for it. Any thread may use it.
 
@@ -216,6 +224,7 @@ class Rendezvous:
         threshold: as above.
         framed_bytes: a longer message that is below the threshold that is not measured is left to
             frames, for whose limit it is too long, whatever was measured; negative for no limit.
+        pushing: for messages that had better be pushed; None where memory is mapped.
     """
 
     def __init__(
@@ -229,10 +238,12 @@ class Rendezvous:
         read_bytes: int,
         threshold: Threshold,
         framed_bytes: int,
+        pushing: Pushing | None,
     ) -> None:
         self.offers = OfferPool(node, peer, board, offered_bytes)
         self.threshold = threshold
         self._framed_bytes = framed_bytes
+        self._pushing = pushing
         self._peer = peer
         self._board = board
         self._other_board = other_board
@@ -258,8 +269,8 @@ class Rendezvous:
         call: tuple[int, int],
         patience_s: float,
         needed: Callable[[], bool],
-    ) -> Staging | None:
-        """Takes memory for a message, and copies its first chunk; None: there is none.
+    ) -> Offer | None:
+        """Takes memory for a message, and copies its first chunk or pushes it; None: there is none.
 
         Args:
             data: the message; at least a byte.
@@ -270,7 +281,11 @@ class Rendezvous:
         Raises:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
-        lease = self.offers.take(len(data), call, patience_s, needed)
+        if self._pushing is not None and len(data) <= AT_ONCE_BYTES:
+            pushed = self._pushing.push(data, call, patience_s, needed)
+            if pushed is not None:
+                return Offer(pushed, PUSHED_VERSION, None)
+        lease = self.offers.take(len(data), call, patience_s, needed, most=OF_A_CALL)
         return None if lease is None else self._begin(lease, data, call)
 
     async def offer_later(
@@ -279,12 +294,15 @@ class Rendezvous:
         call: tuple[int, int],
         patience_s: float,
         needed: Callable[[], bool],
-    ) -> Staging | None:
-        """As `offer`, without blocking the event loop."""
-        lease = await self.offers.take_later(len(data), call, patience_s, needed)
+    ) -> Offer | None:
+        """As `offer`, without blocking the event loop, where nothing is pushed.
+
+        The receiver may have to make memory for that, and is waited for.
+        """
+        lease = await self.offers.take_later(len(data), call, patience_s, needed, most=OF_A_CALL)
         return None if lease is None else self._begin(lease, data, call)
 
-    def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Staging:
+    def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Offer:
         try:
             # One that is read at once is copied so too: nobody waits for a part of it.
             chunk_bytes = len(data) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
@@ -293,7 +311,7 @@ class Rendezvous:
         except BaseException:
             self.offers.retire([lease], call)
             raise
-        return staging
+        return Offer(lease, OFFERED_VERSION, staging)
 
     def read(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """Reads the message of an envelope, which can be done once.
@@ -308,19 +326,25 @@ class Rendezvous:
             RefusedError: it is not there (any more), was read before, or the sender does not go on
                 with it.
         """
+        if envelope.version == PUSHED_VERSION:
+            with self._telling_why(needed):
+                return self._pusher().read(envelope, needed)
         size = self._claim(envelope)
         remote = self._known(envelope) or self._look_up(envelope)
         with self._reading(envelope, remote, needed):
             fresh = FreshBytes(size)
             for awaited in self._chunks(envelope, size, remote, fresh, needed):
                 if isinstance(awaited, int):
-                    self._wait(envelope.slot, awaited, needed)
+                    wait_word(self._staged(envelope), awaited, self._peer, needed)
                 else:
-                    _finish(awaited, needed)
+                    finish(awaited, needed)
         return fresh.take()
 
     async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """As `read`, without blocking the event loop."""
+        if envelope.version == PUSHED_VERSION:
+            with self._telling_why(needed):
+                return await self._pusher().read_later(envelope, needed)
         size = self._claim(envelope)
         remote = self._known(envelope)
         if remote is None:
@@ -329,9 +353,9 @@ class Rendezvous:
             fresh = FreshBytes(size)
             for awaited in self._chunks(envelope, size, remote, fresh, needed):
                 if isinstance(awaited, int):
-                    await self._wait_later(envelope.slot, awaited, needed)
+                    await wait_word_later(self._staged(envelope), awaited, self._peer, needed)
                 else:
-                    await _finish_later(awaited, needed)
+                    await finish_later(awaited, needed)
         return fresh.take()
 
     @contextmanager
@@ -342,16 +366,31 @@ class Rendezvous:
         if envelope.pieces[0][2] > remote.size_bytes:
             raise RefusedError(f"{envelope.pieces[0][2]} bytes in memory of {remote.size_bytes}")
         try:
-            yield
-        except TensorwireError as error:
-            self._forget(envelope.slot, remote)
-            if not needed():  # the sender gives up its memory when it is told so
-                raise GivenUpError(_GIVEN_UP) from None
-            raise self._unreadable(error) from None
+            with self._telling_why(needed):
+                yield
         except BaseException:
             self._forget(envelope.slot, remote)
             raise
         self._tell(envelope.slot, envelope.turn)
+
+    @contextmanager
+    def _telling_why(self, needed: Callable[[], bool]) -> Iterator[None]:
+        """Raises what has become of a message that cannot be read."""
+        try:
+            yield
+        except TensorwireError as error:
+            if not needed():  # the sender gives up its memory when it is told so
+                raise GivenUpError(GIVEN_UP) from None
+            raise self._unreadable(error) from None
+
+    def _pusher(self) -> Pushing:
+        if self._pushing is None:
+            raise RefusedError("nothing is pushed where memory is mapped")
+        return self._pushing
+
+    def _staged(self, envelope: Envelope) -> Word:
+        """How far the sender has come with the message."""
+        return self._board.word(8 * (_STAGED + envelope.slot))
 
     def _chunks(
         self,
@@ -366,7 +405,7 @@ class Rendezvous:
         step = self._chunk_bytes if size > AT_ONCE_BYTES else size
         for at in range(0, size, step):
             if at and not needed():
-                raise GivenUpError(_GIVEN_UP)
+                raise GivenUpError(GIVEN_UP)
             end = min(at + step, size)
             yield envelope.turn - 1 + end
             under_way.append(remote[at:end].read(fresh[at:end]))
@@ -440,24 +479,6 @@ class Rendezvous:
             return SenderGoneError(f"the sender is gone, and what it has sent: {error}")
         return RefusedError(f"the sender's memory cannot be read: {error}")
 
-    def _wait(self, slot: int, staged: int, needed: Callable[[], bool]) -> None:
-        word = self._board.word(8 * (_STAGED + slot))
-        until = time.monotonic() + _STALLED_S
-        while word.value < staged:
-            try:
-                word.wait_until(staged, _SLICE_S, peer=self._peer)
-            except TimeoutError:
-                _look_at_time(until, needed)
-
-    async def _wait_later(self, slot: int, staged: int, needed: Callable[[], bool]) -> None:
-        word = self._board.word(8 * (_STAGED + slot))
-        until = time.monotonic() + _STALLED_S
-        while word.value < staged:
-            try:
-                await word.reached(staged, _SLICE_S, peer=self._peer)
-            except TimeoutError:
-                _look_at_time(until, needed)
-
     def _tell(self, slot: int, turn: int) -> None:
         """The sender may use the memory again."""
         with self._telling:
@@ -470,33 +491,3 @@ class Rendezvous:
                 )
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits
-
-
-def _look_at_time(until: float, needed: Callable[[], bool]) -> None:
-    """Raises what ends the waiting for a sender."""
-    if not needed():
-        raise GivenUpError(_GIVEN_UP) from None
-    if time.monotonic() > until:
-        raise RefusedError(f"the sender has not come further for {_STALLED_S} s") from None
-
-
-async def _finish_later(transfer: Transfer, needed: Callable[[], bool]) -> None:
-    """Waits for a chunk, without blocking the event loop."""
-    while True:
-        try:
-            await wait_transfer(transfer, _SLICE_S)
-            return
-        except TimeoutError:
-            if not needed():
-                raise GivenUpError(_GIVEN_UP) from None
-
-
-def _finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
-    """Waits for a chunk."""
-    while True:
-        try:
-            transfer.wait(_SLICE_S)
-            return
-        except TimeoutError:
-            if not needed():
-                raise GivenUpError(_GIVEN_UP) from None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from ..envelope import is_offer
+from ..envelope import is_awaited
 from ..inbox import RefusedError
 from ..outgoing import CallLink, SentMessage
 from . import observed
@@ -395,7 +395,7 @@ class _OneResponse(AioCall):
         data, self._pieces = b"".join(self._pieces), []
         if code is _Code.OK and self._whole:
             making = self._conclude_with(data, details, body)
-            if is_offer(data):  # others have their turn while it is read
+            if is_awaited(data):  # others have their turn while it is read
                 self._making = self._client.loop.create_task(making)
             else:
                 run_now(making)

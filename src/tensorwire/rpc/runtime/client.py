@@ -186,6 +186,7 @@ class AnyClient:
         found = measure(self, threshold.most_bytes)
         # A probe that the server has given up is answered too, and its memory never given back.
         attachment.rendezvous.offers.retire_calls(lambda number: True)
+        attachment.leases_there.retire_calls(lambda number: True)
         if found is not None:
             threshold.measured(found)
 
@@ -200,22 +201,22 @@ class AnyClient:
         until = time.monotonic() + timeout_s
         self._probes += 1
         number = 0, self._probes
-        data, staging = bytes(size_bytes), None
+        data, offer = bytes(size_bytes), None
         if offered:
-            staging = attachment.rendezvous.offer(data, number, 0.0, always)
-            if staging is None:
+            offer = attachment.rendezvous.offer(data, number, timeout_s, always)
+            if offer is None:
                 return False
-            lease, pieces = staging.lease, ((BODY, 0, size_bytes),)
+            lease, pieces = offer.lease, ((BODY, 0, size_bytes),)
             place = lease.slot, lease.serial, lease.turn
-            data = seal(Envelope(attachment.id, *place, pieces, b"", True))
+            data = seal(Envelope(attachment.id, *place, pieces, b"", offer.version))
         waiter = self._probe = Waiter()
         self.send(probe_frames(number, data))
-        if staging is not None:
-            staging.run(always)
+        if offer is not None and offer.staging is not None:
+            offer.staging.run(always)
         if self.await_probe(waiter, until):
             return not self.line.is_over
-        if staging is not None:
-            attachment.retire([staging.lease], number)
+        if offer is not None:
+            attachment.retire([offer.lease], number)
         return False
 
     def probed(self, number: Number) -> None:

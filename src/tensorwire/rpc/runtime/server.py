@@ -20,7 +20,7 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import CALLS, RpcAttachment
-from ..envelope import is_offer, unseal
+from ..envelope import is_awaited, unseal
 from ..inbox import RefusedError
 from ..rendezvous import Rendezvous
 from . import observed
@@ -158,7 +158,7 @@ class ServerEnd:
             return
         data = b"".join(self._probe)  # as with a message
         self._probe = []
-        if is_offer(data):
+        if is_awaited(data):
             self.read_probe(rendezvous, data, frame.number)
         else:
             self.send((short_frame(PROBED, frame.number),))
