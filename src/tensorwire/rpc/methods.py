@@ -147,6 +147,13 @@ class Method:
         link = CallLink(attachment, call, lambda: options.timeout, always)
         return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
 
+    def _carried_by(self, credentials: Any, compression: Any) -> RpcAttachment | None:
+        """The attachment by which a call goes by the runtime, where that is known already."""
+        keeper = self._keeper
+        if credentials is not None or compression is not None or not keeper.carries:
+            return None
+        return keeper.ready
+
     def _attachment(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
         """The channel's, for which the server is asked if need be."""
         attachment = self._keeper.ready
@@ -309,10 +316,17 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
                 self._failed_small(error)
                 raise
         request = request if body is None else body
-        options = CallOptions(timeout, metadata, credentials, wait_for_ready, compression)
-        call = self._carry(request, options)
-        if call is not None and call.wait_blocking():
-            return call.result()
+        attachment = self._carried_by(credentials, compression)
+        if attachment is not None and timeout is None:
+            call = self._carried.begin(attachment, request, None, metadata)
+            if call is not None and call.wait_blocking():
+                return call.result()
+            options = CallOptions(None, metadata, credentials, wait_for_ready, compression)
+        else:
+            options = CallOptions(timeout, metadata, credentials, wait_for_ready, compression)
+            call = self._carry(request, options)
+            if call is not None and call.wait_blocking():
+                return call.result()
         return self._blocking(self._inner, request, options)
 
     def _failed_small(self, error: grpc.RpcError) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,20 +57,15 @@ class CallLink:
         in_loop: it is one of an event loop, which waits for nobody: see `offer_later`.
     """
 
-    __slots__ = (
-        "_remaining",
-        "attachment",
-        "call",
-        "ended",
-        "foreign",
-        "in_loop",
-        "leases",
-        "must_confirm",
-        "needed",
-        "offers",
-        "patience_s",
-        "unsure",
-    )
+    # What is so at first stands here: a small call takes little longer than to set all of it.
+    leases: Sequence[AnyLease] = ()
+    must_confirm = False
+    patience_s: float | None = None
+    foreign = False
+    unsure = False
+    ended = False
+    offers = False
+    in_loop = False
 
     def __init__(
         self,
@@ -81,15 +76,7 @@ class CallLink:
     ) -> None:
         self.attachment = attachment
         self.call = call
-        self.leases: list[AnyLease] = []
-        self.must_confirm = False
         self.needed = needed
-        self.patience_s: float | None = None
-        self.foreign = False
-        self.unsure = False
-        self.ended = False
-        self.offers = False
-        self.in_loop = False
         self._remaining = remaining
 
     def awaits_messages(self) -> bool:

@@ -15,11 +15,11 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import RpcAttachment
-from ..outgoing import CallLink, SentMessage, at_once
+from ..outgoing import SentMessage, at_once
 from ..threshold import LEAST_BYTES
 from . import observed
 from .aio_call import KINDS, Receive
-from .carry import LONGEST_S, Ended, Told
+from .carry import LONGEST_S, CarriedLink, Ended
 from .client import AnyClient
 from .flow import Outflow, Waiter
 from .frames import as_metadata
@@ -118,25 +118,27 @@ class AioMethod:
         streams = self.arity.startswith("stream")
         outflow = Outflow() if streams else None
         deadline = None if timeout is None else time.monotonic() + timeout
-        link = CallLink(attachment, number, at_once, lambda: not call.done())
-        link.patience_s = 0.0  # of the event loop
-        link.offers = link.in_loop = True
         method = details.method
         name = method if isinstance(method, bytes) else method.encode()
-        told = Told(self._ended, link, observed.watched("client", self.arity, name.decode()))
-        receive: Receive = partial(self._receive, traced=told.traced)
-        call: Any = KINDS[self.arity](client, number, deadline, receive, told, outflow)
+        traced = observed.watched("client", self.arity, name.decode())
+        link = CarriedLink(
+            attachment, number, at_once, lambda: not call.done(), self._ended, traced
+        )
+        link.patience_s = 0.0  # of the event loop
+        link.in_loop = True
+        receive: Receive = partial(self._receive, traced=traced)
+        call: Any = KINDS[self.arity](client, number, deadline, receive, link.tell, outflow)
         takes_stream = self.arity.endswith("stream")
         if streams:
             client.begin(call, name, entries, None, streams=takes_stream)
             if request is None:
-                call.write_with(link, self._serializer, told.traced)
+                call.write_with(link, self._serializer, traced)
             else:
-                call.send_all(request, link, self._serializer, told.traced)
+                call.send_all(request, link, self._serializer, traced)
             return call
-        outgoing = told.outgoing = SentMessage(request, link, last=False)
+        outgoing = link.outgoing = SentMessage(request, link, last=False)
         try:
-            data = await observed.serialize_later(told.traced, outgoing, self._serializer)
+            data = await observed.serialize_later(traced, outgoing, self._serializer)
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -146,7 +148,7 @@ class AioMethod:
         if call.done():  # its time has passed, or the server gone, while it waited for memory
             return call
         if outgoing.size_bytes >= LEAST_BYTES and not takes_stream:
-            told.began_s = time.monotonic()
+            link.began_s = time.monotonic()
         client.begin(call, name, entries, data, streams=takes_stream)
         if outgoing.staging is not None:
             call.finish_sending(outgoing)

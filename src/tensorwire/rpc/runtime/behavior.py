@@ -15,14 +15,14 @@ import grpc
 from ..attachment import RpcAttachment
 from ..envelope import MAGIC
 from ..inbox import RefusedError
-from ..incoming import Reader, find_only
+from ..incoming import find_only
 from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding
 from .context import CallContext
 from .flow import Waiter
 from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
 from .leaving import leaving
-from .served import IncomingCall, behavior_of
+from .served import Handled, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
@@ -36,7 +36,7 @@ class Performance:
         attachment: of the line.
         call: what came.
         context: for the servicer.
-        handler: the user's.
+        handled: the user's handler.
         traced: what counts messages, None if nobody does.
         most_bytes: of a response; negative for no limit.
     """
@@ -46,42 +46,46 @@ class Performance:
         attachment: RpcAttachment,
         call: IncomingCall,
         context: CallContext,
-        handler: Any,
+        handled: Handled,
         traced: Any,
         most_bytes: int,
     ) -> None:
         self._attachment = attachment
         self.call = call
         self.context = context
-        self.handler = handler
+        self.handled = handled
         self._traced = traced
         self._most_bytes = most_bytes
-        self._reader = Reader(handler.request_deserializer)
-        remaining = no_deadline if call.deadline is None else context.time_remaining
-        self._link = CallLink(attachment, call.number, remaining, call.is_active)
-        self._link.offers = True
+        self._own_link: CallLink | None = None
         self.answered = False
+
+    def _link(self) -> CallLink:
+        """For what travels beside the call, or may."""
+        if self._own_link is None:
+            call = self.call
+            remaining = no_deadline if call.deadline is None else self.context.time_remaining
+            self._own_link = CallLink(self._attachment, call.number, remaining, call.is_active)
+            self._own_link.offers = True
+        return self._own_link
 
     def _find(self, id: bytes) -> RpcAttachment | None:
         return find_only(self._attachment, id)
 
     def run(self) -> None:
         """Runs the servicer and ends the call, unless responses are called back."""
-        handler = self.handler
+        handled = self.handled
         holdings: list[Holding] = []
         request: Any = None
-        behavior = behavior_of(handler)
-        if handler.request_streaming:
+        behavior = handled.behavior
+        if handled.takes_stream:
             request = self._single() if self.call.requests is None else RequestIterator(self)
         else:
             request = self.deserialize(self.call.only_request(), holdings)
             if request is None:
                 return
         more: tuple[Any, ...] = ()
-        calls_back = handler.response_streaming and getattr(
-            behavior, "experimental_non_blocking", False
-        )
-        if handler.response_streaming:
+        calls_back = handled.gives_stream and getattr(behavior, "experimental_non_blocking", False)
+        if handled.gives_stream:
             self.call.stream_responses()
             if calls_back:
                 more = (self.respond,)
@@ -93,7 +97,7 @@ class Performance:
         del request
         for holding in holdings:
             holding.look()  # the servicer has the message no longer, unless it keeps it
-        if not handler.response_streaming:
+        if not handled.gives_stream:
             self._respond_once(response)
         elif not calls_back:
             self._respond_all(response)
@@ -122,16 +126,18 @@ class Performance:
         try:
             if self._traced is not None:
                 read = partial(
-                    self._reader.read,
+                    self.handled.reader.read,
                     find=self._find,
                     holdings=holdings,
                     needed=self.call.is_active,
                 )
                 request = self._traced.deserialize(read, data, protocol="runtime")
             elif data.startswith(MAGIC):
-                request = self._reader.read(data, self._find, holdings, needed=self.call.is_active)
+                request = self.handled.reader.read(
+                    data, self._find, holdings, needed=self.call.is_active
+                )
             else:
-                request = self._reader.inside(data)
+                request = self.handled.reader.inside(data)
         except RefusedError as error:
             refuse_payload(self.call, error)
             return None
@@ -146,9 +152,11 @@ class Performance:
 
         None: there are none, and the call has ended.
         """
-        message, serializer = None, self.handler.response_serializer
+        message, serializer = None, self.handled.serializer
         try:
-            data, message = leaving(response, self._link, serializer, self._traced, last=True)
+            data, message = leaving(
+                response, self._attachment, self._link, serializer, self._traced, last=True
+            )
         except Exception:
             _LOG.exception("a response could not be serialized")
             data = None

@@ -27,6 +27,7 @@ from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import (
     CANCEL,
     MORE,
+    PLAIN_END,
     REFUSED,
     WHOLE,
     EndBody,
@@ -45,6 +46,8 @@ _LOG = logging.getLogger("tensorwire.rpc")
 _LOOK_S = 0.005
 _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
+PLAIN_END_BYTES = len(PLAIN_END)
+_PLAIN_BODY = EndBody(0, "", (), (), b"")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -174,6 +177,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
 
     def answered(self, frame: Frame) -> None:
         """The server has ended the call."""
+        if frame.flags == WHOLE and not self._pieces and self._answered_plainly(frame.body):
+            return
         if frame.flags & REFUSED:
             self._refused()
             return
@@ -199,6 +204,19 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         if code is grpc.StatusCode.OK:
             code, details = grpc.StatusCode.INTERNAL, "the server sent no response"
         self.conclude(code, details, body.initial, body.trailing)
+
+    def _answered_plainly(self, body: bytes) -> bool:
+        """Ends the call, if it is the end of nearly all small ones: OK, a response, and no more."""
+        if self._whole or len(body) >= _LARGE_BYTES or not body.startswith(PLAIN_END):
+            return False
+        most = self._client.limits.receive_bytes
+        if body.startswith(MAGIC, PLAIN_END_BYTES) or 0 <= most < len(body) - PLAIN_END_BYTES:
+            return False
+        self._has_ended = self._whole = self._forgotten = True
+        self._client.forget(self)  # what becomes of the server changes nothing any more
+        self._pieces = [body[PLAIN_END_BYTES:]]
+        self._client.reader.aside(self._make, _PLAIN_BODY)
+        return True
 
     def _make(self, body: EndBody) -> None:
         """Ends the call with its response, once that is had."""

@@ -79,13 +79,15 @@ class CarriedMethod:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
         """
         began = self._new(attachment, timeout, metadata, again, None)
-        if began is None:
+        if began is None or attachment is None:
             return None
-        client, call, link, entries, told = began
+        client, call, link, entries = began
         outgoing: SentMessage | None = None
         data: Any = None
         try:
-            data, outgoing = leaving(request, link, self._serializer, told.traced, last=False)
+            data, outgoing = leaving(
+                request, attachment, lambda: link, self._serializer, link.traced, last=False
+            )
         except Exception:
             _LOG.exception("a request could not be serialized")
         except BaseException:
@@ -98,9 +100,9 @@ class CarriedMethod:
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
         if outgoing is not None:
-            told.outgoing = outgoing
+            link.outgoing = outgoing
             if outgoing.size_bytes >= LEAST_BYTES and not self._takes_stream:
-                told.began_s = time.monotonic()
+                link.began_s = time.monotonic()
         if again is not None or self._takes_stream:
             call.leave_unattended()
         client.begin(call, self._name, entries, data, streams=self._takes_stream)
@@ -134,12 +136,12 @@ class CarriedMethod:
         began = self._new(attachment, timeout, metadata, None, outflow)
         if began is None:
             return None
-        client, call, link, entries, told = began
+        client, call, link, entries = began
         link.needed = lambda: not outflow.closed
         if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, None, streams=self._takes_stream)
-        sender = RequestSender(client, call, link, self._serializer, told.traced)
+        sender = RequestSender(client, call, link, self._serializer, link.traced)
         THREADS.run(partial(sender.run, requests))
         return call
 
@@ -150,13 +152,13 @@ class CarriedMethod:
         metadata: Any,
         again: Callable[[], Any] | None,
         outflow: Outflow | None,
-    ) -> tuple[RuntimeClient, RuntimeCall, CallLink, Metadata, Told] | None:
+    ) -> tuple[RuntimeClient, RuntimeCall, CarriedLink, Metadata] | None:
         client = None if attachment is None else attachment.runtime
         if attachment is None or not isinstance(client, RuntimeClient) or not client.usable:
             return None
         if timeout is not None and not 0 < timeout < LONGEST_S:
             return None
-        entries = as_metadata(metadata)
+        entries = as_metadata(metadata) if metadata else ()
         if entries is None:
             return None  # grpcio says what is wrong with them
         number = attachment.begin_call()
@@ -164,34 +166,52 @@ class CarriedMethod:
             return None
         deadline = None if timeout is None else time.monotonic() + timeout
         remaining = no_deadline if deadline is None else partial(_left, deadline)
-        link = CallLink(attachment, number, remaining, always)
-        link.offers = True
-        told = Told(self._ended, link, observed.watched("client", self._arity, self._method))
+        traced = observed.watched("client", self._arity, self._method)
+        link = CarriedLink(attachment, number, remaining, always, self._ended, traced)
         deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
-        if told.traced is not None:
-            deserialize = partial(told.traced.deserialize, deserialize, protocol="runtime")
+        if traced is not None:
+            deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
         kind = StreamCall if self._takes_stream else RuntimeCall
-        call = kind(client, number, deadline, deserialize, told, again, outflow)
-        return client, call, link, entries, told
+        call = kind(client, number, deadline, deserialize, link.tell, again, outflow)
+        return client, call, link, entries
 
 
-class Told:
-    """Told how a call has ended, None if it was not carried out; tells everybody."""
+class CarriedLink(CallLink):
+    """The link of a call of the runtime at its client, which tells everybody how it has ended.
 
-    __slots__ = ("_began_ns", "_ended", "_link", "began_s", "outgoing", "traced")
+    Args:
+        attachment, number, remaining, needed: as of `CallLink`.
+        ended: told of the link, whether the call has ended well, and its code.
+        traced: what counts it, None if nobody does.
 
-    def __init__(self, ended: Ended, link: CallLink, traced: Any) -> None:
+    Attributes:
+        traced: as given.
+        outgoing: the request, if it is one that may be beside the call.
+        began_s: of a call whose time tells what suits requests of its size; else 0.
+    """
+
+    offers = True
+    outgoing: SentMessage | None = None
+    began_s = 0.0
+
+    def __init__(
+        self,
+        attachment: RpcAttachment,
+        number: tuple[int, int],
+        remaining: Callable[[], float | None],
+        needed: Callable[[], bool],
+        ended: Ended,
+        traced: Any,
+    ) -> None:
+        super().__init__(attachment, number, remaining, needed)
         self._ended = ended
-        self._link = link
         self.traced = traced
-        self.outgoing: SentMessage | None = None
-        self.began_s = 0.0  # of a call whose time tells what suits requests of its size
         self._began_ns = 0 if traced is None else traced.begin()
 
-    def __call__(self, code: grpc.StatusCode | None) -> None:
-        """Tells how it has ended."""
+    def tell(self, code: grpc.StatusCode | None) -> None:
+        """Tells how it has ended; None: it was not carried out."""
         ok = code is grpc.StatusCode.OK
-        self._ended(self._link, ok, code)
+        self._ended(self, ok, code)
         if ok and self.outgoing is not None:
             if self.outgoing.tickets:
                 delivered(self.outgoing.tickets)
@@ -204,7 +224,7 @@ class Told:
                 self.traced.ended(self._began_ns, code.name)
 
     def _observe(self, outgoing: SentMessage, took_s: float) -> None:
-        attachment = self._link.attachment
+        attachment = self.attachment
         if attachment is not None and attachment.rendezvous is not None:
             threshold = attachment.rendezvous.threshold
             threshold.observe(outgoing.size_bytes, outgoing.by_rendezvous, took_s)

@@ -32,6 +32,8 @@ _END = struct.Struct("<IIHH")
 _CALL_HEADER = struct.Struct("<IBBHIIQHH")
 _END_HEADER = struct.Struct("<IBBHIIIIHH")
 _CALL_BYTES, _END_BYTES = _CALL.size, _END.size
+PLAIN_END = _END.pack(0, 0, 0, 0)
+"""How the body of an END begins that has code 0, no details and no metadata."""
 _COUNT = struct.Struct("<H")
 _CREDIT = struct.Struct("<Q")
 _new = tuple.__new__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..attachment import RpcAttachment
@@ -16,13 +17,20 @@ _SMALL_BYTES = LEAST_BYTES // 2
 
 
 def leaving(
-    message: Any, link: CallLink, serializer: Serializer, traced: Any, *, last: bool
+    message: Any,
+    attachment: RpcAttachment,
+    link: Callable[[], CallLink],
+    serializer: Serializer,
+    traced: Any,
+    *,
+    last: bool,
 ) -> tuple[Any, SentMessage | None]:
     """What travels of a message, and whose `finish` follows; None: it is small, and all there.
 
     Args:
         message: the user's.
-        link: of its call, which has an attachment.
+        attachment: of its call.
+        link: gives that of its call.
         serializer: the user's.
         traced: what counts messages, None if nobody does.
         last: as for `SentMessage`.
@@ -34,14 +42,12 @@ def leaving(
         Exception: as `SentMessage.serialize`.
     """
     if traced is not None or may_have_tensors(type(message)):
-        sent = SentMessage(message, link, last=last)
+        sent = SentMessage(message, link(), last=last)
         return observed.serialize(traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
-    attachment = link.attachment
-    assert attachment is not None
     if type(data) is bytes and _is_small(len(data), attachment) and not data.startswith(MAGIC):
         return data, None
-    sent = SentMessage(message, link, last=last)
+    sent = SentMessage(message, link(), last=last)
     return sent.serialize(lambda _: data), sent
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
 
+from ..incoming import Reader
 from .callbacks import Calling, call_all
 from .context import Caller
 from .deadlines import Alarm
@@ -44,6 +46,47 @@ def arity_of(handler: Any) -> str:
 def behavior_of(handler: Any) -> Any:
     """The user's function; AttributeError if the handler has none of its arity."""
     return getattr(handler, arity_of(handler))
+
+
+class Handled:
+    """What is known of a user's handler; made once for those that are asked for again and again.
+
+    Args:
+        handler: the user's.
+
+    Attributes:
+        handler: as given.
+        arity, behavior: as `arity_of` and `behavior_of` say.
+        takes_stream, gives_stream: requests and responses are streams.
+        reader: of its requests.
+        serializer: of its responses.
+        pool: the threads that it wants for itself, None if it wants none.
+
+    Raises:
+        AttributeError: it has no function of its arity.
+    """
+
+    __slots__ = (
+        "arity",
+        "behavior",
+        "gives_stream",
+        "handler",
+        "pool",
+        "reader",
+        "serializer",
+        "takes_stream",
+    )
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+        self.arity = arity_of(handler)
+        self.behavior = behavior_of(handler)
+        self.takes_stream = bool(handler.request_streaming)
+        self.gives_stream = bool(handler.response_streaming)
+        self.reader = Reader(handler.request_deserializer)
+        self.serializer = handler.response_serializer
+        pool = getattr(self.behavior, "experimental_thread_pool", None)
+        self.pool = pool if isinstance(pool, ThreadPoolExecutor) else None
 
 
 class Receiver(Protocol):

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -50,11 +49,12 @@ from .frames import (
 from .line import Line
 from .options import MessageLimits
 from .runner import Runner
-from .served import IncomingCall, arity_of, behavior_of
+from .served import Handled, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _MOST_PROBE_BYTES = 8 << 20
+_MOST_KNOWN = 1024
 
 
 class ServerEnd:
@@ -345,6 +345,7 @@ class Service(AnyService):
     ) -> None:
         super().__init__(pool, handlers, most, limits)
         self._running = 0
+        self._known: dict[str, Handled] = {}
         find: Callable[[Any], Any] = self._find
         for each in reversed(interceptors):
             find = partial(each.intercept_service, find)
@@ -362,16 +363,15 @@ class Service(AnyService):
         details = CallDetails(call.method, call.metadata)
         try:
             handler = context.run(self._pipeline, details)
-            if handler is not None:
-                behavior_of(handler)
+            handled = None if handler is None else self._handled(call.method, handler)
         except Exception as error:
             _LOG.exception("Exception servicing handler: %s", error)
             call.fail(_Code.UNKNOWN, "Error in service handler!", reading=True)
             return
-        if handler is None:
+        if handled is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!", reading=True)
             return
-        if call.once and (handler.request_streaming or handler.response_streaming):
+        if call.once and (handled.takes_stream or handled.gives_stream):
             call.refuse()  # grpcio says what comes of that
             return
         if not self._may_run():
@@ -379,11 +379,10 @@ class Service(AnyService):
             return
         if call.deadline is not None:
             call.alarm = DEADLINES.add(call.deadline, call.deadline_passed)
-        submit = partial(self._submit, context, end, call, handler)
-        if call.requests is None or handler.request_streaming:
-            submit()
+        if call.requests is None or handled.takes_stream:
+            self._submit(context, end, call, handled)
         else:  # the first one of the stream is the only one
-            call.awaited.append(submit)
+            call.awaited.append(partial(self._submit, context, end, call, handled))
             never = partial(self._never_ran, call)
             if not call.add_callback(never):
                 never()
@@ -394,15 +393,15 @@ class Service(AnyService):
             self._ran()
 
     def _submit(
-        self, context: contextvars.Context, end: ServerEnd, call: IncomingCall, handler: Any
+        self, context: contextvars.Context, end: ServerEnd, call: IncomingCall, handled: Handled
     ) -> None:
-        pool = _pool_of(handler)
+        pool = handled.pool
         if pool is None and call.once and end.runner.takes(call.method):
-            run = partial(context.run, self._run, end, call, handler)
+            run = partial(context.run, self._run, end, call, handled)
             end.runner.add(run, partial(self._gone, call))
             return
         try:
-            (pool or self.pool).submit(context.run, self._run, end, call, handler)
+            (pool or self.pool).submit(context.run, self._run, end, call, handled)
         except RuntimeError as error:
             self._gone(call, error)
 
@@ -426,14 +425,22 @@ class Service(AnyService):
             with self._lock:
                 self._running -= 1
 
-    def _run(self, end: ServerEnd, call: IncomingCall, handler: Any) -> None:
+    def _handled(self, method: str, handler: Any) -> Handled:
+        known = self._known.get(method)
+        if known is None or known.handler is not handler:
+            known = Handled(handler)
+            if len(self._known) >= _MOST_KNOWN:  # a generic handler may take any
+                self._known.clear()
+            self._known[method] = known
+        return known
+
+    def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """In a thread of the user's."""
-        arity = arity_of(handler)
-        traced = observed.watched("server", arity, call.method)
+        traced = observed.watched("server", handled.arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
         context = CallContext(end.caller, call)
         performance = Performance(
-            end.attachment, call, context, handler, traced, self.limits.send_bytes
+            end.attachment, call, context, handled, traced, self.limits.send_bytes
         )
         began = time.monotonic()
         try:
@@ -446,16 +453,10 @@ class Service(AnyService):
             end.runner.took(call.method, time.monotonic() - began)
             if traced is not None:
                 outcome = "answered" if performance.answered else "not answered"
-                traced.ended(began_ns, "over" if handler.response_streaming else outcome)
+                traced.ended(began_ns, "over" if handled.gives_stream else outcome)
             self._ran()
 
 
 def nobody() -> bool:
     """Nobody needs a probe for long."""
     return False
-
-
-def _pool_of(handler: Any) -> Any:
-    """The threads that a behavior wants for itself, None if it wants none."""
-    pool = getattr(behavior_of(handler), "experimental_thread_pool", None)
-    return pool if isinstance(pool, ThreadPoolExecutor) else None
