@@ -120,7 +120,7 @@ def test_who_does_not_read_holds_the_sender_up(both: Ends) -> None:
     stream = channel.unary_stream("/t/us")(b"")
     wait_for(lambda: len(sent) >= 3)
     time.sleep(0.2)
-    assert len(sent) == 3  # two are offered, and the third waits for memory
+    assert len(sent) == 3  # two are under way, and the third waits for memory
     assert [len(each) for each in stream] == [100_000] * 12
     wait_for(lambda: nothing_is_offered(channel, both.server))
     assert offers(both.server.attachments[0]).leased_bytes < 400_000

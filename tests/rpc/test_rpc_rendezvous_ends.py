@@ -121,7 +121,7 @@ def test_memory_that_the_sender_has_freed_is_not_kept(both: Ends) -> None:
     channel = both.serve(workers=1).channel()
     assert channel.unary_unary("/t/echo")(message(5000)) == message(5000)
     mapped = both.server.attachments[0].rendezvous._regions
-    assert len(mapped) == (both.system.name == "shm")  # else it is pushed
+    assert len(mapped) == 1 or both.system.name == "tcp"  # where it may be pushed
     first = channel.unary_unary("/t/waits").future(b"")
     second = channel.unary_unary("/t/echo").future(message(5000))  # in the memory of before
     wait_for(lambda: nothing_is_offered(channel, both.server) is False)

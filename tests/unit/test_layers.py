@@ -59,7 +59,7 @@ CPP_LAYERS = (
     ("peer",),
     ("peer_checks",),
     ("node", "prepared"),
-    ("bench_loops",),
+    ("bench_loops", "rpc_line"),
     ("bindings",),
     (
         "bindings_bench_loops",
@@ -68,6 +68,7 @@ CPP_LAYERS = (
         "bindings_node",
         "bindings_peer",
         "bindings_regions",
+        "bindings_rpc",
         "bindings_transfer",
     ),
 )

@@ -214,7 +214,13 @@ class RpcAttachment:
         fixed, pushing = self.limits.fixed_bytes, None
         if self.transport != "shm":
             pushing = Pushing(
-                self.peer, self.leases_there, self.leases_here, board, other, PUSHED_WORDS
+                self._node,
+                self.peer,
+                self.leases_there,
+                self.leases_here,
+                board,
+                other,
+                PUSHED_WORDS,
             )
         threshold = Threshold(
             self.threshold_bytes if fixed is None else fixed,

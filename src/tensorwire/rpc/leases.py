@@ -203,16 +203,92 @@ class Pool(Generic[Memory]):
         if slot is None:
             self._refused = True
             return None, bool(self._used)
+        new = self._make(slot, serial, size_bytes, answer_s)
+        if new is None:
+            return None, bool(self._used or freed)
+        return self._use(new, call, wanted_bytes), False
+
+    def _make(
+        self, slot: int, serial: int, size_bytes: int, answer_s: float
+    ) -> Lease[Memory] | None:
+        """New memory for a slot that is reserved; None: there is none, and it is free again."""
         try:
-            memory = self._allocate(size_bytes, serial, answer_s)
+            return Lease(slot, serial, self._allocate(size_bytes, serial, answer_s))
         except PeerLostError:
             raise
         except (TensorwireError, MemoryError):  # used up, or it does not answer
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)
-            return None, bool(self._used or freed)
-        return self._use(Lease(slot, serial, memory), call, wanted_bytes), False
+            return None
+
+    def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease[Memory] | None:
+        """As `take`, of memory that is there already; None: there is none that fits."""
+        with self._lock:
+            self._collect()
+            lease = self._pick(_rounded(size_bytes))
+        return None if lease is None else self._use(lease, call, size_bytes)
+
+    def has_idle(self, size_bytes: int) -> bool:
+        """Whether `take_idle` has some now."""
+        with self._lock:
+            self._collect()
+            lease = self._pick(_rounded(size_bytes))
+            if lease is not None:
+                self._idle.append(lease)
+        return lease is not None
+
+    def grow(self, size_bytes: int, answer_s: float) -> bool:
+        """Makes memory for a later message; False: there is none.
+
+        Args:
+            size_bytes: at least so much.
+            answer_s: how long the receiver may take to allocate.
+
+        Raises:
+            PeerLostError, ClosedError: the attachment is over.
+        """
+        size_bytes = _rounded(size_bytes)
+        freed: list[Memory] = []
+        slot: int | None = None
+        with self._lock:
+            self._collect()
+            if size_bytes <= self._limit_bytes:
+                slot = self._reserve(size_bytes, freed)
+            if slot is not None:
+                self._serial += 1
+            serial = self._serial
+        for each in freed:  # first, as the new memory is to be where it was
+            self._free(each)
+        new = None if slot is None else self._make(slot, serial, size_bytes, answer_s)
+        if new is None:
+            return False
+        with self._lock:
+            self._idle.append(new)
+        return True
+
+    def await_credit(
+        self, call: tuple[int, int], most: int, until: float, needed: Callable[[], bool]
+    ) -> None:
+        """Waits until fewer than so many are used for a call, or a time of time.monotonic.
+
+        Args:
+            call: the number of the call.
+            most: as above.
+            until: when it ends.
+            needed: asked meanwhile; False ends it.
+
+        Raises:
+            PeerLostError, ClosedError: the attachment is over.
+        """
+        while True:
+            seen, left = self._count.value, until - time.monotonic()
+            if self.uses(call) < most or left <= 0 or not needed():
+                return
+            try:
+                self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
+            except TimeoutError:
+                pass
 
     def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Memory:
         """New memory; a TensorwireError or MemoryError if there is none."""

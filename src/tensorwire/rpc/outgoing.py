@@ -21,7 +21,7 @@ from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import AnyLease, place
-from .rendezvous import Offer, Staging
+from .rendezvous import Dispatch, Staging
 from .tensors import delivered, source_of
 
 Serializer = Callable[[Any], bytes] | None
@@ -334,7 +334,7 @@ class SentMessage:
         return self._offered(attachment, offer, len(body))
 
     def _offered(
-        self, attachment: RpcAttachment, offer: Offer | None, size_bytes: int
+        self, attachment: RpcAttachment, offer: Dispatch | None, size_bytes: int
     ) -> bytes | None:
         if offer is None:
             return None

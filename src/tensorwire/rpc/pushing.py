@@ -7,14 +7,19 @@ gRPC nor messages.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
-from tensorwire.memory import Peer, Region, RemoteRegion
+from tensorwire.errors import TensorwireError
+from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from tensorwire.memory.fresh import copied
 
 from .envelope import BODY, Envelope
 from .inbox import Inbox, RefusedError
 from .leases import SLOTS, Lease, LeasePool
+from .runtime.threads import THREADS
 from .waiting import wait_word, wait_word_later
 
 OF_A_CALL = 2
@@ -22,12 +27,15 @@ OF_A_CALL = 2
 other one is read. New memory is slow, and more would not be read any sooner."""
 
 _ANSWER_S = 5.0
+_AGAIN_S = 1.0
+"""Until the receiver is asked again, when it has given no memory."""
 
 
 class Pushing:
     """What one end of an attachment has for it. Any thread may use it.
 
     Args:
+        node: of this end.
         peer: the other end.
         leases: memory there.
         inbox: what the other end has here.
@@ -39,6 +47,7 @@ class Pushing:
 
     def __init__(
         self,
+        node: Node,
         peer: Peer,
         leases: LeasePool,
         inbox: Inbox,
@@ -46,30 +55,40 @@ class Pushing:
         other_board: RemoteRegion,
         first_word: int,
     ) -> None:
+        self._node = node
         self._peer = peer
         self._leases = leases
         self._inbox = inbox
         self._board = board
         self._other_board = other_board
         self._first_word = first_word
+        self._lock = threading.Lock()
+        self._asking = False
+        self._asks_from = 0.0
 
     def push(
         self, data: bytes, call: tuple[int, int], patience_s: float, needed: Callable[[], bool]
     ) -> Lease[RemoteRegion] | None:
-        """Starts to write a message into memory of the receiver; None: there is none.
+        """Starts to write a message into memory of the receiver; None: it had better be offered.
+
+        The receiver is not waited for: where no memory is there yet, it is asked for it in another
+        thread, for the messages that follow.
 
         Args:
             data: the message; at least a byte.
-            call: as for `Pool.take`.
-            patience_s: as there; the receiver is given no longer for making memory either.
-            needed: as there.
+            call: the number of the call in its attachment.
+            patience_s: how long to wait for the receiver to come to what it has of the call.
+            needed: asked meanwhile; False ends it.
 
         Raises:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
-        answer_s = min(patience_s, _ANSWER_S)
-        lease = self._leases.take(len(data), call, patience_s, needed, answer_s, OF_A_CALL)
+        if self._leases.uses(call) >= OF_A_CALL:
+            until = time.monotonic() + patience_s
+            self._leases.await_credit(call, OF_A_CALL, until, needed)
+        lease = self._leases.take_idle(len(data), call)
         if lease is None:
+            self._ask_for(len(data))
             return None
         try:
             landed = self._other_board.word(self._place(lease.slot))
@@ -78,6 +97,33 @@ class Pushing:
             self._leases.retire([lease], call)
             raise
         return lease
+
+    def prepare(self, size_bytes: int, timeout_s: float) -> None:
+        """Makes memory for a message; waits so long at most.
+
+        Raises:
+            PeerLostError, ClosedError: the attachment is over.
+        """
+        if not self._leases.has_idle(size_bytes):
+            self._leases.grow(size_bytes, timeout_s)
+
+    def _ask_for(self, size_bytes: int) -> None:
+        with self._lock:
+            if self._asking or time.monotonic() < self._asks_from:
+                return
+            self._asking = True
+        THREADS.run(partial(self._grow, size_bytes))
+
+    def _grow(self, size_bytes: int) -> None:
+        grown = False
+        try:
+            grown = self._leases.grow(size_bytes, _ANSWER_S)
+        except TensorwireError:
+            pass  # the attachment is over
+        finally:
+            with self._lock:
+                self._asking = False
+                self._asks_from = 0.0 if grown else time.monotonic() + _AGAIN_S
 
     def read(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """The message of an envelope, which can be had once; its memory is given back.
@@ -93,14 +139,19 @@ class Pushing:
             TensorwireError: the attachment is over.
         """
         place = self._checked(envelope)
-        wait_word(self._board.word(place), envelope.turn, self._peer, needed)
+        wait_word(self._board.word(place), envelope.turn, self._peer, needed, self._news)
         return self._taken(envelope)
 
     async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """As `read`, without blocking the event loop."""
         place = self._checked(envelope)
-        await wait_word_later(self._board.word(place), envelope.turn, self._peer, needed)
+        await wait_word_later(
+            self._board.word(place), envelope.turn, self._peer, needed, self._news
+        )
         return self._taken(envelope)
+
+    def _news(self) -> int:
+        return self._node.stats()["bytes_received"]
 
     def _place(self, slot: int) -> int:
         return 8 * (self._first_word + slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,7 +194,7 @@ class Staging:
             await asyncio.sleep(0)
 
 
-class Offer(NamedTuple):
+class Dispatch(NamedTuple):
     """A message that the receiver is to read, or that is pushed to it.
 
     Attributes:
@@ -269,7 +270,7 @@ class Rendezvous:
         call: tuple[int, int],
         patience_s: float,
         needed: Callable[[], bool],
-    ) -> Offer | None:
+    ) -> Dispatch | None:
         """Takes memory for a message, and copies its first chunk or pushes it; None: there is none.
 
         Args:
@@ -281,12 +282,24 @@ class Rendezvous:
         Raises:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
-        if self._pushing is not None and len(data) <= AT_ONCE_BYTES:
-            pushed = self._pushing.push(data, call, patience_s, needed)
+        until = time.monotonic() + patience_s
+        pushing = self._pushing if len(data) <= AT_ONCE_BYTES else None
+        if pushing is not None and not self.offers.uses(call):  # else the receiver is behind
+            pushed = pushing.push(data, call, patience_s, needed)
             if pushed is not None:
-                return Offer(pushed, PUSHED_VERSION, None)
+                return Dispatch(pushed, PUSHED_VERSION, None)
+            patience_s = max(until - time.monotonic(), 0.0)
         lease = self.offers.take(len(data), call, patience_s, needed, most=OF_A_CALL)
         return None if lease is None else self._begin(lease, data, call)
+
+    def prepare(self, size_bytes: int, timeout_s: float) -> None:
+        """Makes memory for a message that is pushed; waits so long at most.
+
+        Raises:
+            PeerLostError, ClosedError: the attachment is over.
+        """
+        if self._pushing is not None and size_bytes <= AT_ONCE_BYTES:
+            self._pushing.prepare(size_bytes, timeout_s)
 
     async def offer_later(
         self,
@@ -294,15 +307,12 @@ class Rendezvous:
         call: tuple[int, int],
         patience_s: float,
         needed: Callable[[], bool],
-    ) -> Offer | None:
-        """As `offer`, without blocking the event loop, where nothing is pushed.
-
-        The receiver may have to make memory for that, and is waited for.
-        """
+    ) -> Dispatch | None:
+        """As `offer`, without blocking the event loop, where nothing is pushed."""
         lease = await self.offers.take_later(len(data), call, patience_s, needed, most=OF_A_CALL)
         return None if lease is None else self._begin(lease, data, call)
 
-    def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Offer:
+    def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Dispatch:
         try:
             # One that is read at once is copied so too: nobody waits for a part of it.
             chunk_bytes = len(data) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
@@ -311,7 +321,7 @@ class Rendezvous:
         except BaseException:
             self.offers.retire([lease], call)
             raise
-        return Offer(lease, OFFERED_VERSION, staging)
+        return Dispatch(lease, OFFERED_VERSION, staging)
 
     def read(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """Reads the message of an envelope, which can be done once.

@@ -18,7 +18,18 @@ _SLICE_S = 0.05
 _STALLED_S = 10.0
 
 
-def wait_word(word: Word, value: int, peer: Peer, needed: Callable[[], bool]) -> None:
+def nothing_new() -> int:
+    """Of a sender of which only the word tells that it goes on."""
+    return 0
+
+
+def wait_word(
+    word: Word,
+    value: int,
+    peer: Peer,
+    needed: Callable[[], bool],
+    news: Callable[[], int] = nothing_new,
+) -> None:
     """Waits until the sender has raised a word.
 
     Args:
@@ -26,36 +37,55 @@ def wait_word(word: Word, value: int, peer: Peer, needed: Callable[[], bool]) ->
         value: to which it is to be raised.
         peer: the sender.
         needed: asked meanwhile; False ends it.
+        news: a number that changes while the sender goes on.
 
     Raises:
         GivenUpError: nobody needs it.
-        RefusedError: the sender does not go on.
+        RefusedError: the sender has not gone on for 10 s.
         TensorwireError: the sender, or the memory, is gone.
     """
-    until = time.monotonic() + _STALLED_S
+    patience = _Patience(needed, news)
     while word.value < value:
         try:
             word.wait_until(value, _SLICE_S, peer=peer)
         except TimeoutError:
-            _look_at_time(until, needed)
+            patience.look()
 
 
-async def wait_word_later(word: Word, value: int, peer: Peer, needed: Callable[[], bool]) -> None:
+async def wait_word_later(
+    word: Word,
+    value: int,
+    peer: Peer,
+    needed: Callable[[], bool],
+    news: Callable[[], int] = nothing_new,
+) -> None:
     """As `wait_word`, without blocking the event loop."""
-    until = time.monotonic() + _STALLED_S
+    patience = _Patience(needed, news)
     while word.value < value:
         try:
             await word.reached(value, _SLICE_S, peer=peer)
         except TimeoutError:
-            _look_at_time(until, needed)
+            patience.look()
 
 
-def _look_at_time(until: float, needed: Callable[[], bool]) -> None:
-    """Raises what ends the waiting for a sender."""
-    if not needed():
-        raise GivenUpError(GIVEN_UP) from None
-    if time.monotonic() > until:
-        raise RefusedError(f"the sender has not come further for {_STALLED_S} s") from None
+class _Patience:
+    """How long a sender is waited for."""
+
+    def __init__(self, needed: Callable[[], bool], news: Callable[[], int]) -> None:
+        self._needed = needed
+        self._news = news
+        self._seen = -1
+        self._until = time.monotonic() + _STALLED_S
+
+    def look(self) -> None:
+        """Raises what ends the waiting, if something does."""
+        if not self._needed():
+            raise GivenUpError(GIVEN_UP) from None
+        seen, now = self._news(), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._until = seen, now + _STALLED_S
+        elif now > self._until:
+            raise RefusedError(f"the sender has not come further for {_STALLED_S} s") from None
 
 
 def finish(transfer: Transfer, needed: Callable[[], bool]) -> None:

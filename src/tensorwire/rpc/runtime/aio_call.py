@@ -21,7 +21,7 @@ from ..envelope import is_awaited
 from ..inbox import RefusedError
 from ..outgoing import CallLink, SentMessage
 from . import observed
-from .call import NoResponse, call_weakly, failure_of, status_of
+from .call import call_weakly
 from .flow import Inflow, Outflow, TooLongError
 from .frames import (
     CANCEL,
@@ -41,6 +41,7 @@ from .frames import (
 )
 from .loop import LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
+from .outcome import NoResponse, failure_of, status_of
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode

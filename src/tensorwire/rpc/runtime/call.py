@@ -14,12 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from ..envelope import MAGIC
-from ..inbox import GivenUpError, SenderGoneError
 from ..janitor import JANITOR
 from .callbacks import Callbacks
 from .deadlines import DEADLINES, Deadline
@@ -41,6 +40,7 @@ from .frames import (
 )
 from .line import SharedReader
 from .options import MessageLimits
+from .outcome import NoResponse, failure_of, status_of
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _LOOK_S = 0.005
@@ -48,7 +48,6 @@ _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
 PLAIN_END_BYTES = len(PLAIN_END)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ClientEnd(Protocol):
@@ -575,30 +574,6 @@ class StreamCall(RuntimeCall):
         return response
 
     next = __next__
-
-
-class NoResponse(NamedTuple):
-    """How a call ends whose response cannot be had."""
-
-    code: grpc.StatusCode
-    details: str
-
-
-def failure_of(error: Exception) -> NoResponse | None:
-    """What became of a response that was to be read; None if it is that it cannot be parsed."""
-    if isinstance(error, GivenUpError):  # unless the call has ended already
-        return NoResponse(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-    if isinstance(error, SenderGoneError):
-        return NoResponse(grpc.StatusCode.UNAVAILABLE, str(error))
-    return None
-
-
-def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:
-    """The code and the details of an END."""
-    code = _CODES.get(body.code)
-    if code is None:
-        return grpc.StatusCode.UNKNOWN, f"the server sent the unknown code {body.code}"
-    return code, body.details
 
 
 def call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:

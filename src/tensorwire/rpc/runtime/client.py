@@ -141,7 +141,7 @@ class AnyClient:
             call_frames(call.number, method, timeout_us, metadata, message, streams=streams)
         )
         if self.line.is_over:  # and has perhaps not seen this call
-            call.conclude(grpc.StatusCode.UNAVAILABLE, "the connection is over")
+            self._conclude(call, "the connection is over")
 
     def forget(self, call: ClientCall) -> None:
         """A call has ended, or goes on by grpcio; its slot may be that of another one by now."""
@@ -203,7 +203,8 @@ class AnyClient:
         number = 0, self._probes
         data, offer = bytes(size_bytes), None
         if offered:
-            offer = attachment.rendezvous.offer(data, number, timeout_s, always)
+            attachment.rendezvous.prepare(size_bytes, timeout_s)
+            offer = attachment.rendezvous.offer(data, number, 0.0, always)
             if offer is None:
                 return False
             lease, pieces = offer.lease, ((BODY, 0, size_bytes),)
@@ -237,10 +238,14 @@ class AnyClient:
             call = known()
             if call is None:
                 continue
-            if self._closed:
-                call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
-            else:
-                call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
+            self._conclude(call, reason)
+
+    def _conclude(self, call: ClientCall, reason: str) -> None:
+        """Ends a call because the line is over."""
+        if self._closed:
+            call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
+        else:
+            call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
 
     def close(self, *, lost: bool) -> None:
         """Ends all calls; calling it again does nothing. Any thread.

@@ -1,0 +1,156 @@
+"""Messages that are pushed: written into memory of the receiver while their envelope travels."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from ends import Ends
+from test_rpc_conformance import LONG_S, SU, UU, echo, wait_for
+from test_rpc_rendezvous import between, message, pools
+
+from tensorwire.memory import RemoteRegion
+from tensorwire.rpc import waiting
+from tensorwire.rpc.inbox import RefusedError
+from tensorwire.rpc.leases import LeasePool
+from tensorwire.rpc.pushing import Pushing
+from tensorwire.rpc.rendezvous import AT_ONCE_BYTES
+from tensorwire.testing import node_pair
+
+UNLIMITED = [("grpc.max_receive_message_length", -1)]
+
+
+@pytest.fixture
+def both() -> Iterator[Ends]:
+    with contextlib.closing(between("tcp", threshold_bytes=1000)) as made:
+        made.methods = {"/t/m": UU(echo), "/t/su": SU(lambda requests, context: b"".join(requests))}
+        yield made
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what this process has pushed."""
+    sizes: list[int] = []
+    push = Pushing.push
+
+    def counted(pushing: Any, data: bytes, *given: Any) -> Any:
+        lease = push(pushing, data, *given)
+        if lease is not None:
+            sizes.append(len(data))
+        return lease
+
+    monkeypatch.setattr(Pushing, "push", counted)
+    return sizes
+
+
+def test_what_is_pushed(both: Ends, pushed: list[int]) -> None:
+    """Messages of middling size, both ways, as soon as there is memory for them."""
+    channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
+    call = channel.unary_unary("/t/m")
+    for size in (1000, 70_000, AT_ONCE_BYTES):
+
+        def is_pushed(size: int = size) -> bool:
+            pushed.clear()
+            assert call(message(size)) == call.future(message(size)).result(LONG_S) == message(size)
+            return pushed == [size] * 4
+
+        wait_for(is_pushed)
+    for size in (999, AT_ONCE_BYTES + 1):
+        pushed.clear()
+        assert call(message(size)) == message(size)
+        assert not pushed
+    sent = [message(100_000)] * 5
+    assert channel.stream_unary("/t/su")(iter(sent)) == b"".join(sent)
+    ends = (channel.attachment, *both.server.attachments)
+    wait_for(lambda: all(pool.used == 0 for each in ends for pool in pools(each)))
+
+
+def test_a_servicer_does_not_begin_before_all_is_there(
+    both: Ends, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The envelope overtakes what it stands for."""
+    size, late = 100_000, threading.Event()
+    write = RemoteRegion.write
+    began: list[tuple[bool, bool]] = []
+
+    def held(region: Any, local: Any, **named: Any) -> Any:
+        if not isinstance(local, bytes) or len(local) != size:
+            return write(region, local, **named)
+        threading.Timer(0.3, lambda: (late.set(), write(region, local, **named))).start()
+        return None
+
+    def method(request: bytes, context: Any) -> bytes:
+        began.append((late.is_set(), request == message(size)))
+        return b"yes"
+
+    both.methods["/t/late"] = UU(method)
+    channel = both.serve().channel()
+    wait_for(lambda: channel.unary_unary("/t/m")(message(size)) and len(pushed) >= 2)
+    monkeypatch.setattr(RemoteRegion, "write", held)
+    assert channel.unary_unary("/t/late")(message(size)) == b"yes"
+    assert began == [(True, True)]
+
+
+def test_nobody_waits_for_memory_of_the_receiver(
+    both: Ends, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that stands still; messages are offered meanwhile."""
+    allocate = LeasePool._allocate
+
+    def slowly(pool: Any, *given: Any) -> Any:
+        time.sleep(1.0)
+        return allocate(pool, *given)
+
+    channel = both.serve(workers=2).channel()
+    call = channel.unary_unary("/t/m")
+    assert call(b"x") == b"x"
+    monkeypatch.setattr(LeasePool, "_allocate", slowly)
+    began = time.monotonic()
+    futures = [call.future(message(200_000)) for _ in range(8)]
+    assert time.monotonic() - began < 0.5
+    assert [each.result(LONG_S) for each in futures] == [message(200_000)] * 8
+    assert time.monotonic() - began < 0.9
+    assert not pushed
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.stream_unary("/t/su")(iter([message(200_000)]), timeout=1e-4)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_goes_on_is_waited_for(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a message takes on a link that many share."""
+    monkeypatch.setattr(waiting, "_STALLED_S", 0.3)
+    arrived = iter(range(1_000_000))
+    with node_pair(["tcp"]) as pair:
+        word = pair.near.allocate(64, name="word").word(0)
+        timer = threading.Timer(1.0, lambda: pair.to_near.region("word").word(0).set(5))
+        timer.start()
+        news = (lambda: next(arrived)) if goes_on else waiting.nothing_new
+        began = time.monotonic()
+        if goes_on:
+            waiting.wait_word(word, 5, pair.to_far, lambda: True, news)
+            assert word.value == 5
+        else:
+            with pytest.raises(RefusedError, match="has not come further"):
+                waiting.wait_word(word, 5, pair.to_far, lambda: True, news)
+            assert time.monotonic() - began < 0.9
+        timer.join()
+
+
+def test_a_call_that_begins_as_its_channel_is_closed(both: Ends) -> None:
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/m")
+    assert call(b"x") == b"x"
+    client, begin_call = channel.attachment.runtime, channel.attachment.begin_call
+
+    def close_and_begin() -> Any:
+        client.close(lost=False)  # and tells the calls that there are
+        return begin_call()
+
+    channel.attachment.begin_call = close_and_begin
+    future = call.future(b"y")
+    assert future.code() is grpc.StatusCode.CANCELLED
+    assert future.details() == "Channel closed!"
