@@ -37,8 +37,8 @@ from .threshold import Threshold
 from .waiting import GIVEN_UP, finish, finish_later, wait_word, wait_word_later
 
 CHUNK_BYTES = 4 << 20
-MAPPED_CHUNK_BYTES = 1 << 19
-"""Where the receiver has the memory mapped: caches still have what was copied when it is read."""
+MAPPED_CHUNK_BYTES = 2 << 20
+"""Where the receiver has the memory mapped: each end waits for the other one at every chunk."""
 FIRST_BYTES = 1 << 16
 """Copied before the envelope leaves, of a message that is several times as long: the rest is copied
 while that is under way and the receiver wakes up."""
