@@ -171,6 +171,9 @@ class ServerMember:
                 except TimeoutError:
                     if time.monotonic() > deadline:
                         raise
+                except PeerLostError:  # it was killed meanwhile, and may have a successor
+                    if not self.durable or time.monotonic() > deadline or not is_open(address):
+                        raise
             check_name(peer, server_name(index), address)
             self.servers[index] = peer
 
