@@ -16,6 +16,8 @@ import pytest
 grpc = pytest.importorskip("grpc")
 
 from tensorwire import rpc  # noqa: E402
+from tensorwire._core import rpc as core  # noqa: E402
+from tensorwire.rpc.runtime.frames import Frame  # noqa: E402
 
 # Everything with a byte in it goes ahead, so that tests of behaviour need no large messages.
 EVERYTHING = 1
@@ -114,6 +116,11 @@ def serving() -> Iterator[Callable[[Any, dict[str, Any]], Any]]:
     yield start
     for server in servers:
         server.stop(0).wait()
+
+
+def parse(data: bytes) -> list[Frame]:
+    """The frames that bytes are made of, as the reader of a line gives them."""
+    return core.parse(data, Frame)
 
 
 def stop_process(process: subprocess.Popen[Any]) -> None:

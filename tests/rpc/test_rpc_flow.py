@@ -3,6 +3,7 @@
 from collections import deque
 
 import pytest
+from ends import parse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,14 +30,14 @@ class Stream:
             size = len(self.frames[0]) - frames.HEADER.size
             if self.out.reserve(size) is not None:
                 break
-            (frame,) = frames.parse(self.frames.popleft())
+            (frame,) = parse(self.frames.popleft())
             self.credit(self.into.add(frame.body, frame.flags))
             sent = True
         return sent
 
     def credit(self, size: int) -> None:
         if size:
-            (frame,) = frames.parse(frames.credit_frame(NUMBER, size))
+            (frame,) = parse(frames.credit_frame(NUMBER, size))
             self.out.grant(frames.parse_credit(frame.body))
 
     def held(self) -> int:
@@ -67,7 +68,7 @@ def test_messages_arrive_in_order_whoever_is_slow(turns: list[tuple[int, bool]])
     while stream.send() | take():  # whoever reads on gets everything
         pass
     assert got == sent
-    (last,) = frames.parse(frames.last_frame(NUMBER))
+    (last,) = parse(frames.last_frame(NUMBER))
     stream.into.add(last.body, last.flags)
     assert stream.into.take() is None
 

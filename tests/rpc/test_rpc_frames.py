@@ -3,6 +3,7 @@
 import tracemalloc
 
 import pytest
+from ends import parse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def test_a_call_arrives_as_it_left(
     name = method.hex().encode()
     sent = frames.call_frames(number, name, timeout_us, entries, message)
     assert all(len(each) <= frames.MOST_BYTES for each in sent)
-    first, *others = frames.parse(b"".join(sent))
+    first, *others = parse(b"".join(sent))
     body = frames.parse_call(first.body)
     assert (first.kind, first.number) == (frames.CALL, number)
     assert (body.method, body.timeout_us, body.metadata) == (name.decode(), timeout_us, entries)
@@ -61,7 +62,7 @@ def test_an_end_arrives_as_it_left(
 ) -> None:
     sent = frames.end_frames(number, code, details.encode(), initial, trailing, message)
     assert all(len(each) <= frames.MOST_BYTES for each in sent)
-    *before, last = frames.parse(b"".join(sent))
+    *before, last = parse(b"".join(sent))
     body = frames.parse_end(last.body)
     assert body[:4] == (code, details, initial, trailing)
     assert {each.kind for each in before} <= {frames.MESSAGE}
@@ -75,7 +76,7 @@ def test_an_end_arrives_as_it_left(
 @given(metadata())
 def test_metadata_that_are_valid_stay(entries: tuple[Metadatum, ...]) -> None:
     assert frames.as_metadata(entries) == entries
-    (frame,) = frames.parse(frames.head_frame((1, 2), entries))
+    (frame,) = parse(frames.head_frame((1, 2), entries))
     assert frames.parse_head(frame.body) == entries
 
 
@@ -109,7 +110,7 @@ def test_keys_that_grpc_keeps_are_for_servers() -> None:
 def test_bytes_from_outside(data: bytes) -> None:
     """Frames, or an error of one kind."""
     try:
-        for each in frames.parse(data):
+        for each in parse(data):
             assert isinstance(each, Frame)
     except FrameError:
         pass
@@ -134,7 +135,7 @@ def test_frames_that_are_changed(
     cut = bytes(changed[: data.draw(st.integers(0, len(sent)))])
     parsers = {frames.CALL: frames.parse_call, frames.END: frames.parse_end}
     try:
-        for each in frames.parse(cut):
+        for each in parse(cut):
             if each.kind in parsers:
                 parsers[each.kind](each.body)
     except FrameError:
@@ -145,7 +146,7 @@ def test_a_frame_that_is_cut_off() -> None:
     (whole,) = frames.call_frames((1, 1), b"/a/b", 5, (Metadatum("a", "b"),), b"message")
     for size in range(1, len(whole)):
         with pytest.raises(FrameError):
-            list(frames.parse(whole[:size]))
+            list(parse(whole[:size]))
 
 
 @pytest.mark.parametrize("kind", [frames.MESSAGE, frames.PROBE])
@@ -154,7 +155,7 @@ def test_small_pieces_that_are_not_the_last(kind: int, size: int) -> None:
     """Any number of them could be sent without ever exceeding the limit of a message."""
     data = frames.HEADER.pack(frames.HEADER.size + size, kind, frames.MORE, 0, 1, 1) + bytes(size)
     with pytest.raises(FrameError, match=f"a piece of {size} bytes, and more"):
-        list(frames.parse(data))
+        list(parse(data))
 
 
 @pytest.mark.parametrize("kind", ["call", "end", "stream"])

@@ -619,6 +619,30 @@ def test_payload_that_is_not_there(both: Ends) -> None:
     assert call(b"") == b"runtime"
 
 
+def test_a_handler_that_changes(both: Ends) -> None:
+    """One object of a class of the user's, which is asked anew for each call, as grpcio does."""
+
+    class Changing(grpc.RpcMethodHandler):  # type: ignore[misc]
+        request_streaming = response_streaming = False
+        request_deserializer = response_serializer = None
+        unary_unary = staticmethod(lambda request, context: b"first")
+
+    class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
+        handler = Changing()
+
+        def service(self, handler_call_details: Any) -> Any:
+            return self.handler
+
+    both.methods = {"/t/way": UU(way)}
+    channel = both.serve().channel()
+    both.server.add_generic_rpc_handlers((Service(),))
+    call = channel.unary_unary("/t/changes")
+    assert [call(b"") for _ in range(3)] == [b"first"] * 3
+    Service.handler.unary_unary = lambda request, context: b"second"
+    assert call(b"") == b"second"
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+
+
 # Ends that end
 
 

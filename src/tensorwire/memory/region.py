@@ -368,8 +368,8 @@ class Word:
             timeout_s: None waits for ever.
             peer: who is to raise the word. The waiting ends if it is lost.
             pace: of waits for the same, which it remembers. Where they were as short as a few
-                wake-ups at both ends, this one polls for somewhat longer than they took, at most
-                some hundred microseconds, before it sleeps, if a core is free.
+                wake-ups at both ends, this one polls for somewhat longer than they took before it
+                sleeps, at most 1.5 ms and mostly some hundred microseconds, if a core is free.
 
         Raises:
             TimeoutError: `timeout_s` has passed.

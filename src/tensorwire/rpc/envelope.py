@@ -39,7 +39,8 @@ class Envelope:
         pieces: what lies in the memory, and where. Without any the body is a message that only
             looks like an envelope.
         body: the message, unless a piece is it.
-        version: whose memory it is, and where the payload; see above.
+        version: VERSION, OFFERED_VERSION or PUSHED_VERSION: whose memory it is, and whether the
+            payload is there.
     """
 
     attachment: bytes
@@ -101,7 +102,7 @@ def unseal(data: bytes) -> Envelope:
         raise ValueError("an envelope that is shorter than its header")
     _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
     if version != VERSION and version not in _AWAITED:
-        raise ValueError(f"an envelope of version {version}, and this side knows {VERSION}")
+        raise ValueError(f"an envelope of version {version}, and this side knows 1 to 3")
     end = _HEAD.size + count * _PIECE.size
     if count > MAX_PIECES or end > len(data):
         raise ValueError(f"an envelope that announces {count} pieces and has not so many")

@@ -244,15 +244,6 @@ class Frame(NamedTuple):
     body: bytes
 
 
-def parse(data: bytes) -> list[Frame]:
-    """The frames of what has arrived, as a reader gives them.
-
-    Raises:
-        FrameError: what follows is none, or the last one is cut off.
-    """
-    return core.parse(data, Frame)
-
-
 class CallBody(NamedTuple):
     """The body of a CALL."""
 

@@ -426,13 +426,16 @@ class Service(AnyService):
                 self._running -= 1
 
     def _handled(self, method: str, handler: Any) -> Handled:
+        """What is known of a handler; kept of grpcio's own, which are tuples: others may change."""
         known = self._known.get(method)
-        if known is None or known.handler is not handler:
-            known = Handled(handler)
+        if known is not None and known.handler is handler:
+            return known
+        handled = Handled(handler)
+        if isinstance(handler, tuple):
             if len(self._known) >= _MOST_KNOWN:  # a generic handler may take any
                 self._known.clear()
-            self._known[method] = known
-        return known
+            self._known[method] = handled
+        return handled
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """In a thread of the user's."""
