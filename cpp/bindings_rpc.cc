@@ -114,9 +114,8 @@ void bind_rpc(nb::module_& m) {
           [](PyReader* self, std::shared_ptr<Node> node, std::shared_ptr<Region> memory,
              std::shared_ptr<RemoteRegion> other, PeerPtr peer, nb::object frame_type) {
             check_frame_type(frame_type);
-            new (self)
-                PyReader{{std::move(node), std::move(memory), std::move(other), std::move(peer)},
-                         std::move(frame_type)};
+            rpc::LineEnd end(std::move(node), std::move(memory), std::move(other), std::move(peer));
+            new (self) PyReader{rpc::LineReader(std::move(end)), std::move(frame_type)};
           },
           "node"_a, "memory"_a, "other"_a, "peer"_a, "frame_type"_a)
       .def_prop_ro(
@@ -145,9 +144,14 @@ void bind_rpc(nb::module_& m) {
           nb::sig("def next(self) -> typing.Any"),
           "The next frame of what was taken; None: there are no more.");
   nb::class_<rpc::LineWriter>(d, "LineWriter")
-      .def(nb::init<std::shared_ptr<Node>, std::shared_ptr<Region>, std::shared_ptr<RemoteRegion>,
-                    PeerPtr>(),
-           "node"_a, "memory"_a, "other"_a, "peer"_a)
+      .def(
+          "__init__",
+          [](rpc::LineWriter* self, std::shared_ptr<Node> node, std::shared_ptr<Region> memory,
+             std::shared_ptr<RemoteRegion> other, PeerPtr peer) {
+            rpc::LineEnd end(std::move(node), std::move(memory), std::move(other), std::move(peer));
+            new (self) rpc::LineWriter(std::move(end));
+          },
+          "node"_a, "memory"_a, "other"_a, "peer"_a)
       .def_prop_ro("room", &rpc::LineWriter::room)
       .def(
           "wait_room",

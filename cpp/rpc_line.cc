@@ -61,26 +61,29 @@ FrameHeader first_frame(std::span<const char> bytes) {
   return header;
 }
 
-LineReader::LineReader(std::shared_ptr<Node> node, std::shared_ptr<Region> memory,
-                       RemoteRegionPtr other, PeerPtr peer)
-    : node_(std::move(node)),
-      memory_(std::move(memory)),
-      other_(std::move(other)),
-      peer_(std::move(peer)) {
-  check_size(*memory_, *other_);
-  if (!memory_->mapping->add_view(true)) {
+LineEnd::LineEnd(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, RemoteRegionPtr other,
+                 PeerPtr peer)
+    : node(std::move(node)),
+      memory(std::move(memory)),
+      other(std::move(other)),
+      peer(std::move(peer)) {
+  check_size(*this->memory, *this->other);
+}
+
+LineReader::LineReader(LineEnd end) : end_(std::move(end)) {
+  if (!end_.memory->mapping->add_view(true)) {
     throw Error(Code::kClosed, "the Node is closed and its memory given back");
   }
 }
 
-LineReader::~LineReader() { memory_->mapping->drop_view(); }
+LineReader::~LineReader() { end_.memory->mapping->drop_view(); }
 
 bool LineReader::wait(Deadline deadline) {
-  return node_->wait_word(*memory_, 0, awaited(), deadline, peer_, &pace_);
+  return end_.node->wait_word(*end_.memory, 0, awaited(), deadline, end_.peer, &pace_);
 }
 
 void LineReader::copy(uint64_t from, uint64_t size) {
-  const char* ring = reinterpret_cast<const char*>(memory_->data() + kRingStart);
+  const char* ring = reinterpret_cast<const char*>(end_.memory->data() + kRingStart);
   uint64_t at = from % kRingBytes, first = std::min(size, kRingBytes - at);
   bytes_.append(ring + at, first);
   bytes_.append(ring, size - first);
@@ -92,7 +95,7 @@ void LineReader::take() {
     at_ = 0;
   }
   try {
-    uint64_t end = word_of(*memory_, 0), size = end - taken_;
+    uint64_t end = word_of(*end_.memory, 0), size = end - taken_;
     if (size == 0) return;
     if (size > kRingBytes) {
       throw FrameError(std::to_string(size) + " bytes are in a ring of " +
@@ -102,7 +105,7 @@ void LineReader::take() {
     taken_ = end;
     if (end - told_ >= kTellBytes) {
       told_ = end;
-      peer_->signal({other_.get(), kTakenOffset, end}, {});
+      end_.peer->signal({end_.other.get(), kTakenOffset, end}, {});
     }
   } catch (...) {
     if (at_ == bytes_.size()) throw;  // else what is left comes first
@@ -118,17 +121,8 @@ std::optional<FrameHeader> LineReader::next(std::span<const char>& body) {
   return header;
 }
 
-LineWriter::LineWriter(std::shared_ptr<Node> node, std::shared_ptr<Region> memory,
-                       RemoteRegionPtr other, PeerPtr peer)
-    : node_(std::move(node)),
-      memory_(std::move(memory)),
-      other_(std::move(other)),
-      peer_(std::move(peer)) {
-  check_size(*memory_, *other_);
-}
-
 uint64_t LineWriter::room() const {
-  uint64_t taken = word_of(*memory_, kTakenOffset), used = written_ - taken;
+  uint64_t taken = word_of(*end_.memory, kTakenOffset), used = written_ - taken;
   if (taken > written_ || used > kRingBytes) {
     throw FrameError(std::to_string(taken - written_) + " bytes were read that nobody wrote");
   }
@@ -136,9 +130,9 @@ uint64_t LineWriter::room() const {
 }
 
 bool LineWriter::wait_room(uint64_t bytes, Deadline deadline) const {
-  check_usable(*memory_);
+  check_usable(*end_.memory);
   uint64_t end = written_ + bytes, least = end > kRingBytes ? end - kRingBytes : 0;
-  return node_->wait_word(*memory_, kTakenOffset, least, deadline, peer_);
+  return end_.node->wait_word(*end_.memory, kTakenOffset, least, deadline, end_.peer);
 }
 
 const TransferPtr& LineWriter::under_way() {
@@ -147,20 +141,21 @@ const TransferPtr& LineWriter::under_way() {
 }
 
 TransferPtr LineWriter::write(std::span<const char> bytes) {
-  check_usable(*memory_);
+  check_usable(*end_.memory);
   uint64_t at = written_ % kRingBytes, first = std::min<uint64_t>(bytes.size(), kRingBytes - at);
   auto* data = reinterpret_cast<std::byte*>(const_cast<char*>(bytes.data()));  // only read
-  std::array<Piece, 2> pieces{Piece{data, other_.get(), kRingStart + at, first},
-                              Piece{data + first, other_.get(), kRingStart, bytes.size() - first}};
+  std::array<Piece, 2> pieces{
+      Piece{data, end_.other.get(), kRingStart + at, first},
+      Piece{data + first, end_.other.get(), kRingStart, bytes.size() - first}};
   std::span<const Piece> used(pieces.data(), first < bytes.size() ? 2 : 1);
   written_ += bytes.size();
-  SignalTo signal{other_.get(), 0, written_};
+  SignalTo signal{end_.other.get(), 0, written_};
   TransferPtr before = under_way(), placed;
   if (before) {  // nothing orders two transfers by themselves
-    placed = peer_->write(used, {}, How());
-    under_way_ = peer_->signal(signal, std::array{before, placed});
+    placed = end_.peer->write(used, {}, How());
+    under_way_ = end_.peer->signal(signal, std::array{before, placed});
   } else {
-    placed = under_way_ = peer_->write(used, signal, How());
+    placed = under_way_ = end_.peer->write(used, signal, How());
   }
   return placed;
 }

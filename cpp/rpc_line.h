@@ -13,6 +13,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "node.h"
 #include "spin.h"
@@ -49,13 +50,25 @@ inline constexpr uint32_t kMostFrameBytes =
 // if they begin with none.
 FrameHeader first_frame(std::span<const char> bytes);
 
+// What the two directions of an end have in common.
+struct LineEnd {
+  // memory: this end's ring. other: that of the other end. Throws kUnavailable if one of them has
+  // another size.
+  LineEnd(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, RemoteRegionPtr other,
+          PeerPtr peer);
+
+  const std::shared_ptr<Node> node;
+  const std::shared_ptr<Region> memory;
+  const RemoteRegionPtr other;
+  const PeerPtr peer;
+};
+
 // What arrives. One thread at a time, which may be interrupted while it waits by one that also
 // reads.
 class LineReader {
  public:
-  // memory: this end's ring. other: that of the other end, which is told how far this one has read.
-  LineReader(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, RemoteRegionPtr other,
-             PeerPtr peer);
+  // The other end is told how far this one has read.
+  explicit LineReader(LineEnd end);
   ~LineReader();
   LineReader(const LineReader&) = delete;
   LineReader& operator=(const LineReader&) = delete;
@@ -75,10 +88,7 @@ class LineReader {
  private:
   void copy(uint64_t from, uint64_t size);
 
-  const std::shared_ptr<Node> node_;
-  const std::shared_ptr<Region> memory_;
-  const RemoteRegionPtr other_;
-  const PeerPtr peer_;
+  const LineEnd end_;
   Pace pace_;
   std::string bytes_;
   size_t at_ = 0;
@@ -88,10 +98,8 @@ class LineReader {
 // What leaves. One thread at a time.
 class LineWriter {
  public:
-  // memory: this end's ring, where the other end tells how far it has read. other: its ring, which
-  // is written into.
-  LineWriter(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, RemoteRegionPtr other,
-             PeerPtr peer);
+  // The other end's ring is written into; in this one's it tells how far it has read.
+  explicit LineWriter(LineEnd end) : end_(std::move(end)) {}
 
   // Bytes that can be written now. Throws FrameError (the other end has read more than there was),
   // kClosed.
@@ -104,13 +112,10 @@ class LineWriter {
   // Starts to write what there is room for, behind the write before. The bytes must stay until the
   // transfer is done that it gives back. Throws as Peer::write.
   TransferPtr write(std::span<const char> bytes);
-  const PeerPtr& peer() const { return peer_; }
+  const PeerPtr& peer() const { return end_.peer; }
 
  private:
-  const std::shared_ptr<Node> node_;
-  const std::shared_ptr<Region> memory_;
-  const RemoteRegionPtr other_;
-  const PeerPtr peer_;
+  const LineEnd end_;
   uint64_t written_ = 0;
   TransferPtr under_way_;
 };

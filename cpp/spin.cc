@@ -133,7 +133,10 @@ int64_t spin_bound_ns(Polls polls) {
 
 int64_t Pace::bound_ns() const {
   int64_t cost = wake_ns(), usual = usual_ns_.load(std::memory_order_relaxed);
-  if (usual > kSoonSpins * cost || now_ns() < wanted_until.load(std::memory_order_relaxed))
+  // Half of the longest: where a wake-up is slow, a wait that is none of these must not count
+  // either.
+  if (usual > std::min(kSoonSpins * cost, kLongestNs / 2) ||
+      now_ns() < wanted_until.load(std::memory_order_relaxed))
     return 0;
   if (!several.load(std::memory_order_relaxed)) return 0;
   return usual + std::min(usual, kLongerSpins * cost) + cost;

@@ -66,8 +66,8 @@ TEST_CASE("frames go round a ring, in order, as far as there is room") {
   for (const char* transport : kTransports) {
     Pair pair(transport);
     Rings rings(pair);
-    LineWriter writer(pair.near, rings.near, rings.at_far, pair.to_far);
-    LineReader reader(pair.far, rings.far, rings.at_near, pair.to_near);
+    LineWriter writer({pair.near, rings.near, rings.at_far, pair.to_far});
+    LineReader reader({pair.far, rings.far, rings.at_near, pair.to_near});
     CHECK(writer.room() == kRingBytes);
     const std::vector<std::string> sent{frame(40'000), frame(3), frame(90'001), frame(0)};
     std::span<const char> body;
@@ -94,8 +94,8 @@ TEST_CASE("frames go round a ring, in order, as far as there is room") {
 TEST_CASE("an end that counts what cannot be is found out") {
   Pair pair("shm");
   Rings rings(pair);
-  LineWriter writer(pair.near, rings.near, rings.at_far, pair.to_far);
-  LineReader reader(pair.far, rings.far, rings.at_near, pair.to_near);
+  LineWriter writer({pair.near, rings.near, rings.at_far, pair.to_far});
+  LineReader reader({pair.far, rings.far, rings.at_near, pair.to_near});
   std::string whole = frame(8);
   writer.write(span_of(whole));
   reader.take();
@@ -107,7 +107,7 @@ TEST_CASE("an end that counts what cannot be is found out") {
   store_max(rings.near->data() + kTakenOffset, whole.size() + 1);
   CHECK_THROWS_AS(writer.room(), FrameError);
   auto small = pair.near->allocate(64, "small", {true, true});
-  CHECK_THROWS_AS(LineWriter(pair.near, small, rings.at_far, pair.to_far), Error);
+  CHECK_THROWS_AS(LineEnd(pair.near, small, rings.at_far, pair.to_far), Error);
 }
 
 }  // namespace tensorwire::rpc

@@ -41,7 +41,7 @@ def test_quick_calls_stay_in_a_thread_of_the_pool(both: Ends) -> None:
     assert not runner_of_once(call, both).takes("/t/m")
     names = [call(b"") for _ in range(OFTEN)]
     assert all(each.startswith(b"ThreadPoolExecutor") for each in names)
-    assert runner_of(both).takes("/t/m")
+    wait_for(lambda: call(b"") and runner_of(both).takes("/t/m"))  # one that is late is distrusted
     assert runner_of(both)._count > 0
 
 

@@ -369,7 +369,7 @@ class Word:
             peer: who is to raise the word. The waiting ends if it is lost.
             pace: of waits for the same, which it remembers. Where they were as short as a few
                 wake-ups at both ends, this one polls for somewhat longer than they took before it
-                sleeps, at most 1.5 ms and mostly some hundred microseconds, if a core is free.
+                sleeps, at most a millisecond and mostly less than half of one, if a core is free.
 
         Raises:
             TimeoutError: `timeout_s` has passed.
