@@ -40,8 +40,9 @@ How how_of(uint64_t inline_limit, const OnStream& on_stream) {
   if (on_stream) {
     Gpu& gpu = Gpu::at(on_stream->second);
     cuda::Stream stream = stream_of(on_stream->first);
+    GpuScope scope(gpu);
     GpuEvent::check_stream(gpu, stream);
-    how.after = GpuEvent::record(gpu, stream);
+    how.after = GpuEvent::record_unless_idle(gpu, stream);
   }
   return how;
 }

@@ -109,6 +109,7 @@ inline constexpr int kCaptureNone = 0, kCaptureRelaxed = 2;
   USE(cuMemsetD8Async, Address, unsigned char, size_t, Stream)                    \
   USE(cuStreamCreate, Stream*, unsigned)                                          \
   USE(cuStreamSynchronize, Stream)                                                \
+  USE(cuStreamQuery, Stream)                                                      \
   USE(cuStreamIsCapturing, Stream, int*)                                          \
   USE(cuStreamWaitEvent, Stream, Event, unsigned)                                 \
   USE(cuStreamWaitValue32_v2, Stream, Address, uint32_t, unsigned)                \

@@ -232,6 +232,12 @@ GpuEventPtr GpuEvent::record(Gpu& gpu, cuda::Stream stream) {
   return made;
 }
 
+GpuEventPtr GpuEvent::record_unless_idle(Gpu& gpu, cuda::Stream stream) {
+  GpuScope scope(gpu);
+  if (gpu.driver().cuStreamQuery(stream) == cuda::kSuccess) return nullptr;
+  return record(gpu, stream);
+}
+
 GpuEvent::~GpuEvent() {
   if (event_ == nullptr || epoch_ != fork::epoch()) return;
   std::lock_guard lock(gpu_.mutex_);

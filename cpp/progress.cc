@@ -19,6 +19,7 @@ namespace {
 // How long the thread leaves the loop to waiters that come and go before it drives itself.
 constexpr int64_t kParkNs = 1'000'000;
 constexpr int kMaxEvents = 64;
+constexpr int kQuickLooks = 3;
 
 enum ParkState : int { kAwake, kParked, kParkedForEver };
 
@@ -400,6 +401,16 @@ void Progress::release_drive() {
   if (work || park_state_.load() == kParkedForEver) unpark();
 }
 
+bool Progress::look_quickly() {
+  for (int i = 0; i < kQuickLooks; ++i) {
+    if (!poll()) continue;
+    flush();
+    wake();
+    return true;
+  }
+  return false;
+}
+
 void Progress::drive_once(int timeout_ms) {
   counters_.rounds.fetch_add(1, std::memory_order_relaxed);
   urgent_.store(false);
@@ -473,12 +484,13 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
     if (!deadline.never()) bound = std::min(bound, deadline.left_ns());
     auto end = began + std::chrono::nanoseconds(bound);
     do {
-      for (int i = 0; i < 16; ++i) {
+      for (int i = 0; i < (polls == Polls::kGpu ? 1 : 16); ++i) {
         if (ready(argument)) return leave(true);
         relax();
       }
-      // Words that peers on other hosts raise arrive through the loop.
-      if (lead()) drive_once(0);
+      // Words that peers on other hosts raise arrive through the loop. A round calls the system,
+      // and to look whether a GPU is done does not.
+      if (lead() && !(polls == Polls::kGpu && look_quickly())) drive_once(0);
       if (paced && !leave_core()) break;
     } while (Clock::now() < end);
   }

@@ -166,6 +166,7 @@ class Progress {
                  bool may_lead);
   bool try_drive(Driver who);
   void release_drive();
+  bool look_quickly();
   void drive_once(int timeout_ms);
   int bounded(int timeout_ms);
   bool poll();

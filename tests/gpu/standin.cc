@@ -162,6 +162,10 @@ class Engine {
     queue->work.push_back(std::move(one));
     changed_.notify_all();
   }
+  bool is_idle(Queue* queue) {
+    std::lock_guard lock(mutex_);
+    return !queue->busy && queue->work.empty();
+  }
   void drain(Queue* only) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] {
@@ -556,6 +560,11 @@ EXPORT cuStreamSynchronize(Stream stream) {
 EXPORT cuStreamIsCapturing(Stream stream, int* status) {
   *status = queue_of(stream)->capturing ? 1 : kCaptureNone;
   return kSuccess;
+}
+
+EXPORT cuStreamQuery(Stream stream) {
+  CHECK_USABLE();
+  return engine().is_idle(queue_of(stream)) ? kSuccess : kNotReady;
 }
 
 EXPORT cuStreamWaitEvent(Stream stream, Event event, unsigned) {

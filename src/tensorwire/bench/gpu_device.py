@@ -2,11 +2,13 @@
 
 Both processes use one GPU. The driver writes to memory of the target, from Python and from C++;
 the limit is NVIDIA's cuMemcpyAsync, waited for, between the very addresses that a write reaches.
+Beside the write from Python, `Tensor.copy_` of torch between the same addresses is measured.
 Kinds of memory: "gpu", "host" (pages of the host that nobody has pinned) and "pinned".
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +19,15 @@ import numpy as np
 
 from tensorwire.bench import device
 from tensorwire.bench.harness import time_each
-from tensorwire.bench.operations import COPY_ENGINE, CPP, PATIENCE_S, PYTHON, Runner, loops
+from tensorwire.bench.operations import (
+    COPY_ENGINE,
+    CPP,
+    PATIENCE_S,
+    PYTHON,
+    TORCH_COPY,
+    Runner,
+    loops,
+)
 from tensorwire.bench.processes import serve_messages
 from tensorwire.memory import Node, RemoteRegion
 from tensorwire.memory.core import core_of
@@ -74,8 +84,12 @@ class Driver(device.Driver):
         self._runners = {
             PYTHON: lambda count, batch: time_each(lambda: far.write(near).wait(PATIENCE_S), count),
             CPP: partial(loops.start_complete, core_of(prepared), []),
-            COPY_ENGINE: partial(loops.gpu_copies, _GPU, _address(far), address, size_bytes),
         }
+        if (copy := _copy_of_torch(near, _address(far), far_kind)) is not None:
+            self._runners[TORCH_COPY] = lambda count, batch: time_each(copy, count)
+        self._runners[COPY_ENGINE] = partial(
+            loops.gpu_copies, _GPU, _address(far), address, size_bytes
+        )
         self._batches = {}
         return list(self._runners)
 
@@ -88,6 +102,37 @@ class Driver(device.Driver):
 
 def _address(remote: RemoteRegion) -> int:
     return int(loops.mapped_address(core_of(remote)))
+
+
+class _Mapped:
+    """The target's memory on the GPU, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _copy_of_torch(near: Any, address: int, far_kind: str) -> Callable[[], None] | None:
+    """What copies to the target's memory and waits, by torch; None where it has no CUDA."""
+    torch = _torch_with_cuda()
+    if torch is None:
+        return None
+    size_bytes = near.nbytes
+    source = torch.from_numpy(near) if isinstance(near, np.ndarray) else near
+    if far_kind == "gpu":
+        target = torch.as_tensor(_Mapped(address, size_bytes), device=_DEVICE)
+    else:
+        target = torch.frombuffer(
+            (ctypes.c_ubyte * size_bytes).from_address(address), dtype=source.dtype
+        )
+    stream = torch.cuda.current_stream()
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    return copy
 
 
 def _torch_with_cuda() -> Any:

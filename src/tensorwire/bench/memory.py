@@ -37,7 +37,7 @@ from tensorwire.bench.harness import (
     median,
     paired_ratio,
 )
-from tensorwire.bench.operations import CPP, LIMITS, PYTHON
+from tensorwire.bench.operations import CPP, LIMITS, PYTHON, TORCH_COPY
 from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rivals import RIVALS
 from tensorwire.bench.rows import Comparison, Report, Row, format_size
@@ -51,7 +51,7 @@ _USUAL_WIRES = WIRES[:2]
 GPU_PAIRS = ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned", "host_to_gpu")
 BATCHES = ("batch_256x1KiB", "batch_64x64KiB")
 CASES = ("write", "read", "batch", "signal", "fetch_add", "round_trip", "waiting")
-SYSTEMS = (PYTHON, CPP, *LIMITS.values(), *(rival.name for rival in RIVALS))
+SYSTEMS = (PYTHON, CPP, TORCH_COPY, *LIMITS.values(), *(rival.name for rival in RIVALS))
 _DEVICE = "device"
 _LAPS = 10
 _SLOW_LAPS = 7  # the fewest with an interval that is not just the extremes
@@ -237,7 +237,8 @@ class _Wire:
         self._wire = wire
         self._settings = settings
         self._largest = max((case.extent for case in cases if case.wire == wire), default=8)
-        self._ours = [name for name in (PYTHON, CPP) if name in settings.systems]
+        named = (PYTHON, CPP, TORCH_COPY) if wire == "gpu" else (PYTHON, CPP)
+        self._ours = [name for name in named if name in settings.systems]
         self._rivals = [r for r in RIVALS if r.name in settings.systems and wire in r.options]
         self._pairs: dict[str, ProcessPair] = {}
         self._missing: dict[str, str] = {}
@@ -398,7 +399,10 @@ class _Wire:
     def _compare(
         self, case: Case, taken: _Taken, ours: list[str], rivals: list[str]
     ) -> Iterator[Comparison]:
-        for rival, name in itertools.product(rivals, ours):
+        pairs = [pair for pair in itertools.product(rivals, ours) if TORCH_COPY not in pair]
+        if {PYTHON, TORCH_COPY} <= set(ours):
+            pairs.append((TORCH_COPY, PYTHON))
+        for rival, name in pairs:
             ratio = taken.ratio(rival, name)
             if ratio is not None and not {name, rival} & taken.failed.keys():
                 yield Comparison(

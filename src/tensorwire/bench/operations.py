@@ -16,6 +16,9 @@ from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Word
 from tensorwire.memory.core import core_of
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"
+TORCH_COPY = "torch-copy"
+"""What a program in Python has where its memory is mapped: `Tensor.copy_`, waited for."""
+
 MEMCPY, RAW, COPY_ENGINE = "memcpy", "raw-socket", "cuMemcpyAsync"
 LIMITS = {"shm": MEMCPY, "tcp": RAW, "gpu": COPY_ENGINE}
 """What bounds a path, measured beside it. A path that is not here is compared with its promise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorwire.bench.operations import CPP, PYTHON
+from tensorwire.bench.operations import CPP, PYTHON, TORCH_COPY
 from tensorwire.bench.rows import Comparison, Report, Row, Verdict, format_size
 
 MIB = 1 << 20
@@ -139,6 +139,11 @@ BARS: tuple[Bar, ...] = (
             f"gpu.write_{pair}", system, least=least)
         for pair in ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned")
         for system, sizes, least in ((CPP, "every size from C++", 0), (PYTHON, "1 MiB up", MIB))
+    ),
+    *(
+        Bar(f"{pair.replace('_', ' ')} from Python of torch's copy_, every size", ">=", 0.9, "",
+            f"gpu.write_{pair}", PYTHON, rival=TORCH_COPY)
+        for pair in ("gpu_to_gpu", "pinned_to_gpu", "gpu_to_pinned")
     ),
     *(
         Bar(f"{pair.replace('_', ' ')} against NIXL, every size", ">=", EQUAL, "",

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,25 @@ class CopyStream:
                 if self._is_cuda:
                     source.record_stream(stream)
         return self.mark(stream)
+
+    def bring(
+        self, work: Callable[[], Sequence[torch.Tensor]], behind: Iterable[int]
+    ) -> list[torch.Tensor]:
+        """Has the device do some work, behind some streams, and waits for it.
+
+        Args:
+            work: gives the device what to do; its tensors stay as they are meanwhile.
+            behind: the numbers of those streams.
+
+        Returns:
+            What `work` returns, in new memory of the host.
+        """
+        for number in set(behind):
+            self._wait_for(number)
+        with self._module.stream(self._stream):
+            found = [each.to("cpu", non_blocking=True, copy=True) for each in work()]
+        self.mark(self._stream).synchronize()
+        return found
 
     def _wait_for(self, number: int) -> None:
         """What this stream does from now on is behind what another one was given so far."""

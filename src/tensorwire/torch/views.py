@@ -68,28 +68,33 @@ def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def rows_of(gradient: torch.Tensor, like: torch.Tensor) -> tuple[Rows, Bytes, int]:
+def rows_of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The rows that a gradient of a table has, rising and each once, and their values.
 
     Args:
-        gradient: dense, or sparse by rows.
-        like: the table; values get its dtype.
+        gradient: on the host, dense or sparse by rows.
 
     Returns:
         Also how many bytes were copied for it.
     """
-    copied = 0
     if gradient.layout == torch.strided:
         # Something else than the table's own module has added to it.
-        rows, values = torch.arange(len(gradient)), gradient.detach().cpu()
-    else:
-        single = gradient.detach().coalesce().cpu()
-        rows, values = single._indices()[0], single._values()
-        if not gradient.is_coalesced() or gradient.device.type != "cpu":
-            copied = rows.nbytes + values.nbytes
+        return torch.arange(len(gradient)), gradient, 0
+    single = gradient.coalesce()
+    rows, values = single._indices()[0], single._values()
+    return rows, values, 0 if gradient.is_coalesced() else rows.nbytes + values.nbytes
+
+
+def bytes_of_rows(
+    rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor
+) -> tuple[Rows, Bytes, int]:
+    """Rows and their values, on the host, as a store takes them; the values get a table's dtype.
+
+    Returns:
+        Also how many bytes were copied for it.
+    """
     contiguous = values.to(like.dtype).contiguous()
-    if contiguous.data_ptr() != values.data_ptr():
-        copied += contiguous.nbytes
+    copied = 0 if contiguous.data_ptr() == values.data_ptr() else contiguous.nbytes
     return rows.contiguous().numpy(), flat_bytes(contiguous), copied
 
 

@@ -40,12 +40,13 @@ from ..allocator.gradient_slots import (
 )
 from ..devices import device_of, is_on_host
 from ..session import Session
-from ..views import address_of, flat_bytes, rows_of, tensor_at
+from ..views import address_of, flat_bytes, tensor_at
 from .device_gradients import DeviceGradients
 from .gradient_checks import GradientChecks, sum_of
 from .gradient_state import GradientState, Left
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
+from .table_gradients import TableGradients
 
 
 class Reducer:
@@ -108,6 +109,7 @@ class Reducer:
         self._views = self._find_views()
         self._copies = placement == "copy"
         self._places: dict[int, Sequence[Place | str]] = {}
+        self._tables = TableGradients(store, self.count_copied)
         self._on_device: dict[int, DeviceGradients] = {}  # by slice, or -1: of all
         self._besides: set[int] = set()  # slices of these of which a predecessor's count
         self._device = device_of(state.parameter for state in states)
@@ -201,7 +203,7 @@ class Reducer:
             )
         state.block = None if state.is_table else where
         if state.is_table:
-            self._push_rows(state, gradient)
+            self._tables.leave(state, self.slice_index, gradient)
         elif where is not None:
             self._statistics.bytes_produced += gradient.nbytes
         elif not is_on_host(gradient):
@@ -246,23 +248,18 @@ class Reducer:
         return found
 
     def _arrive(self) -> None:
-        """Waits for what has left the device, and pushes what is not where servers read it.
+        """Waits for what has left a device, and pushes what is not where servers read it.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.
         """
+        self._tables.arrive()
         for there in self._on_device.values():
             for index, memory, shared in there.arrive():
                 if not shared:
                     self._store.push(self.slice_index, index, memory)
             if (changed := there.changed()) is not None:
                 raise self._changed(next(s for s in self.states if s.index == changed))
-
-    def _push_rows(self, state: GradientState, gradient: torch.Tensor) -> None:
-        rows, values, copied = rows_of(gradient, state.parameter)
-        state.size_bytes = rows.nbytes + values.nbytes
-        copied += self._store.push_rows(self.slice_index, state.index, rows, values)
-        self.count_copied(state, copied)
 
     def _check_layout(self, state: GradientState, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.strided:
@@ -484,6 +481,7 @@ class Reducer:
         """Nothing of what left since the last step counts."""
         if any(state.left is not None for state in self.states):
             self._store.settle()
+        self._tables.withdraw()
         for each in self._on_device.values():
             each.withdraw()
         self.forget()
