@@ -7,6 +7,7 @@
 
 #include "mapping.h"
 #include "private_mapping.h"
+#include "table_rows.h"
 
 namespace tensorwire {
 namespace {
@@ -265,6 +266,34 @@ void bind_buffers(nb::module_& m) {
                std::memcmp(first.data(), second.data(), first.size()) == 0;
       },
       "one"_a, "other"_a);
+  auto rows_def = [&](const char* name, bool takes, const char* about) {
+    m.def(
+        name,
+        [takes](nb::handle table, uint64_t row_bytes, nb::handle rows, nb::handle packed) {
+          Local whole(table, !takes), numbers(rows, false), values(packed, takes);
+          for (const Local* each : {&whole, &numbers, &values}) check_on_host(*each);
+          if (numbers.size() % sizeof(int64_t) != 0) {
+            throw Error(Code::kInvalid, "numbers of rows are int64");
+          }
+          std::span<const int64_t> listed(reinterpret_cast<const int64_t*>(numbers.data()),
+                                          numbers.size() / sizeof(int64_t));
+          WithoutGil release;
+          TableBytes bytes{whole.data(), whole.size(), row_bytes};
+          if (takes) {
+            take_rows(bytes, listed, {values.data(), values.size()});
+          } else {
+            put_rows(bytes, listed, {values.data(), values.size()});
+          }
+        },
+        "table"_a, "row_bytes"_a, "rows"_a, "packed"_a, about);
+  };
+  rows_def(
+      "take_rows", true,
+      "packed := the rows of a table with these numbers (int64), one behind the other. All are "
+      "contiguous memory of the host. ValueError, before anything is copied, if a number is no "
+      "row's, or packed has no room.");
+  rows_def("put_rows", false,
+           "The rows of a table with these numbers, each once, := packed; see take_rows.");
   m.def(
       "checksum",
       [](nb::handle local) {

@@ -318,6 +318,19 @@ def test_objects_that_lie() -> None:
             remote.read(Lie(data=(array.address, True)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("handle", [0, 1], ids=["0", "CU_STREAM_LEGACY"])
+def test_the_legacy_stream_is_behind_blocking_streams(handle: int) -> None:
+    with pair() as (_, _, remote):
+        stream, local, found = GpuStream(blocking=True), GpuArray(MIB), np.zeros(MIB, np.uint8)
+        for value in range(1, 4):
+            stream.pause(0.2)
+            stream.fill(local, value)
+            remote.write(local, stream=handle).wait(10)
+            remote.read(found).wait(10)
+            assert (found == value).all()
+
+
 def test_a_stream_that_is_captured(driver: str) -> None:
     if driver == "real":
         pytest.skip("the test with torch has it")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scripts import digest
 from team import Team
+from test_device import device
 from torch import nn
 from twins import STEPS, same
 
@@ -459,3 +460,36 @@ def lazily_wrong(job: tw.Job) -> None:
 
 def test_what_lazy_is_for(team: Team) -> None:
     team.alone(lazily_wrong)
+
+
+# ---- on a device
+
+
+def staged(job: tw.Job, name: str, *args: Any) -> Any:
+    """One of the cases above, with tables that are treated as if they were on a device."""
+    with device("staged"):
+        return globals()[name](job, *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("training", ("accumulate",)),
+        ("training", ("step",)),
+        ("training", ("max_norm",)),
+        ("short", (torch.bfloat16,)),
+        ("withdrawing", ()),
+        ("mixed", ()),
+        ("everything", ()),
+        ("tied", ()),
+        ("scaled", ()),
+        ("converted", ()),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each)),
+)
+def test_tables_on_a_device(
+    team: Team, transports: list[str] | None, name: str, args: tuple[Any, ...]
+) -> None:
+    found = team.run(staged, name, *args, transports=transports)
+    if found[0] is not None:
+        assert found == team.run(globals()[name], *args, transports=transports)

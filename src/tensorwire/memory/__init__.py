@@ -3,7 +3,7 @@
 Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
 """
 
-from tensorwire._core import Pace, Transfer, checksum, same_bytes
+from tensorwire._core import Pace, Transfer, checksum, put_rows, same_bytes, take_rows
 
 from .handle import Handle
 from .mailbox import Mailbox, RemoteMailbox, mailbox_bytes
@@ -33,6 +33,8 @@ __all__ = [
     "checksum",
     "local_memory",
     "mailbox_bytes",
+    "put_rows",
     "same_bytes",
+    "take_rows",
     "wait_all",
 ]

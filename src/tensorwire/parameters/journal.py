@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.memory import put_rows, take_rows
+
 from .kernel import Rows, Scalars
 from .layout import Share, padded
 from .messages import RESULT_BYTES, Bytes
@@ -309,24 +311,22 @@ class _TableUndo:
     """The copies of the rows of a table that a step changes."""
 
     def __init__(self, table: Table, memory: Bytes, arrays: Sequence[Bytes]) -> None:
-        kind, numbers = np.dtype((np.void, table.row_bytes)), 8 * (1 + table.height)
+        numbers = 8 * (1 + table.height)
         self._numbers = memory[:numbers].view(np.int64)
-        self._arrays = [array.view(kind) for array in arrays]
+        self._arrays, self._row_bytes = arrays, table.row_bytes
         start, size = padded(numbers), table.height * table.row_bytes
-        self._copies = [
-            memory[start + i * padded(size) :][:size].view(kind) for i in range(len(arrays))
-        ]
+        self._copies = [memory[start + i * padded(size) :][:size] for i in range(len(arrays))]
 
     def save(self, rows: Rows) -> None:
         self._numbers[0] = len(rows)
         self._numbers[1 : 1 + len(rows)] = rows
         for array, copy in zip(self._arrays, self._copies, strict=True):
-            copy[: len(rows)] = array[rows]
+            take_rows(array, self._row_bytes, rows, copy)
 
     def put_back(self) -> None:
         rows = self._numbers[1 : 1 + int(self._numbers[0])]
         for array, copy in zip(self._arrays, self._copies, strict=True):
-            array[rows] = copy[: len(rows)]
+            put_rows(array, self._row_bytes, rows, copy)
 
 
 def _room(arrays: Mapping[int, Sequence[Bytes]]) -> int:

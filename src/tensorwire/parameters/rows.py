@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tensorwire.memory import put_rows
+
 from .kernel import Rows
 from .layout import Share, padded, table_of
 from .messages import APPLY, REDUCE, Bytes, Commit
@@ -212,5 +214,4 @@ def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
     if not 0 <= count <= table.capacity or not np.all((rows >= 0) & (rows < table.height)):
         raise ValueError("a server changed rows that it does not have")
     values = memory[table.values_at : table.values_at + count * table.row_bytes]
-    kind = np.dtype((np.void, table.row_bytes))
-    view.view(kind)[rows] = values.view(kind)
+    put_rows(view, table.row_bytes, rows, values)

@@ -159,6 +159,10 @@ def poke(address: int, data: bytes, gpu: int = 0) -> None:
 class GpuStream:
     """A stream of a GPU on which a test puts work.
 
+    Args:
+        gpu: its number.
+        blocking: the legacy default stream and this one wait for each other.
+
     Attributes:
         cuda_stream: the driver's handle.
         device: as a torch.cuda.Stream tells it.
@@ -168,10 +172,10 @@ class GpuStream:
         def __init__(self, gpu: int) -> None:
             self.index = gpu
 
-    def __init__(self, gpu: int = 0) -> None:
+    def __init__(self, gpu: int = 0, blocking: bool = False) -> None:
         handle = ctypes.c_void_p()
         _enter(gpu)
-        _call("cuStreamCreate", ctypes.byref(handle), 1)
+        _call("cuStreamCreate", ctypes.byref(handle), 0 if blocking else 1)
         self.cuda_stream = int(handle.value or 0)
         self.device = self._Device(gpu)
         self._kept: list[Any] = []

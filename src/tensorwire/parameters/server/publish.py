@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, StaleHandleError, TensorwireError
 from tensorwire.membership import OfWorkers, ServerMember
-from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer
+from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer, take_rows
 from tensorwire.transitions import NORMS
 from tensorwire.walk import Walk
 
@@ -116,8 +116,8 @@ class Chunks:
         self._write([(base + table.start, base + table.stop)], whole)
         if not few:
             return
-        kind = np.dtype((np.void, table.row_bytes))
-        values = self._master[table.start : table.stop].view(kind)[rows].view(np.uint8)
+        values = np.empty(len(rows) * table.row_bytes, np.uint8)
+        take_rows(self._master[table.start : table.stop], table.row_bytes, rows, values)
         head = change(self._version, rows)
         for view in self._views:
             if view.changes is None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tensorwire import memory
 from tensorwire.parameters import Bytes, Hyper, Rows, Scalars, TableStep
 
 from .tile import tensor_over
@@ -49,20 +50,24 @@ class TableRows:
         }
         self._rows: Rows = np.empty(0, np.int64)
         self._total = self._master[:0]
+        self._sum, self._one = _Room(), _Room()
+        self._taken = {name: _Room() for name in ("", *states)}
 
     def reduce(self, parts: Sequence[tuple[Rows, Bytes, float]]) -> Rows:
         """See `parameters.Lookup.reduce`."""
-        columns, dtype = self._master.shape[1], self._master.dtype
+        height, columns = self._master.shape
+        dtype = self._master.dtype
         gradients = [tensor_over(values, dtype).view(-1, columns) for _, values, _ in parts]
         if len(parts) == 1:
             rows, _, weight = parts[0]
-            self._total = gradients[0] * weight
+            self._total = torch.mul(gradients[0], weight, out=self._sum.of(len(rows), self._master))
         else:
             every = [rows for rows, _, _ in parts] or [np.empty(0, np.int64)]
-            rows = _union(every, len(self._master))
-            self._total = torch.zeros((len(rows), columns), dtype=dtype)
+            rows = _union(every, height)
+            self._total = self._sum.of(len(rows), self._master).zero_()
             for gradient, (mine, _, weight) in zip(gradients, parts, strict=True):
-                add_rows(self._total, np.searchsorted(rows, mine), gradient, weight)
+                places = np.searchsorted(rows, mine)
+                add_rows(self._total, places, gradient, weight, self._one)
         self._rows = rows
         return rows
 
@@ -80,7 +85,7 @@ class TableRows:
             first, stop = np.searchsorted(self._rows, (part.first, part.stop)).tolist()
             rows = self._rows[first:stop]
             whole = {"": self._master, **self._states}
-            taken = {name: take_rows(each, rows) for name, each in whole.items()}
+            taken = {name: take_rows(each, rows, self._taken[name]) for name, each in whole.items()}
             states = {name: taken[name] for name in self._states}
             after.append(self._step(hyper, taken[""], total[first:stop], states, part))
             for name, each in whole.items():
@@ -100,7 +105,7 @@ class PlainRows(TableRows):
         if momentum or decay:
             raise ValueError("momentum and weight decay change all rows of a table")
         total = self._total if scale == 1.0 else self._total * scale
-        add_rows(self._master, self._rows, total, lr if maximize else -lr)
+        add_rows(self._master, self._rows, total, lr if maximize else -lr, self._taken[""])
         return [() for _ in parts]
 
 
@@ -118,29 +123,45 @@ def _union(every: Sequence[Rows], height: int) -> Rows:
     return np.flatnonzero(found)
 
 
-def _items(target: torch.Tensor) -> NDArray[np.void]:
-    """The rows of a contiguous tensor as items; torch's indexing takes several times as long."""
-    whole = target.view(-1).view(torch.uint8).numpy()
-    items: NDArray[np.void] = whole.view(
-        np.dtype((np.void, target.shape[1] * target.element_size()))
-    )
-    return items
+class _Room:
+    """Memory for some rows that is kept from step to step: new pages take as long as the copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """So many rows of the form of a table's, with any values; what it gave before is gone."""
+        size = count * like.shape[1]
+        if self._memory.numel() < size or self._memory.dtype != like.dtype:
+            self._memory = like.new_empty(size + size // 4)
+        return self._memory[:size].view(count, like.shape[1])
 
 
-def take_rows(source: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A copy of rows of a contiguous tensor."""
-    taken = torch.from_numpy(_items(source)[rows].view(np.uint8)).view(source.dtype)
-    return taken.view(len(rows), source.shape[1])
+def take_rows(source: torch.Tensor, rows: Rows, room: _Room) -> torch.Tensor:
+    """A copy of rows of a contiguous tensor, in some room."""
+    taken = room.of(len(rows), source)
+    memory.take_rows(_bytes(source), _row_bytes(source), rows, _bytes(taken))
+    return taken
 
 
 def put_rows(target: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
     """Overwrites rows, each once, of a contiguous tensor."""
-    items = _items(target)
-    items[rows] = values.view(-1).view(torch.uint8).numpy().view(items.dtype)
+    memory.put_rows(_bytes(target), _row_bytes(target), rows, _bytes(values))
 
 
-def add_rows(target: torch.Tensor, rows: Rows, values: torch.Tensor, factor: float) -> None:
-    """Adds to rows, each once, of a contiguous tensor."""
-    taken = take_rows(target, rows)
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    found: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.shape[1] * tensor.element_size())
+
+
+def add_rows(
+    target: torch.Tensor, rows: Rows, values: torch.Tensor, factor: float, room: _Room
+) -> None:
+    """Adds to rows, each once, of a contiguous tensor; by way of some room."""
+    taken = take_rows(target, rows, room)
     taken.add_(values, alpha=factor)
     put_rows(target, rows, taken)
