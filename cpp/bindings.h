@@ -50,6 +50,9 @@ struct Buffer {
   std::shared_ptr<Mapping> mapping;  // of the region that it is in, if it is in one
 };
 
+// Numbers of pieces, of int64.
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 // The local side of a transfer while the call runs; handed to the transfer if that goes on.
 class Local {
  public:

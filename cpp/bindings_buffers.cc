@@ -269,14 +269,11 @@ void bind_buffers(nb::module_& m) {
   auto rows_def = [&](const char* name, bool takes, const char* about) {
     m.def(
         name,
-        [takes](nb::handle table, uint64_t row_bytes, nb::handle rows, nb::handle packed) {
-          Local whole(table, !takes), numbers(rows, false), values(packed, takes);
-          for (const Local* each : {&whole, &numbers, &values}) check_on_host(*each);
-          if (numbers.size() % sizeof(int64_t) != 0) {
-            throw Error(Code::kInvalid, "numbers of rows are int64");
-          }
-          std::span<const int64_t> listed(reinterpret_cast<const int64_t*>(numbers.data()),
-                                          numbers.size() / sizeof(int64_t));
+        [takes](nb::handle table, uint64_t row_bytes, const Indices& rows, nb::handle packed) {
+          Local whole(table, !takes), values(packed, takes);
+          check_on_host(whole);
+          check_on_host(values);
+          std::span<const int64_t> listed(rows.data(), rows.size());
           WithoutGil release;
           TableBytes bytes{whole.data(), whole.size(), row_bytes};
           if (takes) {
@@ -290,8 +287,8 @@ void bind_buffers(nb::module_& m) {
   rows_def(
       "take_rows", true,
       "packed := the rows of a table with these numbers (int64), one behind the other. All are "
-      "contiguous memory of the host. ValueError, before anything is copied, if a number is no "
-      "row's, or packed has no room.");
+      "contiguous memory of the host, and the numbers do not change meanwhile. ValueError, "
+      "before anything is copied, if a number is no row's, or packed has no room.");
   rows_def("put_rows", false,
            "The rows of a table with these numbers, each once, := packed; see take_rows.");
   m.def(

@@ -43,6 +43,7 @@ How how_of(uint64_t inline_limit, const OnStream& on_stream) {
     GpuScope scope(gpu);
     GpuEvent::check_stream(gpu, stream);
     how.after = GpuEvent::record_unless_idle(gpu, stream);
+    how.on_stream = true;
   }
   return how;
 }
@@ -103,8 +104,6 @@ PyTransfer transfer_many(Peer& peer, const Objects& objects, const Remotes& remo
   });
   return hand_over(std::move(transfer), list.locals);
 }
-
-using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 }  // namespace
 

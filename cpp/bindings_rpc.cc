@@ -70,7 +70,7 @@ nb::object batch_of(nb::handle outbox, uint64_t most) {
 bool write_out(rpc::LineWriter& writer, nb::handle outbox, uint64_t most, bool patient) {
   while (nb::len(outbox) > 0) {
     // Meanwhile others leave what they have to whoever writes: fewer and larger writes.
-    if (patient && writer.under_way()) wait_done(TransferPtr(writer.under_way()), kPatienceS);
+    if (TransferPtr before = patient ? writer.under_way() : nullptr) wait_done(before, kPatienceS);
     nb::object data = batch_of(outbox, std::min(writer.room(), most));
     if (!data.is_valid()) return false;
     Local local(data, false);

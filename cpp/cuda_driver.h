@@ -63,6 +63,7 @@ struct Access {
 
 inline constexpr int kGranularityMinimum = 0;
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);  // as null is
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;
 inline constexpr unsigned kRegisterPortable = 1, kRegisterReadOnly = 8;

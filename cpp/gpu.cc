@@ -234,7 +234,10 @@ GpuEventPtr GpuEvent::record(Gpu& gpu, cuda::Stream stream) {
 
 GpuEventPtr GpuEvent::record_unless_idle(Gpu& gpu, cuda::Stream stream) {
   GpuScope scope(gpu);
-  if (gpu.driver().cuStreamQuery(stream) == cuda::kSuccess) return nullptr;
+  // With it the driver looks at the blocking streams, which it waits for. Whether it does so the
+  // other way round is not said, so that of others there is always an event.
+  bool legacy = stream == nullptr || stream == cuda::kLegacyStream;
+  if (legacy && gpu.driver().cuStreamQuery(stream) == cuda::kSuccess) return nullptr;
   return record(gpu, stream);
 }
 

@@ -103,7 +103,8 @@ class GpuEvent {
   // All that is on the stream now, which is none that is being captured. Throws kUnavailable,
   // kNoMemory.
   static GpuEventPtr record(Gpu& gpu, cuda::Stream stream);
-  // The same; null if nothing is, so that nobody has to wait.
+  // The same; null if it is the legacy default stream, torch's own, and nothing is: then nobody has
+  // to wait.
   static GpuEventPtr record_unless_idle(Gpu& gpu, cuda::Stream stream);
   ~GpuEvent();
   GpuEvent(const GpuEvent&) = delete;

@@ -35,7 +35,7 @@ void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
 }
 
 void Peer::check_gpu(std::span<const Piece> pieces, const How& how) const {
-  if (!rdma_ || !needs_gpu(pieces, how)) return;
+  if (!rdma_ || !(how.on_stream || needs_gpu(pieces, how))) return;
   throw Error(Code::kUnavailable,
               describe() + " is reached by " + transport() +
                   ", by which memory of a GPU cannot be moved: copy it to memory of the host "

@@ -135,7 +135,7 @@ bool LineWriter::wait_room(uint64_t bytes, Deadline deadline) const {
   return end_.node->wait_word(*end_.memory, kTakenOffset, least, deadline, end_.peer);
 }
 
-const TransferPtr& LineWriter::under_way() {
+TransferPtr LineWriter::under_way() {
   if (under_way_ && under_way_->done()) under_way_.reset();
   return under_way_;
 }

@@ -107,8 +107,8 @@ class LineWriter {
   // Waits for so much room. False if the deadline passed (or a signal came). Throws as
   // Node::wait_word.
   bool wait_room(uint64_t bytes, Deadline deadline) const;
-  // The write before, if it is still under way.
-  const TransferPtr& under_way();
+  // The write before, if it is still under way. It may be done with the next look.
+  TransferPtr under_way();
   // Starts to write what there is room for, behind the write before. The bytes must stay until the
   // transfer is done that it gives back. Throws as Peer::write.
   TransferPtr write(std::span<const char> bytes);

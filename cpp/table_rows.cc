@@ -68,7 +68,8 @@ void for_each_row(const TableBytes& table, std::span<const int64_t> rows, size_t
       copy(table.data + static_cast<size_t>(rows[i]) * size, i);
     }
   };
-  size_t threads = std::min(rows.size() * size / kThreadBytes, most != 0 ? most : most_threads());
+  size_t threads = rows.size() * size / kThreadBytes;
+  if (threads > 1) threads = std::min(threads, most != 0 ? most : most_threads());
   if (threads < 2) return part(0, rows.size());
   std::vector<std::thread> others;
   others.reserve(threads);

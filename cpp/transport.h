@@ -52,8 +52,9 @@ struct Piece {
 struct How {
   How(uint64_t limit = 0) : inline_limit(limit) {}  // NOLINT: a number alone is the limit
 
-  uint64_t inline_limit;  // bytes that may be copied by the calling thread; 0 = any number
-  GpuEventPtr after;      // nothing of local or remote memory is touched before; null: at once
+  uint64_t inline_limit;   // bytes that may be copied by the calling thread; 0 = any number
+  GpuEventPtr after;       // nothing of local or remote memory is touched before; null: at once
+  bool on_stream = false;  // a stream of a GPU was named, which may have nothing to do now
 };
 
 struct SignalTo {

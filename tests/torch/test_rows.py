@@ -11,6 +11,7 @@ from torch import nn
 from twins import STEPS, same
 
 import tensorwire.torch as tw
+from tensorwire.torch.devices import CopyStream
 from tensorwire.torch.replica.declaration import tables_of
 
 WORDS, PLACES = 3000, 90
@@ -493,3 +494,37 @@ def test_tables_on_a_device(
     found = team.run(staged, name, *args, transports=transports)
     if found[0] is not None:
         assert found == team.run(globals()[name], *args, transports=transports)
+
+
+def interrupted(job: tw.Job) -> None:
+    """Named for a bug: a step after an interrupted one had the rows of an earlier one."""
+    bring = CopyStream.bring
+    with device("staged"), pytest.MonkeyPatch.context() as patch:
+        model, twin = tables(), tables(sparse=False)
+        opt = tw.DistributedOptimizer(sgd(model), model)
+        for step in range(STEPS):
+            loss(model, batch(step, job.rank)).backward()
+            for group in range(3):  # of the tables there are two
+
+                def interrupt(self: CopyStream, *args: Any, left: list[int] = [group]) -> Any:  # noqa: B006
+                    if not left[0]:
+                        raise KeyboardInterrupt
+                    left[0] -= 1
+                    return bring(self, *args)
+
+                if group < 2:
+                    patch.setattr(CopyStream, "bring", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        opt.step()
+                    patch.setattr(CopyStream, "bring", bring)
+                else:
+                    opt.step()
+            opt.zero_grad()
+            plain_step(twin, step, None, range(job.slices))
+            same(model, twin)
+
+
+def test_a_step_that_is_interrupted_while_rows_come_is_made_again(
+    team: Team, transports: list[str] | None
+) -> None:
+    team.run(interrupted, transports=transports)

@@ -3,6 +3,7 @@
 import contextlib
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -221,6 +222,31 @@ def test_an_address_where_another_one_listens(nodes: contextlib.ExitStack) -> No
         WorkerMember.join(World(0, 2, (address, address), 2))
     with pytest.raises(UnavailableError, match=r"'server-0' \(pid .*, not server-1"):
         ServerMember(2, 2, nodes.enter_context(Node("server-2"))).connect((address, address))
+
+
+def test_a_server_that_is_replaced_while_another_one_connects(
+    nodes: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: a server that joined ended its job by being there at that moment."""
+    there, place = job_of(nodes)
+    kills, connect = [True], Node.connect
+
+    def connect_or_lose(node: Node, *args: Any, **options: Any) -> Peer:
+        if kills and kills.pop():
+            raise PeerLostError("server 0 was killed")
+        return connect(node, *args, **options)
+
+    monkeypatch.setattr(Node, "connect", connect_or_lose)
+    member = ServerMember(1, 2, nodes.enter_context(Node("server-1")))
+    member.durable = True
+    member.connect(place.servers)
+    assert member.servers[0].name == "server-0"
+    for durable, closed in ((False, False), (True, True)):  # nobody takes its place
+        member.durable, kills[:] = durable, [True]
+        if closed:
+            there.node.close()
+        with pytest.raises(PeerLostError, match="server 0 was killed"):
+            member.connect(place.servers)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,12 @@ def copied_bytes(local: object) -> bytes:
 
 def same_bytes(one: object, other: object) -> bool: ...
 
-def take_rows(table: object, row_bytes: int, rows: object, packed: object) -> None:
+def take_rows(table: object, row_bytes: int, rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], packed: object) -> None:
     """
-    packed := the rows of a table with these numbers (int64), one behind the other. All are contiguous memory of the host. ValueError, before anything is copied, if a number is no row's, or packed has no room.
+    packed := the rows of a table with these numbers (int64), one behind the other. All are contiguous memory of the host, and the numbers do not change meanwhile. ValueError, before anything is copied, if a number is no row's, or packed has no room.
     """
 
-def put_rows(table: object, row_bytes: int, rows: object, packed: object) -> None:
+def put_rows(table: object, row_bytes: int, rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], packed: object) -> None:
     """
     The rows of a table with these numbers, each once, := packed; see take_rows.
     """

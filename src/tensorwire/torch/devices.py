@@ -26,6 +26,7 @@ KINDS = ("cpu", "cuda")
 _STAGES_CPU = os.environ.get("TENSORWIRE_STAGE_CPU") == "1"
 
 _PAGE_BYTES = 4096
+_PINNED_BYTES = 64 << 20  # torch keeps pinned memory for good; what is larger goes the slow way
 _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_…, in CUDA's driver API
 
 
@@ -145,7 +146,10 @@ class CopyStream:
         for number in set(behind):
             self._wait_for(number)
         with self._module.stream(self._stream):
-            found = [each.to("cpu", non_blocking=True, copy=True) for each in work()]
+            found = [
+                each.to("cpu", non_blocking=each.nbytes <= _PINNED_BYTES, copy=True)
+                for each in work()
+            ]
         self.mark(self._stream).synchronize()
         return found
 

@@ -132,7 +132,8 @@ class Line:
         """Writes what was sent, unless another thread does that, or there is no room."""
         me = threading.get_ident()
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
-            if self.writer == me:  # a handler of a signal, while this thread writes already
+            # It may have become so since; or a handler of a signal, while this thread writes.
+            if self._blocked or self.writer == me:
                 self._writing.release()
                 return
             self.writer = me
@@ -165,13 +166,18 @@ class Line:
     def _write_later(self) -> None:
         """In a thread of its own, until everything is written."""
         while True:
+            error = None
             try:
                 self._writer.wait_room(len(self._outbox[0]), None)
-            except (TensorwireError, IndexError):
-                self._outbox.clear()
+            except IndexError:
+                pass  # it was given up
+            except TensorwireError as found:
+                error = found
             with self._writing:
                 self.writer = threading.get_ident()
                 try:
+                    if error is not None:
+                        self._outbox.clear()  # whoever reads finds out why
                     self._blocked = not self._write_out()
                 finally:
                     self.writer = 0

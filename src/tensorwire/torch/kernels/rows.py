@@ -15,6 +15,8 @@ from .tile import tensor_over
 
 # A union by marks looks at every row: only where not many more than that are in it.
 _SPARSE = 64
+# Memory for rows that is so many times as large as needed is dropped, unless it is small.
+_SPARE, _SMALL = 16, 1 << 16
 
 RowsStep = Callable[
     [Hyper, torch.Tensor, torch.Tensor, dict[str, torch.Tensor], TableStep], Scalars
@@ -131,9 +133,10 @@ class _Room:
 
     def of(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """So many rows of the form of a table's, with any values; what it gave before is gone."""
-        size = count * like.shape[1]
-        if self._memory.numel() < size or self._memory.dtype != like.dtype:
-            self._memory = like.new_empty(size + size // 4)
+        size, there = count * like.shape[1], self._memory.numel()
+        if there < size or there > _SPARE * max(size, _SMALL) or self._memory.dtype != like.dtype:
+            self._memory = like.new_empty(0)  # before there is other memory
+            self._memory = like.new_empty(min(size + size // 4, max(size, like.numel())))
         return self._memory[:size].view(count, like.shape[1])
 
 

@@ -148,17 +148,22 @@ class DeviceGradients:
         self._under_way.append((event, list(waiting)))
         self._newest.update(dict.fromkeys(waiting, event))
 
-    def arrive(self) -> Iterator[GradientOnHost]:
-        """Waits for each gradient that has left, in the order of their copies."""
+    def start(self) -> None:
+        """Begins the copies that wait for others to be made with them."""
         if self._waiting:
             self._copy()
+
+    def arrive(self) -> Iterator[GradientOnHost]:
+        """Waits for each gradient that has left, in the order of their copies."""
+        self.start()
         while self._under_way:
-            event, indices = self._under_way.popleft()
+            event, indices = self._under_way[0]
             event.synchronize()
             for index in indices:
                 target = self._targets[index]
                 if self._newest[index] is event:  # and not one that comes over it
                     yield GradientOnHost(index, target.memory, target.shared)
+            self._under_way.popleft()  # not before: an interrupt may come anywhere
 
     def withdraw(self) -> None:
         """What has left does not count; the memory may be used again."""

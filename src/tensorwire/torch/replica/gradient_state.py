@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..devices import is_on_host
+from ..statistics import Statistics
 
 
 class Left(NamedTuple):
@@ -65,6 +66,12 @@ class GradientState:
         did = self.left is not None
         self.left, self.block = None, None
         return did
+
+
+def count_copied(statistics: Statistics, state: GradientState, copied: int) -> None:
+    """Notes how many bytes of a gradient this process has copied."""
+    state.bytes_copied = (state.bytes_copied or 0) + copied
+    statistics.bytes_copied += copied
 
 
 class Found(NamedTuple):

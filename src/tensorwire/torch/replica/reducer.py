@@ -43,7 +43,7 @@ from ..session import Session
 from ..views import address_of, flat_bytes, tensor_at
 from .device_gradients import DeviceGradients
 from .gradient_checks import GradientChecks, sum_of
-from .gradient_state import GradientState, Left
+from .gradient_state import GradientState, Left, count_copied
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
 from .table_gradients import TableGradients
@@ -109,7 +109,7 @@ class Reducer:
         self._views = self._find_views()
         self._copies = placement == "copy"
         self._places: dict[int, Sequence[Place | str]] = {}
-        self._tables = TableGradients(store, self.count_copied)
+        self._tables = TableGradients(store, self._statistics)
         self._on_device: dict[int, DeviceGradients] = {}  # by slice, or -1: of all
         self._besides: set[int] = set()  # slices of these of which a predecessor's count
         self._device = device_of(state.parameter for state in states)
@@ -213,7 +213,7 @@ class Reducer:
             copied = 0 if data.ctypes.data == gradient.data_ptr() else data.nbytes
             if data.nbytes:
                 copied += self._store.push(self.slice_index, state.index, data)
-            self.count_copied(state, copied)
+            count_copied(self._statistics, state, copied)
         at_server = where is not None or state.block is not None
         state.was_in_place = at_server or self._is_in_place(state, gradient)
         looked = self._look_at(state, gradient)
@@ -229,7 +229,7 @@ class Reducer:
         state.within = there.is_within(state.index)
         state.slow = "" if state.within else there.locks.why_not
         state.block = SLOT if there.is_shared(state.index) else None
-        self.count_copied(state, gradient.nbytes)
+        count_copied(self._statistics, state, gradient.nbytes)
 
     def _device_gradients(self) -> DeviceGradients:
         """Of the slice that is being computed; what is only pushed has one memory for all."""
@@ -253,6 +253,8 @@ class Reducer:
         Raises:
             RuntimeError: a gradient was changed after it had left.
         """
+        for there in self._on_device.values():
+            there.start()
         self._tables.arrive()
         for there in self._on_device.values():
             for index, memory, shared in there.arrive():
@@ -281,11 +283,6 @@ class Reducer:
             return False
         return slots.find(state.index, gradient) is not None
 
-    def count_copied(self, state: GradientState, copied: int) -> None:
-        """Notes how many bytes of a gradient this process has copied."""
-        state.bytes_copied = (state.bytes_copied or 0) + copied
-        self._statistics.bytes_copied += copied
-
     # ---- before a commit
 
     @property
@@ -306,6 +303,7 @@ class Reducer:
             gradient = state.parameter.grad
             if gradient is None:
                 state.forget()
+                self._tables.forget(state.index)
             elif state.left is None:
                 where = None
                 if state.shared and isinstance(slots, GradientSlots):
@@ -326,7 +324,7 @@ class Reducer:
             if state.left is not None and state.block is None and not state.is_table:
                 targets.append(views[state.index])
                 gradients.append(state.left.gradient)
-                self.count_copied(state, targets[-1].nbytes)
+                count_copied(self._statistics, state, targets[-1].nbytes)
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, gradients)
@@ -473,7 +471,7 @@ class Reducer:
                 rejoin, taking = self._session.rejoin, self._session.taking
                 if rejoin is not None and taking is None:  # who joins does nothing twice
                     rejoin.refuse("it changes averaged gradients, which a successor would do twice")
-                self.count_copied(state, self._store.push_reduced(state.index, data))
+                count_copied(self._statistics, state, self._store.push_reduced(state.index, data))
 
     # ---- between steps
 
@@ -591,6 +589,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._tables.withdraw()
         for each in self._on_device.values():
             each.close()
         self._on_device.clear()

@@ -7,7 +7,7 @@ runs: each answer is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,10 +17,11 @@ import torch
 from tensorwire.parameters import Store
 
 from ..devices import CopyStream, is_on_host
+from ..statistics import Statistics
 from ..views import bytes_of_rows, rows_of
-from .gradient_state import GradientState
+from .gradient_state import GradientState, count_copied
 
-# What is brought to the host in one go takes as much memory of the device again.
+# What is brought to the host in one go takes twice as much memory of the device meanwhile.
 _TOGETHER_BYTES = 64 << 20
 
 
@@ -58,12 +59,12 @@ class TableGradients:
 
     Args:
         store: gets the rows.
-        count: is told how many bytes of a gradient this process has copied.
+        statistics: of the worker.
     """
 
-    def __init__(self, store: Store, count: Callable[[GradientState, int], None]) -> None:
+    def __init__(self, store: Store, statistics: Statistics) -> None:
         self._store = store
-        self._count = count
+        self._statistics = statistics
         self._stream: CopyStream | None = None
         self._waiting: dict[int, _Waiting] = {}  # by the table's index
 
@@ -82,18 +83,18 @@ class TableGradients:
 
     def arrive(self) -> None:
         """Brings what has left a device to the host, and pushes it."""
-        waiting, self._waiting = self._waiting, {}
-        for group in _groups(list(waiting.values())):
+        for group in _groups(list(self._waiting.values())):
             assert self._stream is not None
             gradients = [each.gradient for each in group]
             streams = [each.stream for each in group]
             rows, values = self._stream.bring(partial(_added_up, gradients), streams)
-            ends = torch.tensor(list(accumulate(map(len, gradients))))
+            ends = torch.tensor(list(accumulate(map(len, gradients))), device="cpu")
             stops = torch.searchsorted(rows, ends).tolist()
             starts, firsts = [0, *stops[:-1]], [0, *ends.tolist()[:-1]]
             for each, start, stop, first in zip(group, starts, stops, firsts, strict=True):
                 part, its = rows[start:stop] - first, values[start:stop]
                 self._push(each.state, each.slice_index, part, its, part.nbytes + its.nbytes)
+                self._waiting.pop(each.state.index)  # not before: an interrupt may come anywhere
 
     def _push(
         self,
@@ -106,7 +107,11 @@ class TableGradients:
         numbers, data, again = bytes_of_rows(rows, values, state.parameter)
         state.size_bytes = numbers.nbytes + data.nbytes
         sent = self._store.push_rows(slice_index, state.index, numbers, data)
-        self._count(state, copied + again + sent)
+        count_copied(self._statistics, state, copied + again + sent)
+
+    def forget(self, index: int) -> None:
+        """The gradient of a table does not count."""
+        self._waiting.pop(index, None)
 
     def withdraw(self) -> None:
         """What has left does not count."""
@@ -133,7 +138,8 @@ def _groups(waiting: Sequence[_Waiting]) -> Iterator[list[_Waiting]]:
 def _added_up(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The rows that gradients have, each counted from the first's, rising; and their values."""
     if gradients[0].layout == torch.strided:
-        (whole,) = gradients
-        return torch.arange(len(whole), device=whole.device), whole
-    single = torch.cat(list(gradients)).coalesce()
+        (dense,) = gradients
+        return torch.arange(len(dense), device=dense.device), dense
+    whole = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
+    single = whole.coalesce()
     return single.indices()[0], single.values()
