@@ -282,7 +282,7 @@ void bind_buffers(nb::module_& m) {
             put_rows(bytes, listed, {values.data(), values.size()});
           }
         },
-        "table"_a, "row_bytes"_a, "rows"_a, "packed"_a, about);
+        "table"_a, "row_bytes"_a, "rows"_a.noconvert(), "packed"_a, about);
   };
   rows_def(
       "take_rows", true,

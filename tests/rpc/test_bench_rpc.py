@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tensorwire.bench.processes import ProcessPair
 from tensorwire.bench.rows import Comparison, Report
 from tensorwire.bench.verdicts import MIB
 from tensorwire.cli import main
@@ -96,3 +97,10 @@ def test_sizes_that_cannot_be() -> None:
     result = CliRunner().invoke(main, ["bench", "rpc", "--sizes", "9"])
     assert result.exit_code == 2
     assert "no multiple of 8" in result.output
+
+
+@pytest.mark.slow
+def test_many_requests_between_two_processes() -> None:
+    """Named for a bug: a write that was done while somebody looked at it ended the client."""
+    with ProcessPair("tensorwire_benchmarks.rpc_pair", {"wires": ["tcp"]}) as pair:
+        assert len(pair.call("time", "tcp", "requests", "runtime", 4096, 5000)) > 0
