@@ -286,11 +286,15 @@ void bind_buffers(nb::module_& m) {
   };
   rows_def(
       "take_rows", true,
-      "packed := the rows of a table with these numbers (int64), one behind the other. All are "
-      "contiguous memory of the host, and the numbers do not change meanwhile. ValueError, "
-      "before anything is copied, if a number is no row's, or packed has no room.");
+      "Copies rows of a table out of it, to `packed`, one behind the other.\n\n"
+      "`table` has rows of `row_bytes` each and `packed` has room for those that are taken; "
+      "both are contiguous memory of the host, with the buffer protocol. `rows` has their "
+      "numbers, an array of int64 with one dimension, which must not change meanwhile. Much is "
+      "copied by several threads; the GIL is not held. Any thread may call it.\n\n"
+      "Raises TypeError if `rows` is another array, ValueError if a number is no row's or "
+      "something has no room; nothing was copied then.");
   rows_def("put_rows", false,
-           "The rows of a table with these numbers, each once, := packed; see take_rows.");
+           "Copies `packed` into rows of a table; each number may be there once. See `take_rows`.");
   m.def(
       "checksum",
       [](nb::handle local) {

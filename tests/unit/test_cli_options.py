@@ -47,6 +47,8 @@ WRONG = [
     ("bench memory --cases signal --sizes 8", "--sizes is of write and read, which --cases leaves"),
     ("bench memory --cases signal --figure f.svg", "--figure is of write and read"),
     ("bench memory --cases round_trip --wires shm", "round_trip is measured on tcp"),
+    ("bench memory --systems torch-copy", "torch-copy is measured on gpu alone: name it with --w"),
+    ("bench memory --systems raw-socket --wires shm", "measured on tcp, which --wires leaves out"),
     ("bench memory --sizes 8,8", "8 is named twice"),
     ("bench memory --wires shm --wires shm", "shm is named twice"),
     ("bench memory --seconds 1 --seconds 2", "--seconds is given twice"),

@@ -54,12 +54,16 @@ def same_bytes(one: object, other: object) -> bool: ...
 
 def take_rows(table: object, row_bytes: int, rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], packed: object) -> None:
     """
-    packed := the rows of a table with these numbers (int64), one behind the other. All are contiguous memory of the host, and the numbers do not change meanwhile. ValueError, before anything is copied, if a number is no row's, or packed has no room.
+    Copies rows of a table out of it, to `packed`, one behind the other.
+
+    `table` has rows of `row_bytes` each and `packed` has room for those that are taken; both are contiguous memory of the host, with the buffer protocol. `rows` has their numbers, an array of int64 with one dimension, which must not change meanwhile. Much is copied by several threads; the GIL is not held. Any thread may call it.
+
+    Raises TypeError if `rows` is another array, ValueError if a number is no row's or something has no room; nothing was copied then.
     """
 
 def put_rows(table: object, row_bytes: int, rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], packed: object) -> None:
     """
-    The rows of a table with these numbers, each once, := packed; see take_rows.
+    Copies `packed` into rows of a table; each number may be there once. See `take_rows`.
     """
 
 def checksum(local: object) -> int: ...

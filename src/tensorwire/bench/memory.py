@@ -127,6 +127,16 @@ class MemorySettings:
         return cls(sizes=QUICK_SIZES, budget=budget, warm_s=0.05, waiting_s=1.5)
 
 
+def wires_of(system: str) -> tuple[str, ...]:
+    """The wires on which a system of `SYSTEMS` is measured."""
+    if system in (PYTHON, CPP):
+        return WIRES
+    if system == TORCH_COPY:
+        return ("gpu",)
+    options = next((rival.options for rival in RIVALS if rival.name == system), None)
+    return tuple(wire for wire in WIRES if (wire in options if options else LIMITS[wire] == system))
+
+
 def plan(settings: MemorySettings) -> list[Case]:
     """The cases of a run, in order."""
     first, *others = sorted(os.sched_getaffinity(0))

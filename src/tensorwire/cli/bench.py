@@ -13,7 +13,7 @@ import click
 
 from tensorwire.bench import checkout
 from tensorwire.bench.commands import carry_out, chosen, names, outputs, sizes
-from tensorwire.bench.memory import CASES, SYSTEMS, WIRES, MemorySettings, run
+from tensorwire.bench.memory import CASES, SYSTEMS, WIRES, MemorySettings, run, wires_of
 from tensorwire.bench.rows import Report
 from tensorwire.command import Command
 from tensorwire.errors import UnavailableError
@@ -126,6 +126,13 @@ def memory(
         raise click.UsageError("round_trip is measured on tcp, which --wires leaves out")
     settings = MemorySettings.quick() if quick else MemorySettings()
     settings = chosen(settings, systems=systems, cases=cases, sizes=sizes, wires=wires)
+    for system in systems or ():
+        if not set(where := wires_of(system)) & set(settings.wires):
+            raise click.UsageError(
+                f"{system} is measured on {' and '.join(where)}, which --wires leaves out"
+                if wires
+                else f"{system} is measured on {' and '.join(where)} alone: name it with --wires"
+            )
     if seconds is not None:
         settings.budget = dataclasses.replace(settings.budget, case_s=seconds)
     carry_out(partial(run, settings), print_report, draw, **outputs)
