@@ -42,6 +42,7 @@ def train(job: FileJob, client: Client, first: int = 0, version: int = 1) -> Non
         version = client.step(step, version)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_a_python_worker(folder: Path) -> None:
     with running(folder, "--workers", "1", "--file-workers", "1") as job:
         client = Client(job, 1)

@@ -225,6 +225,7 @@ def lose(
         made.check_new()
 
 
+@pytest.mark.slow
 def test_a_long_partition(pair: Hosts) -> None:
     """Both sides give each other up in time, and find each other anew."""
     options = {"peer_timeout_s": TIMEOUT_S}

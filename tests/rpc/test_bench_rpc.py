@@ -13,6 +13,7 @@ from tensorwire.cli import main
 from tensorwire_benchmarks import rpc, rpc_names
 
 
+@pytest.mark.slow
 def test_some_rows_of_everything(tmp_path: Path) -> None:
     file = tmp_path / "rpc.json"
     options = ["--quick", "--sizes", "8,1MiB", "--wires", "shm", "--json", str(file)]

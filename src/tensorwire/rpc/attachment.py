@@ -246,11 +246,12 @@ class RpcAttachment:
             return True
         return self.rendezvous is not None and bool(self.rendezvous.offers.used)
 
-    def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
-        """Whether memory is used for a call, and not given back yet."""
-        if self.leases_there.has(lease, call):
-            return True
-        return self.rendezvous is not None and self.rendezvous.offers.has(lease, call)
+    def used_of(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> list[AnyLease]:
+        """Which of this memory is used for a call, and not given back yet."""
+        used = self.leases_there.used_of(leases, call)
+        if self.rendezvous is not None and len(used) < len(leases):
+            used += self.rendezvous.offers.used_of(leases, call)
+        return used
 
     def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the other end may never see; see `Pool.retire`."""

@@ -87,6 +87,8 @@ class Pool(Generic[Memory]):
         self._serial = 0
         self._refused = False
         self._in_vain = -1  # the credits that there were when somebody had waited for more
+        # The same of calls that used as much as they may, and of these which.
+        self._calls_in_vain: tuple[int, set[tuple[int, int]]] = (-1, set())
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
         self._idle: list[Lease[Memory]] = []
@@ -116,7 +118,8 @@ class Pool(Generic[Memory]):
         """Takes memory for one message.
 
         Waits for credits where the limit is reached and the receiver has some to give; not if
-        somebody has waited in vain, and the receiver has given none since.
+        somebody has waited in vain, and the receiver has given none since. A call that has waited
+        so for what it uses itself gets no more until then.
 
         Args:
             size_bytes: at least so much.
@@ -132,14 +135,14 @@ class Pool(Generic[Memory]):
         Raises:
             PeerLostError, ClosedError: the attachment is over.
         """
-        until = self._until(patience_s)
+        until = self._until(patience_s, call)
         while True:
             seen, left = self._count.value, until - time.monotonic()
-            waits_at = most if left > 0 else SLOTS
-            lease, again = self._attempt(size_bytes, call, answer_s, waits_at)
+            spares = left > 0 or self._is_in_vain(call, seen)
+            lease, again = self._attempt(size_bytes, call, answer_s, most if spares else SLOTS)
             if lease is not None or not again or left <= 0 or not needed():
-                if lease is None and left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen, most)
+                if left <= 0 < patience_s:
+                    self._waited_in_vain(call, seen, most, lease)
                 return lease
             try:
                 self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
@@ -156,27 +159,37 @@ class Pool(Generic[Memory]):
         most: int = SLOTS,
     ) -> Lease[Memory] | None:
         """As `take`; waits for credits without blocking the event loop."""
-        until = self._until(patience_s)
+        until = self._until(patience_s, call)
         while True:
             seen, left = self._count.value, until - time.monotonic()
-            waits_at = most if left > 0 else SLOTS
-            lease, again = self._attempt(size_bytes, call, answer_s, waits_at)
+            spares = left > 0 or self._is_in_vain(call, seen)
+            lease, again = self._attempt(size_bytes, call, answer_s, most if spares else SLOTS)
             if lease is not None or not again or left <= 0 or not needed():
-                if lease is None and left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen, most)
+                if left <= 0 < patience_s:
+                    self._waited_in_vain(call, seen, most, lease)
                 return lease
             try:
                 await self._count.reached(seen + 1, min(left, _SLICE_S), peer=self._peer)
             except TimeoutError:
                 pass
 
-    def _until(self, patience_s: float) -> float:
-        now = time.monotonic()
-        return now if self._count.value == self._in_vain else now + patience_s
+    def _until(self, patience_s: float, call: tuple[int, int]) -> float:
+        now, seen = time.monotonic(), self._count.value
+        return now if seen == self._in_vain or self._is_in_vain(call, seen) else now + patience_s
 
-    def _waited_in_vain(self, call: tuple[int, int], seen: int, most: int) -> None:
+    def _is_in_vain(self, call: tuple[int, int], seen: int) -> bool:
         with self._lock:
-            if self.uses(call) < most:  # there is none for other calls either
+            at, calls = self._calls_in_vain
+            return seen == at and call in calls
+
+    def _waited_in_vain(
+        self, call: tuple[int, int], seen: int, most: int, lease: Lease[Memory] | None
+    ) -> None:
+        with self._lock:
+            if self.uses(call) >= most:
+                at, calls = self._calls_in_vain
+                self._calls_in_vain = (seen, {*calls, call} if at == seen else {call})
+            elif lease is None:  # there is none for other calls either
                 self._in_vain = seen
 
     def _attempt(
@@ -324,11 +337,14 @@ class Pool(Generic[Memory]):
         used_bytes = sum(each.memory.size_bytes for each in used)
         return refused or 2 * used_bytes > self._limit_bytes or 2 * len(used) > SLOTS
 
-    def has(self, lease: AnyLease, call: tuple[int, int]) -> bool:
-        """Whether a lease is used for a call, and not given back yet."""
+    def used_of(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> list[AnyLease]:
+        """Which of these leases are used for a call, and not given back yet."""
+        if not leases:
+            return []
         with self._lock:
             self._collect()
-            return lease.call == call and self._used.get(lease.slot) is lease
+            used = self._used
+            return [each for each in leases if each.call == call and used.get(each.slot) is each]
 
     def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the receiver may never see, with their memory.

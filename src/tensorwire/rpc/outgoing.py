@@ -351,8 +351,8 @@ class SentMessage:
     def _own(self, attachment: RpcAttachment, lease: AnyLease) -> None:
         """Memory is used for this call, whose end takes it back."""
         link = self.link
-        leases = (each for each in link.leases if each is not lease)
-        link.leases = [lease, *(each for each in leases if attachment.has(each, link.call))]
+        leases = [each for each in link.leases if each is not lease]
+        link.leases = [lease, *attachment.used_of(leases, link.call)]
 
     def _ahead(
         self,
