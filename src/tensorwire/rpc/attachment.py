@@ -279,6 +279,8 @@ class RpcAttachment:
         self.unmarked_bytes = 0
         if self.runtime is not None and self._pid == os.getpid():
             self.runtime.close(lost=self.peer.lost)
+        if self.rendezvous is not None:
+            self.rendezvous.offers.close()
         self._node.close()
 
     # The client numbers its calls: what one raises for another has to name it.

@@ -135,6 +135,8 @@ class Pool(Generic[Memory]):
         Raises:
             PeerLostError, ClosedError: the attachment is over.
         """
+        if (lease := self.take_idle(size_bytes, call)) is not None:
+            return lease
         until = self._until(patience_s, call)
         while True:
             seen, left = self._count.value, until - time.monotonic()
@@ -159,6 +161,8 @@ class Pool(Generic[Memory]):
         most: int = SLOTS,
     ) -> Lease[Memory] | None:
         """As `take`; waits for credits without blocking the event loop."""
+        if (lease := self.take_idle(size_bytes, call)) is not None:
+            return lease
         until = self._until(patience_s, call)
         while True:
             seen, left = self._count.value, until - time.monotonic()
@@ -327,6 +331,11 @@ class Pool(Generic[Memory]):
         with self._lock:
             self._collect()
             return sum(each.call == call for each in self._used.values())
+
+    def all(self) -> list[Lease[Memory]]:
+        """All there are, used and idle."""
+        with self._lock:
+            return [*self._used.values(), *self._idle]
 
     def was_short(self) -> bool:
         """Whether memory was refused since this was asked last, or more than half is used now."""

@@ -40,8 +40,9 @@ CHUNK_BYTES = 4 << 20
 MAPPED_CHUNK_BYTES = 2 << 20
 """Where the receiver has the memory mapped: each end waits for the other one at every chunk."""
 FIRST_BYTES = 1 << 16
-"""Copied before the envelope leaves, of a message that is several times as long: the rest is copied
-while that is under way and the receiver wakes up."""
+"""Copied before the envelope leaves, of a message that is read in chunks: the rest is copied while
+that is under way and the receiver wakes up. Of one that is read at once a few times as much is
+copied before, and of a longer one nothing."""
 LOOP_CHUNK_BYTES = 1 << 20
 """Copied at a time in an event loop."""
 AT_ONCE_BYTES = 2 << 20
@@ -64,10 +65,11 @@ class Offered:
         size_bytes: its length.
     """
 
-    __slots__ = ("_region", "size_bytes")
+    __slots__ = ("_array", "_region", "size_bytes")
 
     def __init__(self, region: Region) -> None:
         self._region: Region | None = region
+        self._array: NDArray[np.uint8] | None = None
         self.size_bytes = region.size_bytes
 
     @property
@@ -76,19 +78,28 @@ class Offered:
         return self._region is None
 
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes.
+        """Its bytes; the same array each time, until it is freed.
 
         Raises:
             StaleHandleError: it was freed.
         """
-        region = self._region
+        region, array = self._region, self._array
         if region is None:
             raise StaleHandleError("memory for messages of a call is freed, as the call is over")
-        return region.array()
+        if array is None:
+            self._array = array = region.array()
+            if self._region is None:  # meanwhile
+                self._array = None
+        return array
+
+    def close(self) -> None:
+        """Lets go of its bytes; there are no more of them."""
+        self._region = self._array = None
 
     def free(self) -> None:
         """Frees it, whoever still has this object; calling it again does nothing."""
-        region, self._region = self._region, None
+        region = self._region
+        self.close()
         if region is not None:
             region.free()
 
@@ -119,6 +130,11 @@ class OfferPool(Pool[Offered]):
 
     def _turns_of(self, size_bytes: int) -> int:
         return size_bytes
+
+    def close(self) -> None:
+        """Lets go of all memory, as the node is closed."""
+        for lease in self.all():
+            lease.memory.close()
 
 
 class Staging:
@@ -314,14 +330,18 @@ class Rendezvous:
 
     def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Dispatch:
         try:
+            size = len(data)
             # One that is read at once is copied so too: nobody waits for a part of it.
-            chunk_bytes = len(data) if len(data) <= AT_ONCE_BYTES else self._chunk_bytes
+            chunk_bytes = size if size <= AT_ONCE_BYTES else self._chunk_bytes
             staging = Staging(lease, data, self._other_board, chunk_bytes)
-            staging.step(FIRST_BYTES if len(data) >= 4 * FIRST_BYTES else len(data))
+            if size < 4 * FIRST_BYTES:
+                staging.step(size)
+            elif size > AT_ONCE_BYTES:
+                staging.step(FIRST_BYTES)
         except BaseException:
             self.offers.retire([lease], call)
             raise
-        return Dispatch(lease, OFFERED_VERSION, staging)
+        return Dispatch(lease, OFFERED_VERSION, staging if staging.left else None)
 
     def read(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """Reads the message of an envelope, which can be done once.
@@ -493,11 +513,15 @@ class Rendezvous:
         """The sender may use the memory again."""
         with self._telling:
             self._count += 1
+            board, place = self._other_board, 8 * (1 + slot)
             try:
+                if self._maps:
+                    board.word(place).set(turn)
+                    board.word(0).set(self._count)
+                    return
                 # The other end is woken once. Turns rise, so half of a word is never too high.
-                place = 8 * (1 + slot)
-                self._other_board[place : place + 8].write(
-                    turn.to_bytes(8, "little"), signal=(self._other_board.word(0), self._count)
+                board[place : place + 8].write(
+                    turn.to_bytes(8, "little"), signal=(board.word(0), self._count)
                 )
             except TensorwireError:
                 pass  # the attachment is over, and nobody waits

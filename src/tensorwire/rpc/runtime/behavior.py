@@ -180,7 +180,8 @@ class Performance:
                 self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
-        if message is not None:
+        if message is not None and message.staging is not None:
+            self.call.flush()  # the client wakes up while the rest is copied
             message.finish()
         self.answered = True
 

@@ -107,6 +107,9 @@ class Receiver(Protocol):
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames; nobody waits for it."""
 
+    def flush(self) -> None:
+        """Sends what is held back, if anything is."""
+
     def forget(self, call: IncomingCall) -> None:
         """A call has ended."""
 
@@ -273,6 +276,10 @@ class IncomingCall:
             return False
         self._end.send(frames)
         return True
+
+    def flush(self) -> None:
+        """Sends now what is held back of it: this thread goes on with what follows."""
+        self._end.flush()
 
     # How it ends.
 

@@ -110,6 +110,10 @@ class ServerEnd:
         """See `Line.send`."""
         self.line.send(frames)
 
+    def flush(self) -> None:
+        """See `Line.flush`."""
+        self.line.flush()
+
     def forget(self, call: IncomingCall) -> None:
         """A call has ended."""
         self._calls.pop(call.number[0], None)
