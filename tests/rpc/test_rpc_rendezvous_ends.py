@@ -10,6 +10,7 @@ import pytest
 from ends import Ends
 from test_rpc_conformance import LONG_S, US, UU, echo, wait_for
 from test_rpc_rendezvous import WIRES, between, message, nothing_is_offered
+from test_rpc_runner import runner_of
 
 from tensorwire.rpc import rendezvous
 
@@ -62,6 +63,26 @@ METHODS = {
 }
 KINDS = "blocking", "future", "stream"
 LATE, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_response_is_sent_before_all_of_it_is_copied(
+    both: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of a quick servicer, in whose thread what is sent is held back otherwise."""
+    both.methods = METHODS
+    call = both.serve().channel().unary_unary("/t/make")
+    call(b"1")
+    runner, run = runner_of(both), rendezvous.Staging.run
+    wait_for(lambda: call(b"1") and runner.takes("/t/make"))
+    left: list[int] = []
+
+    def looking(staging: Any, needed: Any) -> None:
+        left.append(runner._line.backlog)
+        run(staging, needed)
+
+    monkeypatch.setattr(rendezvous.Staging, "run", looking)
+    assert call(str(5 * CHUNK).encode()) == message(5 * CHUNK)
+    assert left == [0]
 
 
 def test_a_deadline_while_the_sender_does_not_go_on(both: Ends, stalled: threading.Event) -> None:
