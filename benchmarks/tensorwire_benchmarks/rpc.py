@@ -7,14 +7,15 @@ memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its 
 processes copy into shared memory and raise eventfds on which the other one sleeps, or send on one
 socket (tcp). by-hand-bytes: and make bytes of what came. in-turn, in-turn-bytes: the same behind a
 call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a
-copy there and one back, and a look at each, in one process. All take turns, block by block. A call
-moves its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream:
-the same in event loops. uniform, random, skew: messages of ten buffers, as fields of bytes or as
-arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one client call at a time, with
-8 bytes; the CPU time of both processes by calls is what counts; by-hand has a thread at the server
-for each. processes1, 4, 16: the same with so many processes. requests: a stream of eight requests.
-push_pull: three processes call two servers at a time, over and over, with the ten buffers of skew;
-a row is the time by all calls.
+copy there and one back, and a look at each, in one process. All take turns, block by block; the
+first block of each, in which memory is made, does not count. A call moves its payload twice; of a
+stream of answers a row is one message of eight. aio and aio_stream: the same in event loops.
+uniform, random, skew: messages of ten buffers, as fields of bytes or as arrays (tensor,
+runtime-tensor). clients1, 4, 16: so many threads of one client call at a time, with 8 bytes; the
+CPU time of both processes by calls is what counts; by-hand has a thread at the server for each.
+processes1, 4, 16: the same with so many processes. requests: a stream of eight requests. push_pull:
+three processes call two servers at a time, over and over, with the ten buffers of skew; a row is
+the time by all calls.
 
 Not measured: other sizes of pools and threads.
 """
@@ -295,17 +296,19 @@ def _measure(
     missing = ""
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
     draw = random.Random(17)
-    for _ in range(rounds):
+    for number in range(1 + rounds):
         # In an order that is drawn: what runs before a block leaves caches and cores as it likes.
         for system in draw.sample(list(blocks), len(blocks)):
-            times = blocks[system]
+            times: list[float] = []
             if system != TORCH:
-                times.append(pair.call("time", wire, case, system, size, count))
+                times = pair.call("time", wire, case, system, size, count)
             elif not missing:
                 try:
-                    times.append(torch.time(wire, size, count))
+                    times = torch.time(wire, size, count)
                 except PairError as error:
                     missing = str(error)
+            if number and times:  # the first round makes the memory that all others use again
+                blocks[system].append(times)
     middles = {system: [median(block) for block in each] for system, each in blocks.items()}
     for system, each in blocks.items():
         if system == TORCH and missing:

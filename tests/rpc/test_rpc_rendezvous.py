@@ -5,6 +5,7 @@ import dataclasses
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -96,6 +97,21 @@ def test_messages_of_all_sizes_both_ways(both: Ends) -> None:
     assert list(channel.stream_stream("/t/ss")(iter(mixed))) == mixed
     assert channel.runtime == both.system.name
     wait_for(lambda: nothing_is_offered(channel, both.server))
+
+
+def test_a_closed_end_lets_go_of_what_it_has_offered(both: Ends) -> None:
+    """Whoever still has the attachment does not keep the memory of its messages."""
+    both.methods = {"/t/m": UU(echo)}
+    channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
+    assert channel.unary_unary("/t/m")(message(2 * CHUNK_BYTES)) == message(2 * CHUNK_BYTES)
+    wait_for(lambda: nothing_is_offered(channel, both.server))
+    attachment = channel.attachment
+    (lease,) = attachment.rendezvous.offers.all()
+    array = weakref.ref(lease.memory.array())
+    assert array() is not None
+    channel.close()
+    assert array() is None
+    assert lease.memory.freed
 
 
 def test_a_message_that_only_looks_like_an_envelope(both: Ends) -> None:

@@ -277,10 +277,11 @@ class RpcAttachment:
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
         self.unmarked_bytes = 0
-        if self.runtime is not None and self._pid == os.getpid():
-            self.runtime.close(lost=self.peer.lost)
-        if self.rendezvous is not None:
-            self.rendezvous.offers.close()
+        if self._pid == os.getpid():  # a lock may be held for ever in a forked child
+            if self.runtime is not None:
+                self.runtime.close(lost=self.peer.lost)
+            if self.rendezvous is not None:
+                self.rendezvous.offers.close()
         self._node.close()
 
     # The client numbers its calls: what one raises for another has to name it.
