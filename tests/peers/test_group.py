@@ -225,6 +225,12 @@ class TestLeaks:
             path.touch()
         path.unlink()
 
+    def test_a_named_semaphore_is_no_leak(self) -> None:
+        path = Path(f"/dev/shm/sem.tensorwire-test-{os.getpid()}")
+        with assert_no_leak(settle_s=0):
+            path.touch()
+        path.unlink()
+
     def test_same_again_is_no_leak(self) -> None:
         first = os.eventfd(0)
         with assert_no_leak(settle_s=0):

@@ -405,7 +405,7 @@ def test_what_a_future_or_a_stream_meets_tells_of_another_server(transport: str,
         if way == "future":
             return bytes(channel.unary_unary("/t/uu").future(b"x").result(timeout=20))
         request = b"x" if way == "unary_stream" else iter([b"x"])
-        return bytes(next(getattr(channel, way)("/t/" + way)(request)))
+        return bytes(next(getattr(channel, way)("/t/" + way)(request, timeout=20)))
 
     def start(make: Any, port: int, **options: Any) -> Any:
         server = make(ThreadPoolExecutor(4), **options)

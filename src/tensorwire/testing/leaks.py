@@ -27,7 +27,8 @@ class Footprint:
         mappings: mapped memfds and shared memory files, by inode and length.
         threads: running threads, by number and name.
         children: child processes, also those that have ended and were not waited for.
-        shared_files: files in /dev/shm, of any process; folders there are no shared memory.
+        shared_files: files in /dev/shm, of any process; folders and named semaphores there are no
+            shared memory.
     """
 
     descriptors: Counter[str] = field(default_factory=Counter)
@@ -136,7 +137,12 @@ def _command(pid: str) -> str:
 
 
 def _shared_files() -> Counter[str]:
-    return Counter(name for name in _entries("/dev/shm") if not os.path.isdir(f"/dev/shm/{name}"))
+    # What starts with "sem." is a semaphore of sem_open(3); pools of processes make many at a time.
+    return Counter(
+        name
+        for name in _entries("/dev/shm")
+        if not (name.startswith("sem.") or os.path.isdir(f"/dev/shm/{name}"))
+    )
 
 
 def _entries(folder: str) -> list[str]:
