@@ -478,6 +478,32 @@ def test_without_credits_messages_travel_inside(serve: Any, options: dict[str, A
         assert server.attachments[0].leases_there.used == 2
 
 
+def test_memory_of_short_messages_makes_room_for_a_long_one(
+    serve: Any, options: dict[str, Any]
+) -> None:
+    """Named for a bug: the receiver kept what the sender had freed, and had no other memory."""
+    together, count = threading.Barrier(4, timeout=20), [0]
+
+    def method(request: Any, context: Any) -> Any:
+        if rpc.array(request).nbytes == 1 << 20:
+            together.wait()
+        count[0] += rpc.array(request).nbytes
+        return rpc.Tensor()
+
+    server = serve({"/t/m": UU(method, **TENSORS)}, pool_bytes=4 << 20)
+    with connect(server, options) as channel:
+        call = tensor_call(channel)
+        call(rpc.tensor(np.ones(0)))  # an attachment is there
+        short = [call.future(rpc.tensor(np.ones(1 << 17))) for _ in range(4)]
+        assert all(each.result(20) == rpc.Tensor() for each in short)
+        wait_for(lambda: nothing_is_left(channel, server))
+        assert channel.attachment.leases_there.leased_bytes >= 4 << 20
+        call(rpc.tensor(np.ones(1 << 19)))
+        assert count == [8 << 20]
+        assert channel.attachment.leases_there.leased_bytes == 4 << 20
+        assert len(channel.attachment.leases_there.all()) == 1
+
+
 @pytest.mark.parametrize("how", ["refused", "cancelled", "deadline", "servicer fails"])
 def test_memory_comes_back_however_a_call_ends(
     serve: Any, options: dict[str, Any], how: str

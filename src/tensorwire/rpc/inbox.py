@@ -104,7 +104,6 @@ class Inbox:
         self._count = 0
         # A handler of a signal, or what is collected, may come back in here while it is held.
         self._lock = threading.RLock()
-        self._regions: dict[int, tuple[int, Region]] = {}
         self._turns: dict[int, int] = {}
         self._held: set[tuple[int, int]] = set()
 
@@ -126,7 +125,7 @@ class Inbox:
         with self._lock:
             if turn <= self._turns.get(slot, 0) or turn >= 1 << 63:
                 raise RefusedError(f"turn {turn} of slot {slot} was used before")
-            region = self._region(slot, envelope.serial)
+            region = self._region(envelope.serial)
             pieces = {}
             for ticket, offset, size in envelope.pieces:
                 if offset + size > region.size_bytes:
@@ -142,24 +141,18 @@ class Inbox:
             self._held.add((slot, turn))
         return Landed(memory, pieces, partial(self._give_back, slot, turn))
 
-    def _region(self, slot: int, serial: int) -> Region:
-        known = self._regions.get(slot)
-        if known is not None and known[0] == serial and not known[1].freed:
-            return known[1]
+    def _region(self, serial: int) -> Region:
+        # Looked up each time: what is kept here is not given back when the sender frees it, and
+        # counts as used when it wants other memory.
         try:
-            region = self._node.region(lease_name(serial))
+            return self._node.region(lease_name(serial))
         except LookupError:
             raise RefusedError(f"there is no {lease_name(serial)}") from None
-        self._regions[slot] = serial, region
-        return region
 
     def _give_back(self, slot: int, turn: int) -> None:
         with self._lock:
             if (slot, turn) not in self._held:
                 return  # it was interrupted behind that
-            known = self._regions.get(slot)
-            if known is not None and known[1].freed:
-                self._regions.pop(slot, None)
             # A later turn: the sender has given up this one, and must not see its word fall.
             if self._turns[slot] == turn:
                 self._tell(slot, turn)
