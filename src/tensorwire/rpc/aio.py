@@ -29,6 +29,7 @@ from .attachment import RpcAttachment
 from .factories import as_limits, as_transports, secure_transports
 from .inbox import RefusedError
 from .incoming import Reader
+from .janitor import JANITOR
 from .negotiation import Terms
 from .originals import make, original
 from .outgoing import PLAIN, SentMessage
@@ -267,7 +268,8 @@ class AioRpcChannel(grpc.aio.Channel):
         self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
         self._encrypted = encrypted
         self._closed = False
-        weakref.finalize(self, self.sender.keeper.close).atexit = False
+        # In whatever thread has the last of it, with whatever lock.
+        weakref.finalize(self, JANITOR.soon, self.sender.keeper.close).atexit = False
 
     @property
     def payload(self) -> str:

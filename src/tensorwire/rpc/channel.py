@@ -12,6 +12,7 @@ import grpc
 
 from .attachment import RpcAttachment
 from .calls import explain
+from .janitor import JANITOR
 from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 from .negotiation import AttachmentKeeper, Terms
 
@@ -31,7 +32,8 @@ class RpcChannel(grpc.Channel):
     def __init__(self, inner: grpc.Channel, terms: Terms) -> None:
         self.inner = inner
         self.keeper = AttachmentKeeper(terms, explain)
-        weakref.finalize(self, self.keeper.close).atexit = False
+        # In whatever thread has the last of it, with whatever lock.
+        weakref.finalize(self, JANITOR.soon, self.keeper.close).atexit = False
 
     @property
     def payload(self) -> str:

@@ -44,8 +44,11 @@ class Janitor:
         self._begin()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Has `work` done by the thread."""
-        self._queue.put(work)
+        """Has `work` done by the thread; here, if it was never needed, as then little is there."""
+        if self._started:
+            self._queue.put(work)
+        else:
+            _attempt(work)
 
     def watch(self, watched: Watched) -> None:
         """Looks at it every turn until it says no, or is gone."""

@@ -79,6 +79,54 @@ class CallOptions:
         )  # fmt: skip
 
 
+class _Answers:
+    """How calls of a method end: their responses, and what of them is taken back.
+
+    Calls have it, and it has the channel, which stays alive as long as one of them does. It does
+    not know the method: one that is forgotten is gone at once, and its channel with it, as in
+    grpcio.
+
+    Args:
+        channel: of the method.
+        reader: of its responses.
+    """
+
+    def __init__(self, channel: OfMethods, reader: Reader) -> None:
+        self._channel = channel
+        self._keeper = channel.keeper
+        self._reader = reader
+
+    def of_grpcio(self) -> Callable[[bytes], Any]:
+        """The deserializer of grpcio's calls."""
+        plain, read = self._reader.plain, self.read
+
+        def deserialize(data: bytes) -> Any:
+            if data.startswith(MAGIC):
+                return read(data)
+            return data if plain is None else plain(data)
+
+        return deserialize
+
+    def read(self, data: bytes, link: CallLink | None = None) -> Any:
+        """The user's response; the link is that of a call of the runtime."""
+        if not data.startswith(MAGIC):
+            return self._reader.inside(data)
+        needed = None if link is None else link.awaits_messages
+        return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
+
+    def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
+        """The call is over: what it sent and nobody has seen is taken back."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._keeper.disconnected()
+        elif link.foreign and not link.unsure:
+            self._keeper.pause()
+        attachment = link.attachment
+        if attachment is None:
+            return
+        link.ended = True  # before the leases are looked at: see `SentMessage`
+        attachment.end_call(link.call, link.leases, ok)
+
+
 class Method:
     """One method of a channel: its inner callable, and what every call of it does.
 
@@ -96,19 +144,19 @@ class Method:
     ) -> None:
         self._channel = channel
         self._keeper = channel.keeper
-        self._reader = Reader(response_deserializer)
+        answers = _Answers(channel, Reader(response_deserializer))
+        self._end = answers.end
+        self._reading = answers.of_grpcio()
         self._inner = getattr(channel.inner, arity)(
             method,
             lambda outgoing: outgoing.serialize(request_serializer),
-            self._reading(),
+            self._reading,
             registered,
         )
         # `tensorwire rpc trace` counts what serializers do that grpcio calls.
         watched = hasattr(self._inner, "_tensorwire_trace")
         self._small = SmallRequests(channel.keeper, request_serializer, watched=watched)
-        self._carried = CarriedMethod(
-            arity, method, request_serializer, self._deserialize, self._end
-        )
+        self._carried = CarriedMethod(arity, method, request_serializer, answers.read, answers.end)
 
     def _carrier(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
         """The attachment by which a call may go by the runtime; None: it goes by grpcio."""
@@ -117,23 +165,6 @@ class Method:
         if options.credentials is not None or options.compression is not None:
             return None
         return self._attachment(options, waits=waits)
-
-    def _reading(self) -> Callable[[bytes], Any]:
-        """The deserializer of grpcio's calls."""
-        plain, read = self._reader.plain, self._deserialize
-
-        def deserialize(data: bytes) -> Any:
-            if data.startswith(MAGIC):
-                return read(data)
-            return data if plain is None else plain(data)
-
-        return deserialize
-
-    def _deserialize(self, data: bytes, link: CallLink | None = None) -> Any:
-        if not data.startswith(MAGIC):
-            return self._reader.inside(data)
-        needed = None if link is None else link.awaits_messages
-        return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
 
     def _begin(self, options: CallOptions, *, waits: bool) -> tuple[CallLink, Any]:
         """The link of a new call, and its metadata with the mark of its attachment."""
@@ -173,22 +204,10 @@ class Method:
         )
         return answer
 
-    def _end(self, link: CallLink, ok: bool, code: Any = None) -> None:
-        """The call is over: what it sent and nobody has seen is taken back."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self._keeper.disconnected()
-        elif link.foreign and not link.unsure:
-            self._keeper.pause()
-        attachment = link.attachment
-        if attachment is None:
-            return
-        link.ended = True  # before the leases are looked at: see `SentMessage`
-        attachment.end_call(link.call, link.leases, ok)
-
     def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
         # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
         state = weakref.ref(call)
-        ended = partial(_ended, self, link, tickets, state)
+        ended = partial(_ended, self._end, link, tickets, state)
         if not call.add_callback(ended):
             ended()
 
@@ -270,13 +289,13 @@ def call_is_confirmed(link: CallLink) -> bool:
         return True
 
 
-def _ended(method: Method, link: CallLink, tickets: Sequence[int], state: Any) -> None:
+def _ended(end: Callable[..., None], link: CallLink, tickets: Sequence[int], state: Any) -> None:
     """A callback of grpcio, whose thread does not survive an exception."""
     try:
         call = state()
         code = None if call is None else call.code()
         ok = code is grpc.StatusCode.OK
-        method._end(link, ok, code)
+        end(link, ok, code)
         if ok:
             delivered(tickets)
     except Exception:
@@ -295,7 +314,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
 
     def __init__(self, channel: OfMethods, arity: str, method: str, *given: Any) -> None:
         super().__init__(channel, arity, method, *given)
-        self._stock = channel.inner.unary_unary(method, None, self._reading(), given[-1])
+        self._stock = channel.inner.unary_unary(method, None, self._reading, given[-1])
 
     def __call__(
         self,
@@ -423,11 +442,11 @@ class _StreamRequest(Method):
         if link is PLAIN:
             self._when_ended(first, link, ())
         else:
-            state = weakref.ref(first)
+            state, end = weakref.ref(first), self._end
 
             def ended() -> None:
                 over.append(True)
-                _ended(self, link, (), state)
+                _ended(end, link, (), state)
 
             if not first.add_callback(ended):
                 ended()

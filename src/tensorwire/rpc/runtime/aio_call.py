@@ -102,7 +102,7 @@ class AioCall:
         self._client = client
         self._deadline = deadline
         self._receive = receive
-        self._ended = ended
+        self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
         self._initial: Metadata | None = None
         self._trailing: Metadata = ()
         self._code: grpc.StatusCode | None = None
@@ -165,12 +165,17 @@ class AioCall:
         self.head(initial)
         self._code, self._details, self._trailing = code, details, trailing
         self._stop()
-        self._ended(code)
+        self._tell(code)
         self._over.finish()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._client.loop.call_soon(callback)
         return True
+
+    def _tell(self, code: grpc.StatusCode | None) -> None:
+        ended, self._ended = self._ended, None
+        assert ended is not None
+        ended(code)
 
     def _stop(self) -> None:
         if self._alarm is not None:
@@ -218,7 +223,7 @@ class AioCall:
         self._client.forget(self)
         self.refused = True
         self._stop()
-        self._ended(None)
+        self._tell(None)
         self._over.finish()
 
     async def settled(self) -> bool:

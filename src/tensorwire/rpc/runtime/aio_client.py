@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -15,10 +16,9 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import RpcAttachment
-from ..outgoing import SentMessage, at_once
-from ..threshold import LEAST_BYTES
+from ..outgoing import SentMessage, always, at_once
 from . import observed
-from .aio_call import KINDS, Receive
+from .aio_call import KINDS, AioCall, Receive
 from .carry import LONGEST_S, CarriedLink, Ended
 from .client import AnyClient
 from .flow import Outflow, Waiter
@@ -121,13 +121,12 @@ class AioMethod:
         method = details.method
         name = method if isinstance(method, bytes) else method.encode()
         traced = observed.watched("client", self.arity, name.decode())
-        link = CarriedLink(
-            attachment, number, at_once, lambda: not call.done(), self._ended, traced
-        )
+        link = CarriedLink(attachment, number, at_once, always, self._ended, traced)
         link.patience_s = 0.0  # of the event loop
         link.in_loop = True
         receive: Receive = partial(self._receive, traced=traced)
         call: Any = KINDS[self.arity](client, number, deadline, receive, link.tell, outflow)
+        link.needed = partial(_goes_on, weakref.ref(call))
         takes_stream = self.arity.endswith("stream")
         if streams:
             client.begin(call, name, entries, None, streams=takes_stream)
@@ -136,7 +135,7 @@ class AioMethod:
             else:
                 call.send_all(request, link, self._serializer, traced)
             return call
-        outgoing = link.outgoing = SentMessage(request, link, last=False)
+        outgoing = SentMessage(request, link, last=False)
         try:
             data = await observed.serialize_later(traced, outgoing, self._serializer)
         except asyncio.CancelledError:
@@ -147,9 +146,14 @@ class AioMethod:
             raise
         if call.done():  # its time has passed, or the server gone, while it waited for memory
             return call
-        if outgoing.size_bytes >= LEAST_BYTES and not takes_stream:
-            link.began_s = time.monotonic()
+        link.leaves(outgoing, timed=not takes_stream)
         client.begin(call, name, entries, data, streams=takes_stream)
         if outgoing.staging is not None:
             call.finish_sending(outgoing)
         return call
+
+
+def _goes_on(known: weakref.ref[AioCall]) -> bool:
+    """Somebody has the call, and it has not ended."""
+    call = known()
+    return call is not None and not call.done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,9 +100,7 @@ class CarriedMethod:
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
         if outgoing is not None:
-            link.outgoing = outgoing
-            if outgoing.size_bytes >= LEAST_BYTES and not self._takes_stream:
-                link.began_s = time.monotonic()
+            link.leaves(outgoing, timed=not self._takes_stream)
         if again is not None or self._takes_stream:
             call.leave_unattended()
         client.begin(call, self._name, entries, data, streams=self._takes_stream)
@@ -186,13 +184,11 @@ class CarriedLink(CallLink):
 
     Attributes:
         traced: as given.
-        outgoing: the request, if it is one that may be beside the call.
-        began_s: of a call whose time tells what suits requests of its size; else 0.
     """
 
     offers = True
-    outgoing: SentMessage | None = None
-    began_s = 0.0
+    _tickets: Sequence[int] = ()
+    _timed: tuple[int, bool, float] | None = None
 
     def __init__(
         self,
@@ -208,26 +204,36 @@ class CarriedLink(CallLink):
         self.traced = traced
         self._began_ns = 0 if traced is None else traced.begin()
 
+    def leaves(self, request: SentMessage, *, timed: bool) -> None:
+        """The bytes of the request are there. It is not kept: it has this link, and the payload.
+
+        Args:
+            request: that may be beside the call.
+            timed: what the call takes tells what suits requests of its size.
+        """
+        self._tickets = request.tickets
+        if timed and request.size_bytes >= LEAST_BYTES:
+            self._timed = request.size_bytes, request.by_rendezvous, time.monotonic()
+
     def tell(self, code: grpc.StatusCode | None) -> None:
         """Tells how it has ended; None: it was not carried out."""
         ok = code is grpc.StatusCode.OK
         self._ended(self, ok, code)
-        if ok and self.outgoing is not None:
-            if self.outgoing.tickets:
-                delivered(self.outgoing.tickets)
-            if self.began_s:
-                self._observe(self.outgoing, time.monotonic() - self.began_s)
+        if ok and self._tickets:
+            delivered(self._tickets)
+        if ok and self._timed is not None:
+            self._observe(*self._timed)
         if self.traced is not None:
             if code is None:
                 self.traced.not_begun()
             else:
                 self.traced.ended(self._began_ns, code.name)
 
-    def _observe(self, outgoing: SentMessage, took_s: float) -> None:
+    def _observe(self, size_bytes: int, by_rendezvous: bool, began_s: float) -> None:
         attachment = self.attachment
         if attachment is not None and attachment.rendezvous is not None:
             threshold = attachment.rendezvous.threshold
-            threshold.observe(outgoing.size_bytes, outgoing.by_rendezvous, took_s)
+            threshold.observe(size_bytes, by_rendezvous, time.monotonic() - began_s)
 
 
 def _left(deadline: float) -> float:

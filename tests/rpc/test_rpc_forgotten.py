@@ -1,0 +1,188 @@
+"""What is no longer needed is gone at once: nothing large waits for the collector of cycles."""
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from tensorwire import rpc
+from tensorwire.rpc.tensors import Holding
+
+MIB = 1 << 20
+PAYLOAD = 4 * MIB  # beyond every threshold
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+BEHAVIORS: dict[str, Callable[..., Any]] = {
+    "unary_unary": lambda request, context: again(request),
+    "unary_stream": lambda request, context: (again(request) for _ in range(2)),
+    "stream_unary": lambda requests, context: again(list(requests)[-1]),
+    "stream_stream": lambda requests, context: (again(each) for each in requests),
+}
+
+
+def again(request: Any) -> Any:
+    """The same payload, as a message that leaves."""
+    return rpc.tensor(rpc.array(request)) if isinstance(request, rpc.Tensor) else request
+
+
+def handlers(*coders: Any) -> dict[str, Any]:
+    return {
+        kind: getattr(grpc, f"{kind}_rpc_method_handler")(behavior, *coders)
+        for kind, behavior in BEHAVIORS.items()
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["beside grpcio", "runtime"])
+def runtime(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def target(runtime: bool) -> Iterator[str]:
+    server = rpc.server(ThreadPoolExecutor(4), runtime=runtime)
+    coders = rpc.Tensor.FromString, rpc.Tensor.SerializeToString
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler("bytes", handlers()),
+            grpc.method_handlers_generic_handler("Tensor", handlers(*coders)),
+        )
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def in_cycles(calls: Callable[[], None]) -> list[str]:
+    """What these calls leave to the collector, as far as that leads to payload."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        calls()
+        time.sleep(0.2)  # other threads let go of the last call
+        gc.collect()
+        found = gc.garbage[:]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    return [
+        f"{type(each).__name__} has {type(held).__name__}"
+        for each in found
+        for held in gc.get_referents(each)
+        if isinstance(held, Holding)
+        or (isinstance(held, bytes | np.ndarray | memoryview) and len(held) >= MIB)
+    ]
+
+
+def request_of(coders: tuple[Any, ...]) -> Any:
+    return rpc.tensor(np.ones(PAYLOAD, np.uint8)) if coders else bytes(PAYLOAD)
+
+
+MESSAGES = pytest.mark.parametrize(
+    ("service", "coders"),
+    [("bytes", ()), ("Tensor", (rpc.Tensor.SerializeToString, rpc.Tensor.FromString))],
+    ids=["bytes", "tensors"],
+)
+
+
+@MESSAGES
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_calls_leave_no_payload_to_the_collector(
+    target: str, runtime: bool, wire: str, service: str, coders: tuple[Any, ...]
+) -> None:
+    with rpc.insecure_channel(target, transports=(wire,), runtime=runtime) as channel:
+        for kind in KINDS:
+            method = getattr(channel, kind)(f"/{service}/{kind}", *coders)
+
+            def calls(method: Any = method, kind: str = kind) -> None:
+                for _ in range(5):
+                    request = request_of(coders)
+                    given = iter([request]) if kind.startswith("stream") else request
+                    answer = method(given)
+                    if kind.endswith("stream"):
+                        list(answer)
+                    if kind == "unary_unary":
+                        method.future(request_of(coders)).result()
+
+            calls()
+            assert channel.payload == wire
+            assert not runtime or channel.runtime == wire
+            assert in_cycles(calls) == [], kind
+
+
+@MESSAGES
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_calls_of_asyncio_leave_none_either(
+    target: str, runtime: bool, wire: str, service: str, coders: tuple[Any, ...]
+) -> None:
+    loop = asyncio.new_event_loop()
+
+    async def connect() -> Any:
+        return rpc.aio.insecure_channel(target, transports=(wire,), runtime=runtime)
+
+    channel = loop.run_until_complete(connect())
+
+    async def call(kind: str) -> None:
+        method = getattr(channel, kind)(f"/{service}/{kind}", *coders)
+        for _ in range(5):
+            request = request_of(coders)
+            began = method(iter([request]) if kind.startswith("stream") else request)
+            if kind.endswith("stream"):
+                async for _ in began:
+                    pass
+            else:
+                await began
+
+    for kind in KINDS:
+        loop.run_until_complete(call(kind))
+        assert channel.payload == wire
+        assert in_cycles(lambda kind=kind: loop.run_until_complete(call(kind))) == [], kind  # type: ignore[misc]
+    loop.run_until_complete(channel.close())
+    loop.close()
+
+
+def test_a_channel_that_is_forgotten_is_closed_at_once(target: str, runtime: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        channel = rpc.insecure_channel(target, runtime=runtime)
+        method = channel.unary_unary("/bytes/unary_unary")
+        assert len(method(bytes(PAYLOAD))) == PAYLOAD
+        attachment = channel.attachment
+        assert attachment is not None
+        node, known = attachment._node, weakref.ref(channel)
+        del channel, attachment
+        assert known() is not None, "a stub keeps its channel"
+        assert len(method(bytes(PAYLOAD))) == PAYLOAD
+        del method
+        assert known() is None
+        ends = time.monotonic() + 10  # another thread closes it
+        while not node.closed:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def test_a_call_goes_on_whose_channel_is_forgotten(target: str, runtime: bool) -> None:
+    def begun(kind: str, request: Any) -> Any:
+        channel = rpc.insecure_channel(target, runtime=runtime)
+        method = getattr(channel, kind)(f"/bytes/{kind}")
+        return method.future(request) if kind == "unary_unary" else method(request)
+
+    for _ in range(5):
+        assert len(begun("unary_unary", bytes(PAYLOAD)).result(20)) == PAYLOAD
+        assert [len(each) for each in begun("unary_stream", bytes(PAYLOAD))] == [PAYLOAD] * 2
+        requests = iter([bytes(PAYLOAD)] * 3)
+        assert [len(each) for each in begun("stream_stream", requests)] == [PAYLOAD] * 3
