@@ -6,6 +6,8 @@ With the first optimizer torch imports its compiler, only to tell it what not to
 3 seconds of CPU that a small worker takes. Here the compiler is told once something else has
 imported it; before, there is nobody to tell. And the garbage collector leaves alone what torch's
 modules hold, which it would look through several times when a process begins and when it ends.
+What torch imports for its compiler and for tensors without memory, a quarter of what is left, is
+imported when somebody asks for something in it.
 """
 
 import functools
@@ -18,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
+_LATE = ("torch._meta_registrations", "torch.export")
 
 
 class _Finder(MetaPathFinder):
@@ -46,6 +49,33 @@ def _without_collector(loader: Loader, module: ModuleType) -> None:
     finally:
         gc.enable()
     gc.freeze()
+
+
+class _Late(ModuleType):
+    """A module that is run when something in it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what asks looks at all modules
+            raise AttributeError(name)
+        self._load()
+        return getattr(self, name)
+
+    def _load(self) -> None:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        self.__dict__.pop("_run")()
+
+
+def _late(loader: Loader, module: ModuleType) -> None:
+    module.__dict__["_run"] = functools.partial(_run, loader, module)
+    module.__class__ = _Late
+
+
+def _behind_the_late(loader: Loader, module: ModuleType) -> None:
+    """The compiler needs what was left out, and in the order in which torch imports it."""
+    for name in _LATE:
+        if type(late := sys.modules.get(name)) is _Late:
+            late._load()
+    _run(loader, module)
 
 
 def _disables_late(loader: Loader, module: ModuleType) -> None:
@@ -88,6 +118,8 @@ def _if_compiler(
 _CHANGES: dict[str, Callable[[Loader, ModuleType], None]] = {
     "torch": _without_collector,
     "torch._compile": _disables_late,
+    _COMPILER: _behind_the_late,
+    **dict.fromkeys(_LATE, _late),
     "torch.optim.optimizer": _steps_without_compiler,
 }
 

@@ -24,7 +24,8 @@ for _ in range(3):
 print(json.dumps({
     "weight": model.weight.tolist(),
     "compiler": "torch._dynamo" in sys.modules,
-    "frozen": gc.get_freeze_count() > 100_000,
+    "exporter": "torch.export.exported_program" in sys.modules,
+    "frozen": gc.get_freeze_count() > 50_000,
     "collects": gc.isenabled(),
 }))
 """
@@ -48,13 +49,28 @@ def test_a_process_of_the_tests_has_no_compiler_and_the_same_results(
 ) -> None:
     lean = _result(tmp_path, "plain")
     assert not lean["compiler"]
+    assert not lean["exporter"]
     assert lean["frozen"]
     for how in ("compiler", "compiled"):
-        assert _result(tmp_path, how) == {**lean, "compiler": True}
+        assert _result(tmp_path, how) == {**lean, "compiler": True, "exporter": True}
     folder = str(Path(__file__).parents[1] / "lean")
     rest = os.environ["PYTHONPATH"].removeprefix(folder).removeprefix(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", rest)
-    assert _result(tmp_path, "plain") == {**lean, "compiler": True, "frozen": False}
+    assert _result(tmp_path, "plain") == {
+        **lean, "compiler": True, "exporter": True, "frozen": False
+    }  # fmt: skip
+
+
+def test_what_is_left_out_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    script = """
+import torch
+assert type(torch.export) is not type(torch)
+program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+assert program.module()(torch.ones(4, 3)).shape == (4, 2)
+from torch._meta_registrations import register_meta
+assert type(torch.export) is type(torch._meta_registrations) is type(torch)
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
 
 
 @pytest.mark.whole_torch
