@@ -49,6 +49,10 @@ def _without_collector(loader: Loader, module: ModuleType) -> None:
     finally:
         gc.enable()
     gc.freeze()
+    if hasattr(module._C, "_set_generator_metaclass"):  # what is late would have done it
+        from torch._opaque_base import OpaqueBaseMeta
+
+        module._C._set_generator_metaclass(OpaqueBaseMeta)
 
 
 class _Late(ModuleType):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -186,3 +187,91 @@ def test_a_call_goes_on_whose_channel_is_forgotten(target: str, runtime: bool) -
         assert [len(each) for each in begun("unary_stream", bytes(PAYLOAD))] == [PAYLOAD] * 2
         requests = iter([bytes(PAYLOAD)] * 3)
         assert [len(each) for each in begun("stream_stream", requests)] == [PAYLOAD] * 3
+
+
+def test_a_stream_of_asyncio_goes_on_whose_channel_is_forgotten(target: str, runtime: bool) -> None:
+    def begun(kind: str, request: Any) -> Any:
+        channel = rpc.aio.insecure_channel(target, runtime=runtime)
+        return getattr(channel, kind)(f"/bytes/{kind}")(request)
+
+    async def read(kind: str, request: Any) -> list[int]:
+        call = begun(kind, request)
+        found = []
+        async for each in call:
+            await asyncio.sleep(0.02)  # who closes forgotten channels has time for it
+            found.append(len(each))
+        return found
+
+    async def calls() -> None:
+        for size in (8, PAYLOAD):
+            assert await read("unary_stream", bytes(size)) == [size] * 2
+            assert await read("stream_stream", iter([bytes(size)] * 3)) == [size] * 3
+            assert len(await begun("unary_unary", bytes(size))) == size
+            assert len(await begun("stream_unary", iter([bytes(size)] * 2))) == size
+
+    asyncio.run(calls())
+
+
+@pytest.mark.parametrize("size", [8, PAYLOAD])
+@pytest.mark.parametrize("kind", ["unary_unary", "stream_unary"])
+@pytest.mark.parametrize("system", ["grpcio", "beside grpcio", "runtime"])
+def test_calls_of_asyncio_that_nobody_keeps_are_made(system: str, kind: str, size: int) -> None:
+    """Whoever only tells something drops the call, and its response."""
+    seen: list[int] = []
+
+    def note(request: Any, context: Any) -> Any:
+        requests = list(request) if kind == "stream_unary" else [request]
+        seen.append(sum(map(len, requests)))
+        return b""
+
+    async def requests() -> Any:
+        for _ in range(2):
+            await asyncio.sleep(0)
+            yield bytes(size // 2)
+
+    async def calls() -> None:
+        options: dict[str, Any] = {"options": [("grpc.max_send_message_length", -1)]}
+        make: Any = grpc.aio.insecure_channel
+        if system != "grpcio":
+            make, options["runtime"] = rpc.aio.insecure_channel, system == "runtime"
+        async with make(f"127.0.0.1:{port}", **options) as channel:
+            method = getattr(channel, kind)("/t/note")
+            for _ in range(10):
+                method(requests() if kind == "stream_unary" else bytes(size))
+                gc.collect(0)
+            ends = time.monotonic() + 20
+            while len(seen) < 10 and time.monotonic() < ends:
+                await asyncio.sleep(0.01)
+
+    options = [("grpc.max_receive_message_length", -1)]
+    server = rpc.server(ThreadPoolExecutor(4), runtime=system == "runtime", options=options)
+    behaviors = {"note": getattr(grpc, f"{kind}_rpc_method_handler")(note)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", behaviors),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    asyncio.run(calls())
+    server.stop(None).wait()
+    assert seen == [size] * 10
+
+
+def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime: bool) -> None:
+    """Nor its channel, unless it is grpcio's own, which keeps what deserializes."""
+    channel = rpc.insecure_channel(target, runtime=runtime)
+    known = weakref.ref(channel)
+    method = channel.unary_unary("/bytes/unary_unary")
+    method(bytes(PAYLOAD))
+    requests = [bytes([number]) * PAYLOAD for number in range(3)]
+    others = [sys.getrefcount(each) for each in requests]
+    futures = [method.future(each) for each in requests]
+    assert [future.result(20) for future in futures] == requests
+    del channel, method
+    gc.disable()
+    try:
+        ends = time.monotonic() + 10  # other threads let go of them
+        while [sys.getrefcount(each) for each in requests] != others:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        assert known() is None or not runtime
+    finally:
+        gc.enable()
+    assert [future.code() for future in futures] == [grpc.StatusCode.OK] * 3

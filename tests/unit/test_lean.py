@@ -65,6 +65,7 @@ def test_what_is_left_out_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
     script = """
 import torch
 assert type(torch.export) is not type(torch)
+assert torch.Generator().manual_seed(3).initial_seed() == 3
 program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
 assert program.module()(torch.ones(4, 3)).shape == (4, 2)
 from torch._meta_registrations import register_meta

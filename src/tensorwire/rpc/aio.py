@@ -43,9 +43,10 @@ __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
 
 async def _receive(
-    reader: Reader, find: Any, data: bytes, needed: Callable[[], bool], *, traced: Any
+    channel: AioRpcChannel, reader: Reader, data: bytes, needed: Callable[[], bool], *, traced: Any
 ) -> Any:
-    """The user's message that came by the runtime."""
+    """The user's message that came by the runtime, in a call that keeps its channel."""
+    find = channel.sender.keeper.find
     return await reader.read_later(data, find, lenient=True, needed=needed, traced=traced)
 
 
@@ -346,7 +347,7 @@ class AioRpcChannel(grpc.aio.Channel):
         inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
         carried = None
         if keeper.carries:
-            receive = partial(_receive, reader, keeper.find)
+            receive = partial(_receive, self, reader)
             carried = AioMethod(arity, serializer, receive, self.sender.ended)
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:

@@ -46,15 +46,10 @@ class LaterCall:
     def __init__(self, beginning: Coroutine[Any, Any, Any], timeout: float | None) -> None:
         self._until = None if timeout is None else time.monotonic() + timeout
         self._cancelled_early = False
+        # It goes on where this is forgotten, as in `grpc.aio`: what it makes knows when to end.
         self._task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(beginning)
+        self._task.add_done_callback(_look_at)
         self._iterator: AsyncIterator[Any] | None = None
-
-    def __del__(self) -> None:
-        # Nobody can ask it for anything any more. Perhaps in a collector's thread.
-        if hasattr(self, "_task") and not self.done():
-            loop = self._task.get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_forget, self._task)
 
     @property
     def _made(self) -> Any:
@@ -157,9 +152,10 @@ class LaterCall:
         return f"<{type(self).__name__} of {self._made or self._task}>"
 
 
-def _forget(task: asyncio.Task[Any]) -> None:
-    if not task.cancel():
-        _cancel_made(task)
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Its error is for whoever asks the call; asyncio would log it where nobody does."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _cancel_made(task: asyncio.Task[Any]) -> None:

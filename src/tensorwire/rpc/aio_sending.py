@@ -99,6 +99,8 @@ class AioSender:
                 asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
                 self._asking = asking
             await asyncio.wait((asking,), timeout=wait_s)
+            if asking.done():
+                self._asking = None  # its context leads to the channel
             attachment = self.keeper.ready
             if details.timeout is not None:
                 left = details.timeout - (time.monotonic() - started)

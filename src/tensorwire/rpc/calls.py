@@ -44,7 +44,7 @@ class Resent(grpc.Call, grpc.RpcError):
     def __init__(self, first: Any, again: Again, accepted: Callable[[], bool]) -> None:
         super().__init__()
         self._call = first
-        self._again = again
+        self._again: Again | None = again
         self._accepted = accepted
         self._first = first
         self._lock = threading.Lock()
@@ -61,7 +61,8 @@ class Resent(grpc.Call, grpc.RpcError):
         with self._lock:
             if self._settled.is_set():
                 return
-            second = None if self._cancelled else self._again(self._first)
+            again, self._again = self._again, None  # which has the request
+            second = None if self._cancelled or again is None else again(self._first)
             if second is not None:
                 self._call = second
             self._settled.set()

@@ -85,7 +85,10 @@ class AioCall:
     Attributes:
         number, outflow: as given.
         refused: it has ended because the server refuses to carry it out here.
+        is_kept: it is carried out where its caller forgets it; else it is cancelled then.
     """
+
+    is_kept = False
 
     def __init__(
         self,
@@ -360,6 +363,8 @@ class AioCall:
 
 class _OneResponse(AioCall):
     """Of a call with one response."""
+
+    is_kept = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -20,7 +20,7 @@ from ..outgoing import SentMessage, always, at_once
 from . import observed
 from .aio_call import KINDS, AioCall, Receive
 from .carry import LONGEST_S, CarriedLink, Ended
-from .client import AnyClient
+from .client import AnyClient, ClientCall
 from .flow import Outflow, Waiter
 from .frames import as_metadata
 from .loop import in_loop
@@ -49,12 +49,26 @@ class AioClient(AnyClient):
     ) -> None:
         super().__init__(node, memory, other, peer, limits, patient=False)
         self._reading: asyncio.Task[None] | None = None
+        self._kept: set[ClientCall] = set()
 
     def start(self) -> None:
         """Begins to read, in the running event loop."""
         if self._reading is None:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-            self._reading = self.loop.create_task(self.line.serve())
+            # Not in the context of that call, which has its method, and the channel.
+            apart = contextvars.Context()
+            self._reading = apart.run(self.loop.create_task, self.line.serve())
+
+    def begin(self, call: ClientCall, *given: Any, **named: Any) -> None:
+        """See `AnyClient`."""
+        if isinstance(call, AioCall) and call.is_kept:
+            self._kept.add(call)
+        super().begin(call, *given, **named)
+
+    def forget(self, call: ClientCall) -> None:
+        """See `AnyClient`."""
+        super().forget(call)
+        self._kept.discard(call)
 
     def await_probe(self, waiter: Waiter, until: float) -> bool:
         """See `AnyClient`. In the thread that connects, before the loop reads."""

@@ -124,6 +124,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         again: Callable[[], Any] | None = None,
         outflow: Outflow | None = None,
     ) -> None:
+        self.args = ()  # as of an exception, which has all of the above in it
         self.latches = []
         self.number = number
         self.outflow = outflow
@@ -267,6 +268,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._trailing, self._response, self._cancelled = trailing, response, cancelled
         self._details = details
         self._pieces = []
+        # It may be kept for long; the request and the channel are not.
+        self._again, self._deserialize = None, _nothing
         if self._alarm is not None:
             self._alarm.action = None
         self._stop_messages()
@@ -313,9 +316,11 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self.finish()
 
     def _make_again(self) -> None:
-        assert self._again is not None
+        again, self._again = self._again, None
+        if again is None:  # it has ended meanwhile
+            return
         try:
-            second = self._again()
+            second = again()
         except Exception as error:
             self.conclude(grpc.StatusCode.UNAVAILABLE, f"the channel is closed: {error}")
             return
@@ -574,6 +579,10 @@ class StreamCall(RuntimeCall):
         return response
 
     next = __next__
+
+
+def _nothing(data: bytes) -> None:
+    """What is made of a response to a call that has ended."""
 
 
 def call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -181,9 +181,12 @@ class AnyClient:
         threshold = attachment.rendezvous.threshold
         if threshold.fixed:
             return
-        self._attachment = attachment
         threshold.changed = self._tell_threshold
-        found = measure(self, threshold.most_bytes)
+        self._attachment = attachment
+        try:
+            found = measure(self, threshold.most_bytes)
+        finally:
+            self._attachment = None  # which has this client
         # A probe that the server has given up is answered too, and its memory never given back.
         attachment.rendezvous.offers.retire_calls(lambda number: True)
         attachment.leases_there.retire_calls(lambda number: True)
