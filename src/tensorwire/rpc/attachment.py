@@ -8,6 +8,7 @@ ends with the peer.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -26,6 +27,8 @@ from .leases import SLOTS, AnyLease, LeasePool
 from .pushing import Pushing
 from .rendezvous import BOARD_BYTES, PUSHED_WORDS, Rendezvous
 from .threshold import Threshold
+
+_LOG = logging.getLogger("tensorwire.rpc")
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
@@ -140,6 +143,7 @@ class RpcAttachment:
         self.leases_here = Inbox(node, self._other_board)
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
+        self._told_full = False
         self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._unclaimed: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
@@ -273,6 +277,17 @@ class RpcAttachment:
             if not each.look():
                 with contextlib.suppress(ValueError):  # another thread has seen that too
                     recent.remove(each)
+
+    def tell_full(self, size_bytes: int) -> None:
+        """A message travels inside, for lack of memory for it; the first one is told."""
+        if not self._told_full:
+            self._told_full = True
+            _LOG.warning(
+                "a message of %d bytes travels in gRPC: of the memory that both ends have for what "
+                "travels beside it (pool_bytes: %d there, %d here) so much was not free; arrays "
+                "and messages that are kept are in it, copies are not. This is told once.",
+                size_bytes, self._lent_bytes, self.limits.pool_bytes,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""

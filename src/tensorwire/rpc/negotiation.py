@@ -59,9 +59,10 @@ _ANY_BYTES = 1 << 62
 
 
 def host_id() -> str:
-    """Tells hosts apart, and what a host was before it was started again."""
+    """Tells hosts apart, the networks of containers, and what a host was before it was booted."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
 

@@ -144,6 +144,7 @@ class SentMessage:
         staging: what is left of the message to be copied when its bytes have been sent, if
             anything: whoever sends them calls `finish`.
         by_rendezvous: it travels so.
+        kept: what has the memory of its arrays.
         size_bytes: of the message, if it was asked whether it is to; else 0.
     """
 
@@ -152,6 +153,7 @@ class SentMessage:
         "_begun",
         "ahead",
         "by_rendezvous",
+        "kept",
         "last",
         "link",
         "message",
@@ -168,6 +170,7 @@ class SentMessage:
         self.tickets: list[int] = []
         self.staging: Staging | None = None
         self.by_rendezvous = False
+        self.kept: Any = None
         self.size_bytes = 0
         self._arrays: dict[int, NDArray[np.uint8]] | None = None
         self._begun = False
@@ -298,8 +301,7 @@ class SentMessage:
 
     def _tell(self, error: Exception) -> None:
         """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
-        if not self.link.offers:
-            _LOG.error("a message cannot be sent: %s", error)
+        _LOG.error("a message cannot be sent: %s", error)
 
     def finish(self) -> None:
         """Copies what is left of the message, whose bytes have been sent."""
@@ -337,6 +339,8 @@ class SentMessage:
         self, attachment: RpcAttachment, offer: Dispatch | None, size_bytes: int
     ) -> bytes | None:
         if offer is None:
+            if self.link.needed():
+                attachment.tell_full(size_bytes)
             return None
         link, lease = self.link, offer.lease
         self._own(attachment, lease)
@@ -388,6 +392,8 @@ class SentMessage:
             size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
         )
         if lease is None:
+            if link.needed():
+                attachment.tell_full(size)
             return None
         self._own(attachment, lease)
         if link.ended:

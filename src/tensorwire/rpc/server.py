@@ -27,7 +27,7 @@ from .outgoing import PLAIN, CallLink, SentMessage
 from .runtime.context import Caller
 from .runtime.served import arity_of, behavior_of
 from .runtime.server import Service
-from .tensors import Holding
+from .tensors import Holding, drop
 from .unmarked import UnmarkedHandlers, copy_attributes
 
 DRAIN_S = 1.0
@@ -158,14 +158,16 @@ class ServedCall(grpc.RpcMethodHandler):
         if self._attachment is not None:
             link = CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
         responses = self._behavior(request, context, *(partial(_leave, link, f) for f in respond))
+        had = [request]
         del request
-        for holding in holdings:
-            holding.look()  # the servicer has the message no longer, unless it keeps it
+        drop(had, holdings, responses)
         if respond:
             return None
         if self.response_streaming:
             return Leaving(responses, link)
-        return SentMessage(responses, link, last=True)
+        leaving = SentMessage(responses, link, last=True)
+        leaving.kept = had
+        return leaving
 
     def open_one(
         self, arrived: Arrived, context: grpc.ServicerContext, holdings: list[Holding]

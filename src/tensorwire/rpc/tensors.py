@@ -7,6 +7,7 @@ are thrown away; see `incoming.py`.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import struct
@@ -24,7 +25,7 @@ from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
 from tensorwire.memory.buffers import check_unmasked
 
-from .fields import is_tensor_message
+from .fields import is_tensor_message, tensors
 from .inbox import Landed
 from .janitor import JANITOR
 from .tensor_pb2 import Tensor
@@ -92,6 +93,10 @@ class Holding:
                 self._views[ticket] = weakref.ref(view)
             return view
 
+    def has(self, ticket: int) -> bool:
+        """A Tensor stands for a piece of it."""
+        return ticket in self._pieces
+
     def _is_viewed(self) -> bool:
         """Somebody has an array over the memory."""
         for view in list(self._views.values()):
@@ -127,6 +132,25 @@ class Holding:
                 return True
         # What had the message may have been collected since, and have looked at an array before.
         return self._is_viewed()
+
+
+def drop(request: list[Any], holdings: list[Holding], response: Any) -> None:
+    """Lets go of a request that its servicer has no longer, and of its memory.
+
+    Not yet if the response has Tensors of it: they are sent from there.
+
+    Args:
+        request: the only reference to it, which is taken out.
+        holdings: of its memory.
+        response: a message, or anything else, which has none.
+    """
+    if holdings and any(
+        holding.has(each.ticket) for each in tensors(response) for holding in holdings
+    ):
+        return
+    request.clear()
+    for holding in holdings:
+        holding.look()
 
 
 def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
@@ -280,15 +304,16 @@ def torch_tensor(message: Any) -> Any:
     """As `array`, a torch tensor on the CPU.
 
     Raises:
-        UnavailableError: nobody has imported torch.
+        UnavailableError: torch is not installed.
         TypeError, ValueError, StaleHandleError, ClosedError: as for `array`.
     """
-    torch = modules.get("torch")
-    if torch is None:
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError as error:
         raise UnavailableError(
-            "torch_tensor makes a torch tensor, and nobody has imported torch: import torch first, "
-            "or use array"
-        )
+            "torch_tensor makes a torch tensor, and torch is not installed: pip install torch, or "
+            "use array"
+        ) from error
     name, shape = _checked(message)
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

@@ -19,7 +19,7 @@ from ..attachment import RpcAttachment
 from ..inbox import RefusedError
 from ..incoming import Reader, find_only
 from ..outgoing import CallLink, SentMessage, at_once
-from ..tensors import Holding
+from ..tensors import Holding, drop
 from . import observed
 from .aio_context import AioContext, SyncContext
 from .behavior import finish, refuse_payload
@@ -127,9 +127,9 @@ class AioPerformance:
             response = await self._in_pool(behavior, request, context)
             for callback in context.callbacks:
                 callback()
+        had = [request]
         del request
-        for holding in holdings:
-            holding.look()  # the servicer has the message no longer, unless it keeps it
+        drop(had, holdings, response)
         self.context.check()
         if self.context.code() not in (None, _Code.OK):
             self.finish(_Code.OK, "")

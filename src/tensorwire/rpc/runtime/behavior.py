@@ -17,14 +17,16 @@ from ..envelope import MAGIC
 from ..inbox import RefusedError
 from ..incoming import find_only
 from ..outgoing import CallLink, SentMessage, no_deadline
-from ..tensors import Holding
+from ..tensors import Holding, drop
 from .context import CallContext
 from .flow import Waiter
 from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
 from .leaving import leaving
 from .served import Handled, IncomingCall
 
-_LOG = logging.getLogger("tensorwire.rpc")
+# Where grpcio logs the same, so that who looks there sees it.
+_SERVER_LOG = logging.getLogger("grpc._server")
+_COMMON_LOG = logging.getLogger("grpc._common")
 _Code = grpc.StatusCode
 _REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
 
@@ -94,9 +96,9 @@ class Performance:
         except Exception as error:
             self._failed(error, "calling application")
             return
+        had = [request]
         del request
-        for holding in holdings:
-            holding.look()  # the servicer has the message no longer, unless it keeps it
+        drop(had, holdings, response)
         if not handled.gives_stream:
             self._respond_once(response)
         elif not calls_back:
@@ -115,7 +117,7 @@ class Performance:
                 details = f"Exception {what}: {error}"
             except Exception:
                 details = "Calling application raised unprintable Exception!"
-            _LOG.exception(details)
+            _SERVER_LOG.exception(details)
             self.finish(_Code.UNKNOWN, details)
 
     def deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
@@ -142,7 +144,7 @@ class Performance:
             refuse_payload(self.call, error)
             return None
         except Exception:
-            _LOG.exception("a request could not be deserialized")
+            _COMMON_LOG.exception("Exception deserializing message!")
         if request is None:
             self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
         return request
@@ -158,7 +160,7 @@ class Performance:
                 response, self._attachment, self._link, serializer, self._traced, last=True
             )
         except Exception:
-            _LOG.exception("a response could not be serialized")
+            _COMMON_LOG.exception("Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self.finish(_Code.INTERNAL, "Failed to serialize response!")

@@ -42,7 +42,8 @@ from .line import SharedReader
 from .options import MessageLimits
 from .outcome import NoResponse, failure_of, status_of
 
-_LOG = logging.getLogger("tensorwire.rpc")
+_LOG = logging.getLogger("grpc._common")
+"""Where grpcio logs the same."""
 _LOOK_S = 0.005
 _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
@@ -241,7 +242,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         except Exception as error:
             if (failure := failure_of(error)) is not None:
                 return failure
-            _LOG.exception("a response could not be deserialized")
+            _LOG.exception("Exception deserializing message!")
         if response is None:
             return NoResponse(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
         return response

@@ -23,7 +23,8 @@ from .leaving import leaving
 from .requests import RequestSender
 from .threads import THREADS
 
-_LOG = logging.getLogger("tensorwire.rpc")
+_LOG = logging.getLogger("grpc._common")
+"""Where grpcio logs the same."""
 LONGEST_S = 1e9
 """Of a timeout; grpcio takes what is longer."""
 
@@ -89,7 +90,7 @@ class CarriedMethod:
                 request, attachment, lambda: link, self._serializer, link.traced, last=False
             )
         except Exception:
-            _LOG.exception("a request could not be serialized")
+            _LOG.exception("Exception serializing message!")
         except BaseException:
             call.conclude(grpc.StatusCode.CANCELLED, "the caller was interrupted")
             raise

@@ -18,7 +18,9 @@ from .call import ClientEnd, RuntimeCall
 from .flow import Outflow, Waiter
 from .frames import Number, last_frame, message_frames
 
-_LOG = logging.getLogger("tensorwire.rpc")
+# Where grpcio logs the same.
+_LOG = logging.getLogger("grpc._channel")
+_COMMON_LOG = logging.getLogger("grpc._common")
 
 
 class RequestSender:
@@ -67,7 +69,7 @@ class RequestSender:
         try:
             data = observed.serialize(self._traced, message, self._serializer)
         except Exception:
-            _LOG.exception("a request could not be serialized")
+            _COMMON_LOG.exception("Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self._abort(grpc.StatusCode.INTERNAL, "Exception serializing request!")
