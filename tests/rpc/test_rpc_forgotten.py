@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tensorwire import rpc
+from tensorwire.rpc.janitor import Janitor
 from tensorwire.rpc.tensors import Holding
 
 MIB = 1 << 20
@@ -275,3 +276,13 @@ def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime:
     finally:
         gc.enable()
     assert [future.code() for future in futures] == [grpc.StatusCode.OK] * 3
+
+
+def test_in_a_forked_child_nothing_is_closed_where_it_is_noticed() -> None:
+    """A thread of the parent may have had the lock that this needs."""
+    janitor, done = Janitor(), []
+    janitor.soon(lambda: done.append("first"))
+    assert done == ["first"], "it has no thread, and nothing to wait for"
+    janitor.forked()
+    janitor.soon(lambda: done.append("in the child"))
+    assert done == ["first"]

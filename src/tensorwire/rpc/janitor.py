@@ -31,6 +31,7 @@ class Janitor:
     """The thread, which starts when there is work and belongs to the process that started it."""
 
     def __init__(self) -> None:
+        self._is_forked = False
         self._begin()
 
     def _begin(self) -> None:
@@ -41,11 +42,16 @@ class Janitor:
 
     def forked(self) -> None:
         """In a forked child, where the thread is not, and nothing of what it cared for."""
+        self._is_forked = True
         self._begin()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Has `work` done by the thread; here, if it was never needed, as then little is there."""
-        if self._started:
+        """Has `work` done by the thread; here, if it was never needed, as then little is there.
+
+        In a forked child nobody does it until the thread is needed there: locks may be held for
+        ever by threads that only the parent has.
+        """
+        if self._started or self._is_forked:
             self._queue.put(work)
         else:
             _attempt(work)
