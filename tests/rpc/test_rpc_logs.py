@@ -1,20 +1,25 @@
 """What is logged, and by whom: what grpcio logs is logged where grpcio logs it."""
 
+import asyncio
+import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import grpc.aio
+import hosts
 import numpy as np
 import pytest
 from ends import Ends
 
 from tensorwire import rpc
-from tensorwire.rpc.negotiation import host_id
+from tensorwire.rpc.attachment import Limits
+from tensorwire.rpc.host import host_id
+from tensorwire.rpc.negotiation import DeclinedError, Registry, Terms
 
 
 def test_errors_of_users_are_logged_where_grpcio_logs_them(
@@ -33,6 +38,57 @@ def test_errors_of_users_are_logged_where_grpcio_logs_them(
     told = {(record.name, record.getMessage()) for record in caplog.records}
     assert ("grpc._server", "Exception calling application: of the servicer") in told
     assert ("grpc._common", "Exception serializing message!") in told
+
+
+@pytest.mark.parametrize("system", ["grpcio", "beside grpcio", "runtime"])
+def test_errors_of_users_of_asyncio_are_logged_there_too(
+    caplog: pytest.LogCaptureFixture, system: str
+) -> None:
+    async def fail(request: bytes, context: Any) -> bytes:
+        raise ZeroDivisionError("of the servicer")
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        context.add_done_callback(lambda _: 1 / 0)
+        return b"x"
+
+    async def calls() -> None:
+        make: Any = (grpc.aio.server, grpc.aio.insecure_channel)
+        options: dict[str, Any] = {}
+        if system != "grpcio":
+            make = (rpc.aio.server, rpc.aio.insecure_channel)
+            options["runtime"] = system == "runtime"
+        server = make[0](**options)
+        methods = {"fail": fail, "answer": answer}
+        unary = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", unary),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with make[1](f"127.0.0.1:{port}", **options) as channel:
+            with pytest.raises(grpc.RpcError):
+                await channel.unary_unary("/t/fail")(b"")
+            await channel.unary_unary("/t/answer", None, lambda data: 1 / 0)(b"")
+        await server.stop(None)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(calls())
+    told = {(record.name, record.getMessage()) for record in caplog.records}
+    assert told >= {
+        (
+            "grpc._cython.cygrpc",
+            "Unexpected [ZeroDivisionError] raised by servicer method [/t/fail]",
+        ),
+        ("grpc._cython.cygrpc", "Error in callback for method [/t/answer]"),
+        ("grpc._common", "Exception deserializing message!"),
+    }
+
+
+def test_a_host_that_cannot_be_known_is_asked_for() -> None:
+    """As of a port of all addresses, where no route leads out."""
+    registry = Registry(Terms(Limits(), ("tcp",), listen="no such host"), 1)
+    asked = {"versions": [1], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
+    with pytest.raises(DeclinedError, match="name it by listen="):
+        registry.open(json.dumps(asked).encode(), encrypted=False)
+    registry.close()
 
 
 @pytest.mark.parametrize("runtime", [False, True], ids=["beside grpcio", "runtime"])
@@ -62,12 +118,18 @@ def test_it_is_told_once_that_all_memory_is_kept(
     assert f"pool_bytes: {8 << 20} there" in told.getMessage()
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is missing")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a network namespace")
+@pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
 def test_a_network_of_its_own_is_another_host() -> None:
     """127.0.0.1 is somebody else there, as in a container."""
-    script = "from tensorwire.rpc.negotiation import host_id; print(host_id())"
-    there = subprocess.check_output(["unshare", "-n", sys.executable, "-c", script], text=True)
+    script = "from tensorwire.rpc.host import host_id; print(host_id())"
+    name = f"tw-logs-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        there = subprocess.check_output(
+            ["ip", "netns", "exec", name, sys.executable, "-c", script], text=True
+        )
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
     assert there.strip() != host_id()
     here = subprocess.check_output([sys.executable, "-c", script], text=True)
     assert here.strip() == host_id()

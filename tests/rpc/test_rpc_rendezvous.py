@@ -18,8 +18,9 @@ from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_fo
 from tensorwire import rpc
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc.attachment import THRESHOLDS
+from tensorwire.rpc.host import host_id
 from tensorwire.rpc.inbox import GivenUpError
-from tensorwire.rpc.negotiation import MARK, OPEN, RUNTIME_VERSION, host_id
+from tensorwire.rpc.negotiation import MARK, OPEN, RUNTIME_VERSION
 from tensorwire.rpc.rendezvous import CHUNK_BYTES, Rendezvous
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall

@@ -21,6 +21,7 @@ import grpc.aio
 
 from tensorwire.errors import TensorwireError
 
+from . import logs
 from .agent import ChannelAgent
 from .aio_calls import LATER, LaterCall, Unreadable
 from .aio_sending import AioSender, chained
@@ -330,7 +331,7 @@ class AioRpcChannel(grpc.aio.Channel):
             try:
                 data: bytes = outgoing.serialize(serializer)
             except Exception as error:
-                _LOG.exception("a request could not be serialized")
+                logs.COMMON.exception("Exception serializing message!")
                 return error  # which grpcio refuses; it would send an empty message if this raised
             return data
 

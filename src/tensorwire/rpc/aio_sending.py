@@ -99,7 +99,7 @@ class AioSender:
                 asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
                 self._asking = asking
             await asyncio.wait((asking,), timeout=wait_s)
-            if asking.done():
+            if asking is self._asking and asking.done():
                 self._asking = None  # its context leads to the channel
             attachment = self.keeper.ready
             if details.timeout is not None:

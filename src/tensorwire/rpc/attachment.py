@@ -284,8 +284,8 @@ class RpcAttachment:
             self._told_full = True
             _LOG.warning(
                 "a message of %d bytes travels in gRPC: of the memory that both ends have for what "
-                "travels beside it (pool_bytes: %d there, %d here) so much was not free; arrays "
-                "and messages that are kept are in it, copies are not. This is told once.",
+                "travels beside it (pool_bytes: %d there, %d here) so much was not free in time; "
+                "arrays and messages that are kept are in it, copies are not. This is told once.",
                 size_bytes, self._lent_bytes, self.limits.pool_bytes,
             )  # fmt: skip
 

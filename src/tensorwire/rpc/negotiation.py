@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tensorwire.errors import TensorwireError, UnavailableError
@@ -32,6 +31,7 @@ from .attachment import (
     make_rendezvous_board,
 )
 from .envelope import VERSION
+from .host import host_id
 from .inbox import SenderGoneError
 from .janitor import JANITOR
 from .runtime.client import AnyClient, RuntimeClient
@@ -56,15 +56,6 @@ _READY = "ready"
 _LONGEST_PAUSE_S = 60.0
 _FOR_EVER = float("inf")
 _ANY_BYTES = 1 << 62
-
-
-def host_id() -> str:
-    """Tells hosts apart, the networks of containers, and what a host was before it was booted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
 
 
 NO_RUNTIME = Offer(None, "it is not offered on such a channel")
@@ -191,14 +182,19 @@ class Registry:
             if self._closed or len(self._attachments) + len(self._waiting) >= self._most:
                 raise DeclinedError(f"this server has {self._most} attachments")
             id, secret = secrets.token_bytes(16), secrets.token_bytes(32)
-            node = Node(
-                id.hex(),
-                listen=f"[{listen}]:0" if ":" in listen else f"{listen}:0",
-                secret=secret,
-                transports=transports,
-                quota_bytes=self._terms.limits.pool_bytes,
-                max_peers=1,
-            )
+            try:
+                node = Node(
+                    id.hex(),
+                    listen=f"[{listen}]:0" if ":" in listen else f"{listen}:0",
+                    secret=secret,
+                    transports=transports,
+                    quota_bytes=self._terms.limits.pool_bytes,
+                    max_peers=1,
+                )
+            except ValueError as error:
+                raise DeclinedError(
+                    f"the server's host for payload is not known: name it by listen= ({error})"
+                ) from error
             board = make_board(node)
             runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
             service = self._service if runs and caller is not None else None

@@ -144,7 +144,7 @@ class SentMessage:
         staging: what is left of the message to be copied when its bytes have been sent, if
             anything: whoever sends them calls `finish`.
         by_rendezvous: it travels so.
-        kept: what has the memory of its arrays.
+        kept: keeps the memory of its arrays, where they are those of a request.
         size_bytes: of the message, if it was asked whether it is to; else 0.
     """
 
@@ -301,7 +301,8 @@ class SentMessage:
 
     def _tell(self, error: Exception) -> None:
         """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
-        _LOG.error("a message cannot be sent: %s", error)
+        if not self.link.in_loop:  # there the user gets the error itself
+            _LOG.error("a message cannot be sent: %s", error)
 
     def finish(self) -> None:
         """Copies what is left of the message, whose bytes have been sent."""

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from .. import logs
 from ..attachment import RpcAttachment
 from ..inbox import RefusedError
 from ..incoming import Reader, find_only
@@ -81,7 +82,9 @@ class AioPerformance:
         try:
             await self._run()
             if self.context.abort_error is not None:
-                _LOG.error("Abort error unexpectedly suppressed: %r", self.context.abort_error)
+                logs.AIO_SERVER.error(
+                    "Abort error unexpectedly suppressed: %s", self.context.abort_error
+                )
         except (_EndedError, grpc.aio.AbortError):
             pass
         except asyncio.CancelledError:
@@ -89,14 +92,17 @@ class AioPerformance:
             raise
         except Exception as error:
             if self._call.is_active():
-                _LOG.exception("a servicer of %s failed", self._call.method)
+                logs.AIO_SERVER.exception(
+                    "Unexpected [%s] raised by servicer method [%s]",
+                    type(error).__name__, self._call.method,
+                )  # fmt: skip
                 self.finish(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
         finally:
             try:
                 for callback in self.context.callbacks:
                     callback()
             except Exception:  # the others are not called, as in grpcio
-                _LOG.exception("a callback of a call failed")
+                logs.AIO_SERVER.exception("Error in callback for method [%s]", self._call.method)
 
     async def _run(self) -> None:
         handler, call = self._handler, self._call

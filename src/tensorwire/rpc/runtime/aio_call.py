@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from .. import logs
 from ..envelope import is_awaited
 from ..inbox import RefusedError
 from ..outgoing import CallLink, SentMessage
@@ -214,7 +215,7 @@ class AioCall:
                 failure = NoResponse(_Code.INTERNAL, "Exception deserializing response!")
             self.end_here(*failure)
         except Exception:
-            _LOG.exception("a response could not be deserialized")
+            logs.COMMON.exception("Exception deserializing message!")
         return None
 
     def deadline_passed(self) -> None:

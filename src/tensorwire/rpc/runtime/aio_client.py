@@ -15,6 +15,7 @@ import grpc
 
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from .. import logs
 from ..attachment import RpcAttachment
 from ..outgoing import SentMessage, always, at_once
 from . import observed
@@ -155,7 +156,9 @@ class AioMethod:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                logs.COMMON.exception("Exception serializing message!")
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise
         if call.done():  # its time has passed, or the server gone, while it waited for memory

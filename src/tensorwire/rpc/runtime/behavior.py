@@ -5,13 +5,13 @@ The order of things, what they raise and what it is called are grpcio's: see its
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import grpc
 
+from .. import logs
 from ..attachment import RpcAttachment
 from ..envelope import MAGIC
 from ..inbox import RefusedError
@@ -24,9 +24,6 @@ from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
 from .leaving import leaving
 from .served import Handled, IncomingCall
 
-# Where grpcio logs the same, so that who looks there sees it.
-_SERVER_LOG = logging.getLogger("grpc._server")
-_COMMON_LOG = logging.getLogger("grpc._common")
 _Code = grpc.StatusCode
 _REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
 
@@ -117,7 +114,7 @@ class Performance:
                 details = f"Exception {what}: {error}"
             except Exception:
                 details = "Calling application raised unprintable Exception!"
-            _SERVER_LOG.exception(details)
+            logs.SERVER.exception(details)
             self.finish(_Code.UNKNOWN, details)
 
     def deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
@@ -144,7 +141,7 @@ class Performance:
             refuse_payload(self.call, error)
             return None
         except Exception:
-            _COMMON_LOG.exception("Exception deserializing message!")
+            logs.COMMON.exception("Exception deserializing message!")
         if request is None:
             self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
         return request
@@ -160,7 +157,7 @@ class Performance:
                 response, self._attachment, self._link, serializer, self._traced, last=True
             )
         except Exception:
-            _COMMON_LOG.exception("Exception serializing message!")
+            logs.COMMON.exception("Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self.finish(_Code.INTERNAL, "Failed to serialize response!")

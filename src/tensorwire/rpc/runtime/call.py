@@ -6,7 +6,6 @@ whoever takes its token: its answer, its deadline, a cancellation or the end of 
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from .. import logs
 from ..envelope import MAGIC
 from ..janitor import JANITOR
 from .callbacks import Callbacks
@@ -42,8 +42,6 @@ from .line import SharedReader
 from .options import MessageLimits
 from .outcome import NoResponse, failure_of, status_of
 
-_LOG = logging.getLogger("grpc._common")
-"""Where grpcio logs the same."""
 _LOOK_S = 0.005
 _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
@@ -242,7 +240,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         except Exception as error:
             if (failure := failure_of(error)) is not None:
                 return failure
-            _LOG.exception("Exception deserializing message!")
+            logs.COMMON.exception("Exception deserializing message!")
         if response is None:
             return NoResponse(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
         return response

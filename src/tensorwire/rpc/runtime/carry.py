@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from .. import logs
 from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage, always, no_deadline
 from ..tensors import delivered
@@ -23,8 +23,6 @@ from .leaving import leaving
 from .requests import RequestSender
 from .threads import THREADS
 
-_LOG = logging.getLogger("grpc._common")
-"""Where grpcio logs the same."""
 LONGEST_S = 1e9
 """Of a timeout; grpcio takes what is longer."""
 
@@ -90,7 +88,7 @@ class CarriedMethod:
                 request, attachment, lambda: link, self._serializer, link.traced, last=False
             )
         except Exception:
-            _LOG.exception("Exception serializing message!")
+            logs.COMMON.exception("Exception serializing message!")
         except BaseException:
             call.conclude(grpc.StatusCode.CANCELLED, "the caller was interrupted")
             raise

@@ -5,22 +5,18 @@ The thread keeps the call only weakly, so that a call that is forgotten is cance
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
+from .. import logs
 from ..outgoing import CallLink, SentMessage
 from . import observed
 from .call import ClientEnd, RuntimeCall
 from .flow import Outflow, Waiter
 from .frames import Number, last_frame, message_frames
-
-# Where grpcio logs the same.
-_LOG = logging.getLogger("grpc._channel")
-_COMMON_LOG = logging.getLogger("grpc._common")
 
 
 class RequestSender:
@@ -54,7 +50,7 @@ class RequestSender:
             except StopIteration:
                 break
             except Exception:
-                _LOG.exception("Exception iterating requests!")
+                logs.CHANNEL.exception("Exception iterating requests!")
                 self._abort(grpc.StatusCode.UNKNOWN, "Exception iterating requests!")
                 return
             if self._outflow.closed or not self._send(request):
@@ -69,7 +65,7 @@ class RequestSender:
         try:
             data = observed.serialize(self._traced, message, self._serializer)
         except Exception:
-            _COMMON_LOG.exception("Exception serializing message!")
+            logs.COMMON.exception("Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self._abort(grpc.StatusCode.INTERNAL, "Exception serializing request!")

@@ -18,6 +18,7 @@ import grpc
 
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from .. import logs
 from ..attachment import CALLS, RpcAttachment
 from ..envelope import is_awaited, unseal
 from ..inbox import RefusedError
@@ -52,7 +53,6 @@ from .runner import Runner
 from .served import Handled, IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
-_GRPC_LOG = logging.getLogger("grpc._server")  # where grpcio logs the same
 _Code = grpc.StatusCode
 _MOST_PROBE_BYTES = 8 << 20
 _MOST_KNOWN = 1024
@@ -370,7 +370,7 @@ class Service(AnyService):
             handler = context.run(self._pipeline, details)
             handled = None if handler is None else self._handled(call.method, handler)
         except Exception as error:
-            _GRPC_LOG.exception("Exception servicing handler: %s", error)
+            logs.SERVER.exception("Exception servicing handler: %s", error)
             call.fail(_Code.UNKNOWN, "Error in service handler!", reading=True)
             return
         if handled is None:
