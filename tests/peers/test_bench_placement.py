@@ -19,7 +19,14 @@ from tensorwire_benchmarks import contest, link
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.benches import PLACEMENT
 from tensorwire_benchmarks.engine import run
-from tensorwire_benchmarks.systems import COMPUTATION, GRPC, GRPC_ATTACHED, PLAN, System
+from tensorwire_benchmarks.systems import (
+    COMPUTATION,
+    GRPC,
+    GRPC_ATTACHED,
+    GRPC_RUNTIME,
+    PLAN,
+    System,
+)
 from tensorwire_benchmarks.traffic import Traffic
 from tensorwire_benchmarks.workloads.catalog import WORKLOADS, Workload, workload
 
@@ -28,8 +35,9 @@ pytest.importorskip("tensorwire.torch")
 needs_grpc = pytest.mark.skipif(GRPC.missing() is not None, reason=str(GRPC.missing()))
 
 
-# One test has the twin of grpc as well: it is the same program.
-SYSTEMS = tuple(name for name in PLACEMENT.names if name != GRPC_ATTACHED.name)
+# One test has the twins of grpc as well: they are the same program.
+TWINS = (GRPC_ATTACHED.name, GRPC_RUNTIME.name)
+SYSTEMS = tuple(name for name in PLACEMENT.names if name not in TWINS)
 
 
 def tiny(*names: str, bench: Bench = PLACEMENT, **changes: object) -> Report:

@@ -23,6 +23,7 @@ from test_rpc_conformance import US, UU, wait_for
 from test_rpc_runtime import way
 
 from tensorwire import rpc
+from tensorwire.rpc.factories import chosen_transports, secure_transports
 
 SYNC = System("shm", RUNTIME_SHM, RUNTIME_SHM)
 
@@ -97,7 +98,7 @@ def test_settings_that_cannot_be(kind: str) -> None:
     for name in named:
         bad += [
             (name, "shm", f"{name} is a tuple of names, as in"),
-            (name, None, f"{name} is a tuple of names, as in"),
+            (name, 7, f"{name} is a tuple of names, as in"),
             (name, ("shm", "ib"), f"{name} are shm, tcp and rdma, not ib"),
         ]
 
@@ -330,6 +331,7 @@ import os, threading
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from tensorwire import rpc
+from tensorwire.rpc.factories import chosen_transports, secure_transports
 
 go = threading.Event()
 
@@ -370,3 +372,37 @@ def test_a_fork_with_a_call_under_way(tmp_path: Path) -> None:
     )  # fmt: skip
     over = "CANCELLED grpcio: the connection of the attachment is over\n"
     assert (done.returncode, done.stdout) == (0, f"{over}held shm\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "named", "by"),
+    [
+        ("", None, "shm"),
+        ("tcp", None, "tcp"),
+        (" tcp , shm", None, "shm"),
+        ("tcp", ("shm",), "shm"),
+        ("rdma", None, "inside"),
+    ],
+)
+def test_the_environment_leaves_transports_out_where_nobody_names_them(
+    value: str, named: tuple[str, ...] | None, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORWIRE_TRANSPORTS", value)
+    settings: dict[str, Any] = {} if named is None else {"transports": named}
+    ends = Ends(System("", settings, settings), {"/t/uu": UU(lambda request, context: request)})
+    channel = ends.serve().channel()
+    assert channel.unary_unary("/t/uu")(bytes(1 << 20)) == bytes(1 << 20)
+    assert channel.payload.partition(":")[0] == by
+    ends.close()
+
+
+def test_the_environment_holds_for_asyncio_and_what_is_encrypted_and_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TENSORWIRE_TRANSPORTS", "tcp")
+    assert chosen_transports(None, ("shm",)) == ()  # of asyncio
+    assert secure_transports(()) == ()
+    assert secure_transports(("tcp",)) == ("tcp",)
+    monkeypatch.setenv("TENSORWIRE_TRANSPORTS", "tcp,rope")
+    with pytest.raises(ValueError, match="TENSORWIRE_TRANSPORTS are shm, tcp and rdma, not rope"):
+        rpc.insecure_channel("127.0.0.1:1")

@@ -18,7 +18,15 @@ from tensorwire_benchmarks.figures import (
     seconds_of,
 )
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
-from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, GRPC_ATTACHED, LIMIT, PLAN
+from tensorwire_benchmarks.systems import (
+    COMPUTATION,
+    COPY,
+    GRPC,
+    GRPC_ATTACHED,
+    GRPC_RUNTIME,
+    LIMIT,
+    PLAN,
+)
 from tensorwire_benchmarks.verdicts import (
     judge_bits,
     judge_in_place,
@@ -231,8 +239,9 @@ def test_else_they_live_in_groups_in_the_order_of_turns() -> None:
     contest = contest_of()
     assert contest._groups(26 << 30) == [
         [PLAN.name, LIMIT], [COPY.name, COMPUTATION.name], [GRPC.name], [GRPC_ATTACHED.name],
+        [GRPC_RUNTIME.name],
     ]  # fmt: skip
-    assert [len(group) for group in contest._groups(1 << 30)] == [1] * 6
+    assert [len(group) for group in contest._groups(1 << 30)] == [1] * 7
 
 
 def test_only_what_was_asked_for_runs() -> None:

@@ -102,6 +102,14 @@ GRPC_ATTACHED = replace(
     options=("--attached",),
 )
 """The same program with the channel and the server of `tensorwire.rpc`."""
+GRPC_RUNTIME = replace(
+    GRPC_ATTACHED,
+    name="grpc-runtime",
+    trainer=f"{_PACKAGE}.grpc_worker:RuntimeTrainer",
+    carries={"shm": "shared memory", "tcp": "loopback TCP"},
+    options=("--attached", "--runtime"),
+)
+"""The same, whose calls go by the runtime of `tensorwire.rpc` instead of HTTP/2."""
 PLAN, COPY = _own("plan"), _own("copy", "CopyTrainer")
 SYNC, ASYNC = _own("sync", "SyncTrainer"), _own("async", "AsyncTrainer")
 BOUNDED = _own("bounded", "BoundedTrainer")

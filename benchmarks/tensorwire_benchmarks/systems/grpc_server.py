@@ -226,7 +226,9 @@ def _handlers(grpc: Any, shard: GrpcShard) -> dict[str, Any]:
     }
 
 
-def listen(shard: GrpcShard, workers: int, where: str, library: str = "grpc") -> tuple[Any, str]:
+def listen(
+    shard: GrpcShard, workers: int, where: str, library: str = "grpc", **settings: Any
+) -> tuple[Any, str]:
     """Serves in threads of its own.
 
     Args:
@@ -234,6 +236,7 @@ def listen(shard: GrpcShard, workers: int, where: str, library: str = "grpc") ->
         workers: how many there are; the stream of each holds a thread.
         where: as on the command line.
         library: makes the server, as grpcio does.
+        settings: of the server, besides grpcio's.
 
     Returns:
         The server, and the address for workers.
@@ -243,6 +246,7 @@ def listen(shard: GrpcShard, workers: int, where: str, library: str = "grpc") ->
         ThreadPoolExecutor(2 * workers),
         handlers=[grpc.method_handlers_generic_handler(SERVICE, _handlers(grpc, shard))],
         options=OPTIONS,
+        **settings,
     )
     port = server.add_insecure_port(where)
     server.start()
@@ -256,14 +260,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--optimizer", required=True)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--attached", action="store_true", help="large messages travel beside gRPC")
+    parser.add_argument("--runtime", action="store_true", help="so do calls, by the runtime")
     parser.add_argument("--address-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     shard = GrpcShard(torch, options.workers, options.optimizer)
-    library = "tensorwire.rpc" if options.attached else "grpc"
-    server, address = listen(shard, options.workers, options.listen, library)
+    library, settings = "grpc", {}
+    if options.attached:
+        library, settings = "tensorwire.rpc", {"runtime": options.runtime}
+    server, address = listen(shard, options.workers, options.listen, library, **settings)
     os.write(options.address_fd, f"{address}\n".encode())
     os.close(options.address_fd)
     server.wait_for_termination()

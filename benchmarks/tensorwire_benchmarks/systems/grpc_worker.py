@@ -18,7 +18,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -121,17 +121,24 @@ def _blocks(torch: Any, module: Any, parameters: Iterable[Any]) -> list[_Block]:
     return [_Block(torch, tables) for tables in by_width.values()]
 
 
+def ways(address: str) -> tuple[str, ...]:
+    """By which payload travels to a server at an address, so that a wire is what it is called."""
+    return ("shm",) if address.startswith("unix:") else ("tcp",)
+
+
 class GrpcTrainer(Trainer):
     """One worker.
 
     Attributes:
         library: makes the channel, as grpcio does.
+        settings: of the channel, besides grpcio's.
 
     Raises:
         ValueError: gradients are sparse, and the optimizer is not `PLAIN_SGD`.
     """
 
     library = "grpc"
+    settings: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -153,7 +160,8 @@ class GrpcTrainer(Trainer):
             parameter.data = part.view_as(parameter)
         for parameter in order:
             parameter.register_post_accumulate_grad_hook(self._arrived)
-        self._channel = library.insecure_channel(place.server, options=OPTIONS)
+        settings = {**self.settings, "transports": ways(place.server)} if self.settings else {}
+        self._channel = library.insecure_channel(place.server, options=OPTIONS, **settings)
         self._set_bucket_bytes = self._channel.unary_unary(f"/{SERVICE}/Configure")
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
@@ -262,6 +270,28 @@ class GrpcTrainer(Trainer):
 
 
 class AttachedTrainer(GrpcTrainer):
-    """One worker whose large messages travel beside gRPC."""
+    """One worker whose large messages travel beside gRPC.
+
+    Attributes:
+        way: what of the channel says how they travel.
+
+    Raises:
+        RuntimeError: that is not the way which the server listens on.
+    """
 
     library = "tensorwire.rpc"
+    settings: ClassVar[dict[str, Any]] = {"runtime": False}
+    way = "payload"
+
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
+        super().__init__(place, module)
+        (wanted,) = ways(place.server)
+        if (way := getattr(self._channel, self.way)) != wanted:
+            raise RuntimeError(f"the channel's {self.way} travels by {way}, not by {wanted}")
+
+
+class RuntimeTrainer(AttachedTrainer):
+    """One worker whose calls go by the runtime."""
+
+    settings: ClassVar[dict[str, Any]] = {"runtime": True}
+    way = "runtime"

@@ -27,7 +27,7 @@ from .aio_calls import LATER, LaterCall, Unreadable
 from .aio_sending import AioSender, chained
 from .aio_server import server
 from .attachment import RpcAttachment
-from .factories import as_limits, as_transports, secure_transports
+from .factories import as_limits, chosen_transports, secure_transports
 from .inbox import RefusedError
 from .incoming import Reader
 from .janitor import JANITOR
@@ -447,7 +447,7 @@ def insecure_channel(
     threshold_bytes: int | None = None,
     pool_bytes: int | None = None,
     patience_s: float | None = None,
-    transports: tuple[str, ...] = ("shm",),
+    transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> AioRpcChannel:
     """As `grpc.aio.insecure_channel`; further keywords as `tensorwire.rpc.insecure_channel`.
@@ -460,7 +460,7 @@ def insecure_channel(
     options = kept(options)
     offered = offer(runtime, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    terms = Terms(limits, as_transports(transports), runtime=offered)
+    terms = Terms(limits, chosen_transports(transports, ("shm",)), runtime=offered)
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)

@@ -20,7 +20,7 @@ import grpc.aio
 from .agent import read_token
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
-from .factories import as_limits, as_number, server_terms
+from .factories import as_limits, as_number, chosen_transports, server_terms
 from .incoming import Reader, find_only
 from .negotiation import MARK, OPEN, DeclinedError, Registry, check_mark
 from .originals import make, original
@@ -198,7 +198,7 @@ def server(
     threshold_bytes: int | None = None,
     pool_bytes: int | None = None,
     patience_s: float | None = None,
-    transports: tuple[str, ...] = ("shm",),
+    transports: tuple[str, ...] | None = None,
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
     max_attachments: int = 64,
@@ -215,6 +215,7 @@ def server(
             compression,
         )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    transports = chosen_transports(transports, ("shm",))
     terms = server_terms(limits, transports, listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from numbers import Real
@@ -19,6 +20,7 @@ from .server import Interceptor, RpcServer
 from .threshold import chosen_threshold
 
 _DEFAULT = Limits()
+_TRANSPORTS = "TENSORWIRE_TRANSPORTS"
 
 
 def insecure_channel(
@@ -29,7 +31,7 @@ def insecure_channel(
     threshold_bytes: int | None = None,
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
-    transports: tuple[str, ...] = ("shm", "tcp"),
+    transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> RpcChannel:
     """As `grpc.insecure_channel`.
@@ -42,7 +44,8 @@ def insecure_channel(
             shared memory, 2 MiB on tcp; of Tensors 192 and 640 KiB, with the runtime 96 and 128.
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
-        transports: by which payload may travel; () for not at all.
+        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp", without
+            those that TENSORWIRE_TRANSPORTS leaves out.
         runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
             whether the environment variable TENSORWIRE_RPC is "runtime".
 
@@ -54,7 +57,7 @@ def insecure_channel(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms = Terms(limits, as_transports(transports), runtime=offered)
+    terms = Terms(limits, chosen_transports(transports), runtime=offered)
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)
@@ -105,7 +108,7 @@ def server(
     threshold_bytes: int | None = None,
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
-    transports: tuple[str, ...] = ("shm", "tcp"),
+    transports: tuple[str, ...] | None = None,
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
     max_attachments: int = 64,
@@ -124,7 +127,8 @@ def server(
         threshold_bytes: as for `insecure_channel`.
         patience_s: as for `insecure_channel`.
         pool_bytes: memory here that each client may write requests into.
-        transports: by which payload may travel; () for not at all.
+        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp", without
+            those that TENSORWIRE_TRANSPORTS leaves out.
         plaintext_transports: by which payload of encrypted connections may travel besides shared
             memory, unencrypted: ("tcp",). The client has to allow it too.
         listen: the host by which clients on other hosts reach this one. By default that of the
@@ -137,7 +141,7 @@ def server(
             thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
         )
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    terms = server_terms(limits, transports, listen, plaintext_transports)
+    terms = server_terms(limits, chosen_transports(transports), listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
     carried = offer(runtime, options, compression)
@@ -188,16 +192,35 @@ def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
     return chosen
 
 
+def chosen_transports(names: Any, usual: tuple[str, ...] = ("shm", "tcp")) -> tuple[str, ...]:
+    """The transports that a user names; if he does not, the usual ones that his environment allows.
+
+    Raises:
+        ValueError: names, or those in TENSORWIRE_TRANSPORTS, are unknown.
+    """
+    if names is not None:
+        return as_transports(names)
+    text = os.environ.get(_TRANSPORTS, "")
+    if not text:
+        return usual
+    allowed = as_transports([name.strip() for name in text.split(",")], _TRANSPORTS)
+    return tuple(each for each in usual if each in allowed)
+
+
 def secure_transports(plaintext: tuple[str, ...]) -> tuple[str, ...]:
     """By which payload of a secure channel may travel."""
-    return tuple(dict.fromkeys(("shm", *as_transports(plaintext, "plaintext_transports"))))
+    beside = as_transports(plaintext, "plaintext_transports")
+    return tuple(dict.fromkeys((*chosen_transports(None, ("shm",)), *beside)))
 
 
 def server_terms(
-    limits: Limits, transports: tuple[str, ...], listen: Any, plaintext: tuple[str, ...]
+    limits: Limits,
+    transports: tuple[str, ...],
+    listen: Any,
+    plaintext: tuple[str, ...],
 ) -> Terms:
     """Checks what a server says of payload."""
     if not isinstance(listen, str):
         raise ValueError(f"listen is the name or address of a host, not {listen!r}")
     plaintext = as_transports(plaintext, "plaintext_transports")
-    return Terms(limits, as_transports(transports), listen, plaintext)
+    return Terms(limits, transports, listen, plaintext)

@@ -14,6 +14,7 @@ _OF_CONNECTIONS = (
     "grpc.http2.",
     "grpc.keepalive_",
     "grpc.so_reuseport",
+    "grpc.optimization_target",
     "grpc.use_local_subchannel_pool",
     "grpc.primary_user_agent",
     "grpc.secondary_user_agent",
