@@ -44,8 +44,8 @@ def insecure_channel(
             shared memory, 2 MiB on tcp; of Tensors 192 and 640 KiB, with the runtime 96 and 128.
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
-        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp", without
-            those that TENSORWIRE_TRANSPORTS leaves out.
+        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
+            without those that TENSORWIRE_TRANSPORTS leaves out.
         runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
             whether the environment variable TENSORWIRE_RPC is "runtime".
 
@@ -127,8 +127,8 @@ def server(
         threshold_bytes: as for `insecure_channel`.
         patience_s: as for `insecure_channel`.
         pool_bytes: memory here that each client may write requests into.
-        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp", without
-            those that TENSORWIRE_TRANSPORTS leaves out.
+        transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
+            without those that TENSORWIRE_TRANSPORTS leaves out.
         plaintext_transports: by which payload of encrypted connections may travel besides shared
             memory, unencrypted: ("tcp",). The client has to allow it too.
         listen: the host by which clients on other hosts reach this one. By default that of the
