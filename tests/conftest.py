@@ -23,6 +23,9 @@ LEAN = str(ROOT / "tests" / "lean")
 _paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in ("", LEAN)]
 os.environ["PYTHONPATH"] = os.pathsep.join([LEAN, *_paths])
 
+# numpy's OpenBLAS starts a thread per core, which waits busily: half of the CPU time of its import.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell starts what runs in the background deaf to it, and with it all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -8,22 +8,28 @@ imported it; before, there is nobody to tell. And the garbage collector leaves a
 modules hold, which it would look through several times when a process begins and when it ends.
 What torch imports for its compiler and for tensors without memory, a quarter of what is left, is
 imported when somebody asks for something in it.
+
+Each Python process of the tests imports this file, so at first it imports next to nothing itself.
 """
 
-import functools
-import gc
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all else here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from typing import Any
 
 _COMPILER = "torch._dynamo"
 _LATE = ("torch._meta_registrations", "torch.export")
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds modules where they are, and has some of them changed when they have been run."""
 
     def find_spec(
@@ -33,6 +39,8 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
+            import functools
+
             # Of this loader alone: everything else of it is asked for by torch and by inspect.
             spec.loader.exec_module = functools.partial(change, spec.loader)
         return spec
@@ -43,6 +51,8 @@ def _run(loader: Loader, module: ModuleType) -> None:
 
 
 def _without_collector(loader: Loader, module: ModuleType) -> None:
+    import gc
+
     gc.disable()
     try:
         _run(loader, module)
@@ -70,6 +80,8 @@ class _Late(ModuleType):
 
 
 def _late(loader: Loader, module: ModuleType) -> None:
+    import functools
+
     module.__dict__["_run"] = functools.partial(_run, loader, module)
     module.__class__ = _Late
 
@@ -82,7 +94,20 @@ def _behind_the_late(loader: Loader, module: ModuleType) -> None:
     _run(loader, module)
 
 
+def _sources_without_modules(loader: Loader, module: ModuleType) -> None:
+    """To say where an operator was made, torch looks through the files of all modules."""
+    _run(loader, module)
+
+    def get_source(stacklevel: int) -> str:
+        frame = sys._getframe(stacklevel)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    module.get_source = get_source  # type: ignore[attr-defined]
+
+
 def _disables_late(loader: Loader, module: ModuleType) -> None:
+    import functools
+
     _run(loader, module)
     original = module._disable_dynamo
 
@@ -112,6 +137,7 @@ def _if_compiler(
     function: Callable[..., Any], whole: Callable[..., Any], lean: Callable[..., Any]
 ) -> Callable[..., Any]:
     """What torch made of a function where its compiler is there, and else one without it."""
+    import functools
 
     def either(*arguments: Any, **options: Any) -> Any:
         return (whole if _COMPILER in sys.modules else lean)(*arguments, **options)
@@ -122,6 +148,7 @@ def _if_compiler(
 _CHANGES: dict[str, Callable[[Loader, ModuleType], None]] = {
     "torch": _without_collector,
     "torch._compile": _disables_late,
+    "torch._library.utils": _sources_without_modules,
     _COMPILER: _behind_the_late,
     **dict.fromkeys(_LATE, _late),
     "torch.optim.optimizer": _steps_without_compiler,
