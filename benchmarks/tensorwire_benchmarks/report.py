@@ -18,12 +18,11 @@ from tensorwire.bench.report import add_groups, figure, new_table, show_seconds
 from tensorwire.bench.rows import Report, Row, format_seconds
 from tensorwire_benchmarks.bench import ALONE
 from tensorwire_benchmarks.parts import PARTS
-from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, GRPC_ATTACHED, LIMIT, OWN, PLAN
+from tensorwire_benchmarks.systems import COMPUTATION, LIMIT, OWN
 
 Parts = dict[tuple[str, str], dict[str, float]]
 """Seconds of each part by (workload/wire, system)."""
 
-_DRAWN = (PLAN.name, COPY.name, GRPC.name, GRPC_ATTACHED.name)
 _COLUMNS = 4
 _COLORS = {OWN: "#0072B2", "ddp-gloo": "#CC79A7", "grpc": "#E69F00"}  # Okabe–Ito
 _COMPUTATION = "#bbbbbb"
@@ -204,7 +203,7 @@ def draw_placement(report: Report, path: str | os.PathLike[str]) -> None:
 def _draw_parts(axes: Any, report: Report, name: str, parts: Parts) -> None:
     limits = {row.case: row.seconds_median for row in report.rows if row.system == LIMIT}
     mine = [(case, system) for case, system in parts if case.partition("/")[0] == name]
-    mine.sort(key=lambda key: (key[0], _DRAWN.index(key[1])))
+    mine.sort(key=lambda key: key[0])  # of a case its systems stay in the order of the rows
     ticks, labels, at = [], [], 0.0
     for place, (case, system) in enumerate(mine):
         if place:

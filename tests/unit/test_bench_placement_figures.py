@@ -66,7 +66,7 @@ def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:
 
     rows = []
     for wire in ("shm", "tcp"):
-        exposed = {"plan": 0.05, "copy": copy_exposed_s, "grpc": 0.9}
+        exposed = {"plan": 0.05, "copy": copy_exposed_s, "grpc": 0.9, GRPC_RUNTIME.name: 0.4}
         for system, seconds in exposed.items():
             rows += [
                 row(wire, "step", system, 0.15 + seconds),
@@ -95,7 +95,9 @@ def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:
 def test_parts_are_found_for_every_system_and_wire() -> None:
     parts = parts_of(report())
     assert set(parts) == {
-        (f"fcn5/{w}", s) for w in ("shm", "tcp") for s in ("plan", "copy", "grpc")
+        (f"fcn5/{w}", s)
+        for w in ("shm", "tcp")
+        for s in ("plan", "copy", "grpc", GRPC_RUNTIME.name)
     }
     wanted = {"forward": 0.05, "backward": 0.1, "hidden": 0.01, "exposed": 0.2}
     assert parts["fcn5/shm", "copy"] == wanted
