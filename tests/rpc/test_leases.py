@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tensorwire import Node
+from tensorwire.rpc import leases
 from tensorwire.rpc.leases import SLOTS, Lease, LeasePool
 
 KIB64 = 1 << 16
@@ -87,3 +88,25 @@ def test_nobody_waits_again_before_some_is_given_back(leasing: Leasing) -> None:
     began = time.monotonic()
     assert leasing.take(KIB64, patience_s=0.2) is None
     assert time.monotonic() - began >= 0.2
+
+
+def test_memory_that_is_idle_for_long_is_freed(
+    leasing: Leasing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "IDLE_S", 0.2)
+    used, idle, busy = (leasing.take(2 * KIB64) for _ in range(3))
+    for each in (idle, busy):
+        leasing.give_back(each)
+    leasing.pool.free_idle()
+    assert leasing.pool.leased_bytes == 6 * KIB64, "it has only just been given back"
+    time.sleep(0.3)
+    leasing.give_back(leasing.take(2 * KIB64))  # one of the two, which is used again
+    leasing.pool.free_idle()
+    assert leasing.pool.leased_bytes == 4 * KIB64
+    time.sleep(0.3)
+    leasing.pool.free_idle()
+    assert leasing.pool.leased_bytes == 2 * KIB64
+    assert used is not None
+    assert used.memory.peer.allocate(6 * KIB64) is not None, "the other end has it back"
+    leasing.give_back(used)
+    assert leasing.take(2 * KIB64) is used

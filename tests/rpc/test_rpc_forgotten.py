@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from tensorwire import rpc
+from tensorwire.rpc import leases
+from tensorwire.rpc.attachment import ATTACHMENTS
 from tensorwire.rpc.janitor import Janitor
 from tensorwire.rpc.tensors import Holding
 
@@ -276,6 +278,32 @@ def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime:
     finally:
         gc.enable()
     assert [future.code() for future in futures] == [grpc.StatusCode.OK] * 3
+
+
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_memory_that_nobody_uses_is_given_back(
+    target: str, runtime: bool, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both ends, while the channel goes on; what is looked at stays."""
+    monkeypatch.setattr(leases, "IDLE_S", 0.2)
+    with rpc.insecure_channel(target, runtime=runtime, transports=(wire,)) as channel:
+        plain = channel.unary_unary("/bytes/unary_unary")
+        arrays = channel.unary_unary(
+            "/Tensor/unary_unary", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+        )
+        values = np.arange(PAYLOAD // 8)
+        kept = rpc.array(arrays(rpc.tensor(values)))
+        for _ in range(2):
+            assert plain(bytes(PAYLOAD)) == bytes(PAYLOAD)
+            pools = [end.leases_there for end in ATTACHMENTS.values() if not end.lost]
+            pools += [end.rendezvous.offers for end in ATTACHMENTS.values() if end.rendezvous]
+            assert sum(pool.leased_bytes for pool in pools) > 2 * PAYLOAD
+            until = time.monotonic() + 10
+            while (left := sum(pool.leased_bytes for pool in pools)) > 1.1 * PAYLOAD:
+                assert time.monotonic() < until, f"{left} bytes are left"
+                time.sleep(0.05)
+            assert left >= PAYLOAD, "but for what is kept"
+        assert (kept == values).all()
 
 
 def test_in_a_forked_child_nothing_is_closed_where_it_is_noticed() -> None:

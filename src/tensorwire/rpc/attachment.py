@@ -45,6 +45,7 @@ LAST_GENERATION = (1 << 32) - 1
 _RECENT = 8
 _GRACE_S = 2.0
 _UNNUMBERED_S, _LONGEST_UNNUMBERED_S = 10.0, 600.0
+_FREES_IDLE_EVERY_S = 1.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
 _RENDEZVOUS = "rendezvous"
@@ -153,6 +154,7 @@ class RpcAttachment:
         self.rendezvous: Rendezvous | None = None
         self.unmarked_bytes = 0
         self._unnumbered = count()
+        self._frees_idle_at = 0.0
         ATTACHMENTS[id] = self
         JANITOR.watch(self)
 
@@ -182,6 +184,11 @@ class RpcAttachment:
             _, leases, call = self._late.popleft()
             self.retire(leases, call)
         self._look_at_unclaimed()
+        if (now := time.monotonic()) >= self._frees_idle_at:
+            self._frees_idle_at = now + _FREES_IDLE_EVERY_S
+            self.leases_there.free_idle()
+            if self.rendezvous is not None:
+                self.rendezvous.offers.free_idle()
         return True
 
     def _look_at_unclaimed(self) -> None:

@@ -25,9 +25,13 @@ from .janitor import JANITOR
 SLOTS = 512
 """Leases that one side may have; the other side has a word for each."""
 
+IDLE_S = 300.0
+"""Memory that was not used for so long is freed."""
+
 ALIGNMENT = 64
 _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
+_FREED_AT_ONCE = 16
 
 
 class Leased(Protocol):
@@ -50,9 +54,10 @@ class Lease(Generic[Memory]):
         memory: where to write.
         turn: of the use; higher than any before in this slot.
         call: for whom it is used, None while it is idle.
+        seen: its turn when `Pool.free_idle` first found it idle after that, and when that was.
     """
 
-    __slots__ = ("call", "memory", "serial", "slot", "turn")
+    __slots__ = ("call", "memory", "seen", "serial", "slot", "turn")
 
     def __init__(self, slot: int, serial: int, memory: Memory) -> None:
         self.slot = slot
@@ -60,6 +65,7 @@ class Lease(Generic[Memory]):
         self.memory = memory
         self.turn = 0
         self.call: tuple[int, int] | None = None
+        self.seen = (-1, 0.0)
 
 
 AnyLease = Lease[Any]
@@ -381,6 +387,26 @@ class Pool(Generic[Memory]):
         for call in {each.call for each in used if each.call is not None}:
             if over(call):
                 self.retire(used, call)
+
+    def free_idle(self) -> None:
+        """Frees memory that has been idle for IDLE_S, to be called now and then.
+
+        The receiver may have stopped, and takes up to 0.05 s for each then, so these are few.
+        """
+        now, gone = time.monotonic(), []
+        with self._lock:
+            self._collect()
+            for lease in list(self._idle):
+                turn, since = lease.seen
+                if turn != lease.turn:
+                    lease.seen = (lease.turn, now)
+                elif now - since >= IDLE_S and len(gone) < _FREED_AT_ONCE:
+                    gone.append(lease)
+            for lease in gone:
+                self._idle.remove(lease)
+                self._forget(lease)
+        for lease in gone:
+            self._free(lease.memory)
 
     def _use(self, lease: Lease[Memory], call: tuple[int, int], size_bytes: int) -> Lease[Memory]:
         with self._lock:
