@@ -16,7 +16,6 @@ import pytest
 
 from tensorwire import rpc
 from tensorwire.rpc import leases
-from tensorwire.rpc.attachment import ATTACHMENTS
 from tensorwire.rpc.janitor import Janitor
 from tensorwire.rpc.tensors import Holding
 
@@ -51,7 +50,8 @@ def runtime(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def target(runtime: bool) -> Iterator[str]:
+def serving(runtime: bool) -> Iterator[tuple[Any, str]]:
+    """A server and its address."""
     server = rpc.server(ThreadPoolExecutor(4), runtime=runtime)
     coders = rpc.Tensor.FromString, rpc.Tensor.SerializeToString
     server.add_generic_rpc_handlers(
@@ -62,8 +62,13 @@ def target(runtime: bool) -> Iterator[str]:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield f"127.0.0.1:{port}"
+    yield server, f"127.0.0.1:{port}"
     server.stop(None).wait()
+
+
+@pytest.fixture
+def target(serving: tuple[Any, str]) -> str:
+    return serving[1]
 
 
 def in_cycles(calls: Callable[[], None]) -> list[str]:
@@ -282,10 +287,11 @@ def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime:
 
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
 def test_memory_that_nobody_uses_is_given_back(
-    target: str, runtime: bool, wire: str, monkeypatch: pytest.MonkeyPatch
+    serving: tuple[Any, str], runtime: bool, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of both ends, while the channel goes on; what is looked at stays."""
     monkeypatch.setattr(leases, "IDLE_S", 0.2)
+    server, target = serving
     with rpc.insecure_channel(target, runtime=runtime, transports=(wire,)) as channel:
         plain = channel.unary_unary("/bytes/unary_unary")
         arrays = channel.unary_unary(
@@ -295,8 +301,10 @@ def test_memory_that_nobody_uses_is_given_back(
         kept = rpc.array(arrays(rpc.tensor(values)))
         for _ in range(2):
             assert plain(bytes(PAYLOAD)) == bytes(PAYLOAD)
-            pools = [end.leases_there for end in ATTACHMENTS.values() if not end.lost]
-            pools += [end.rendezvous.offers for end in ATTACHMENTS.values() if end.rendezvous]
+            ends = [channel.attachment, *server.attachments]
+            assert len(ends) == 2
+            pools = [end.leases_there for end in ends]
+            pools += [end.rendezvous.offers for end in ends if end.rendezvous is not None]
             assert sum(pool.leased_bytes for pool in pools) > 2 * PAYLOAD
             until = time.monotonic() + 10
             while (left := sum(pool.leased_bytes for pool in pools)) > 1.1 * PAYLOAD:
