@@ -1,8 +1,8 @@
 """What travels in the place of a message whose payload went ahead: an envelope. Pure.
 
 It names the memory of the receiver that the payload lies in, and has the rest of the message.
-docs/rpc.md has the layout as a table. No protobuf parser takes it for a message: its first bytes
-are a tag of wire type 7, which there is none of.
+docs/rpc-wire.md has the layout as a table. No protobuf parser takes it for a message: its first
+bytes are a tag of wire type 7, which there is none of.
 """
 
 from __future__ import annotations

@@ -393,7 +393,8 @@ class Pool(Generic[Memory]):
 
         The receiver may have stopped, and takes up to 0.05 s for each then, so these are few.
         """
-        now, gone = time.monotonic(), []
+        now = time.monotonic()
+        gone: list[Lease[Memory]] = []
         with self._lock:
             self._collect()
             for lease in list(self._idle):

@@ -1,8 +1,8 @@
 """How two ends find out that both have tensorwire, and join their memory. Knows no gRPC objects.
 
 The client calls a reserved method of the server, and connects to the Node that is named in the
-answer. A server without tensorwire does not know the method, which is an answer too. docs/rpc.md
-has the messages.
+answer. A server without tensorwire does not know the method, which is an answer too.
+docs/rpc-wire.md has the messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What travels between the two ends of a line: frames, as bytes. Pure; docs/rpc.md has the tables.
+"""What travels between the two ends of a line: frames, as bytes. Pure.
+
+docs/rpc-wire.md has the tables.
 
 Everything that comes from the other end is checked here before anybody uses it.
 """
