@@ -16,7 +16,7 @@ from .tensor_pb2 import Tensor
 _NAME = Tensor.DESCRIPTOR.full_name
 
 _types: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_ways: dict[Any, tuple[tuple[str, str], ...]] = {}
+_ways: dict[Any, tuple[tuple[str, str, bool], ...]] = {}
 
 
 def is_tensor_message(message: object) -> bool:
@@ -59,25 +59,32 @@ def tensors(message: Any, passed: list[Any] | None = None) -> Iterator[Any]:
         return
     if passed is not None:
         passed.append(message)
-    for name, kind in ways:
+    for name, kind, is_tensor in ways:
         if kind == "one":
-            if message.HasField(name):
-                yield from tensors(getattr(message, name), passed)
+            elements: Any = (getattr(message, name),) if message.HasField(name) else ()
+        else:
+            container = getattr(message, name)
+            elements = container.values() if kind == "map" else container
+        if not len(elements):
             continue
-        container = getattr(message, name)
-        if not len(container):
+        if passed is not None and kind != "one":
+            passed.append(container)
+        if not is_tensor:
+            for element in elements:
+                yield from tensors(element, passed)
             continue
         if passed is not None:
-            passed.append(container)
-        for element in container.values() if kind == "map" else container:
-            yield from tensors(element, passed)
+            elements = list(elements)
+            passed += elements
+        yield from elements
 
 
-def _ways_from(descriptor: Any) -> tuple[tuple[str, str], ...]:
+def _ways_from(descriptor: Any) -> tuple[tuple[str, str, bool], ...]:
+    """Of each field that can lead to a Tensor its name, how it does, and whether it has them."""
     ways = _ways.get(descriptor)
     if ways is None:
         ways = _ways[descriptor] = tuple(
-            (field.name, kind)
+            (field.name, kind, target.full_name == _NAME)
             for field in descriptor.fields
             if (found := _target(field)) is not None
             for target, kind in [found]
