@@ -32,7 +32,7 @@ _LOG = logging.getLogger("tensorwire.rpc")
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
-ARRAYS_THRESHOLDS = {"shm": 3 << 16, "tcp": 5 << 17, "rdma": 3 << 16}
+ARRAYS_THRESHOLDS = {"shm": 3 << 16, "tcp": 1 << 18, "rdma": 3 << 16}
 """Of the arrays of a message of a call by grpcio, which otherwise pass through protobuf."""
 RUNTIME_ARRAYS_THRESHOLDS = {"shm": 3 << 15, "tcp": 1 << 17, "rdma": 3 << 15}
 """The same of the runtime, to whose calls what goes ahead adds less."""

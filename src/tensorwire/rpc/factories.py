@@ -41,7 +41,7 @@ def insecure_channel(
         options: as there.
         compression: as there.
         threshold_bytes: a message whose payload is smaller travels as it is. Default: 256 KiB on
-            shared memory, 2 MiB on tcp; of Tensors 192 and 640 KiB, with the runtime 96 and 128.
+            shared memory, 2 MiB on tcp; of Tensors 192 and 256 KiB, with the runtime 96 and 128.
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
