@@ -31,7 +31,7 @@ from .attachment import (
     make_rendezvous_board,
 )
 from .envelope import VERSION
-from .host import host_id
+from .host import host_id, no_way
 from .inbox import SenderGoneError
 from .janitor import JANITOR
 from .runtime.client import AnyClient, RuntimeClient
@@ -177,7 +177,7 @@ class Registry:
         transports = [each for each in self._terms.transports if each in allowed]
         listen = "127.0.0.1" if near else self._terms.listen
         if not transports or not listen:
-            raise DeclinedError("there is no way for payload between these two ends")
+            raise DeclinedError(no_way(_list(wanted), self._terms.transports, near))
         with self._lock:
             if self._closed or len(self._attachments) + len(self._waiting) >= self._most:
                 raise DeclinedError(f"this server has {self._most} attachments")
