@@ -16,6 +16,7 @@ torch.manual_seed(1)
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.2})
+from torch._library.utils import get_source
 run = torch.compile(model, backend="eager") if sys.argv[1] == "compiled" else model
 for _ in range(3):
     run(torch.ones(4, 3)).sum().backward()
@@ -23,6 +24,7 @@ for _ in range(3):
     assert torch.is_grad_enabled()
 print(json.dumps({
     "weight": model.weight.tolist(),
+    "sources": [get_source(1), (lambda: get_source(2))()],
     "compiler": "torch._dynamo" in sys.modules,
     "exporter": "torch.export.exported_program" in sys.modules,
     "frozen": gc.get_freeze_count() > 50_000,
