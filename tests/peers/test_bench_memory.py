@@ -122,6 +122,51 @@ def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
             assert len(block.seconds) == 3
 
 
+def state_of(pid: int) -> str:
+    """As in ps: T stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_pair_that_polls_stands_still_between_its_turns() -> None:
+    """Else it would take a core from those who are measured meanwhile."""
+    with ProcessPair(
+        "tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096}, polls=True
+    ) as pair:
+        processes = [pair.target_pid, int(pair._driver.pid or 0)]
+        for _ in range(2):
+            deadline = time.monotonic() + 5
+            while [state_of(pid) for pid in processes] != ["T", "T"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert pair.call("pin", [0], [0]) is None
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+def test_a_pair_that_stands_still_ends_with_the_bench(tmp_path: Path) -> None:
+    """Also where that is killed, and can wake nobody."""
+    program = tmp_path / "bench.py"
+    program.write_text(
+        "import time\n"
+        "from tensorwire.bench.processes import ProcessPair\n"
+        "if __name__ == '__main__':\n"
+        "    options = {'wire': 'shm', 'size_bytes': 4096}\n"
+        "    pair = ProcessPair('tensorwire.bench.device', options, polls=True)\n"
+        "    print(pair.target_pid, pair._driver.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    bench = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    assert bench.stdout is not None
+    processes = [int(each) for each in bench.stdout.readline().split()]
+    assert len(processes) == 2
+    bench.kill()
+    bench.wait()
+    bench.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() and state_of(pid) != "Z" for pid in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_pair_that_does_not_answer_is_ended() -> None:
     pair = ProcessPair("tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096})

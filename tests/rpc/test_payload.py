@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import grpc
@@ -374,7 +373,7 @@ def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.Monke
     monkeypatch.setattr(tensors.JANITOR, "watch", lambda watched: None)
     message = rpc.Tensor(dtype="uint8", shape=[8], ticket=tensors.new_ticket())
     given_back: list[bool] = []
-    landed = Landed(memoryview(bytearray(64)), {1: (0, 8)}, partial(given_back.append, True))
+    landed = Landed(memoryview(bytearray(64)), {1: (0, 8)}, given_back.append)
     holding = tensors.Holding(landed, {message.ticket: 1}, [message])
     monkeypatch.setattr(tensors, "getrefcount", after_collecting)
     Last(message)
@@ -384,7 +383,7 @@ def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.Monke
     assert not given_back
     kept.clear()
     assert not holding.look()
-    assert given_back
+    assert given_back == [True]
 
 
 @pytest.mark.parametrize("name", ["f4,f4", ",", "i4, (", "(1,2", "object", "f4", ""])
@@ -461,9 +460,9 @@ def test_a_word_never_falls(serve: Callable[..., Any], options: dict[str, Any]) 
         inbox = server.attachments[0].leases_here
         given_back = channel.attachment.leases_there._given_back
         ((slot, turn),) = inbox._turns.items()
-        inbox._give_back(slot, turn)
+        inbox._give_back(slot, turn, True)
         inbox._held.add((slot, turn - 1))
-        inbox._give_back(slot, turn - 1)
+        inbox._give_back(slot, turn - 1, True)
         assert inbox.held == 0
         call(rpc.tensor(np.ones(100)))
         assert given_back[slot] == turn

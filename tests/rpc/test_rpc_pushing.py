@@ -122,7 +122,7 @@ def test_nobody_waits_for_memory_of_the_receiver(
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_who_goes_on_is_waited_for(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a message takes on a link that many share."""
-    monkeypatch.setattr(waiting, "_STALLED_S", 0.3)
+    monkeypatch.setattr(waiting, "STALLED_S", 0.3)
     arrived = iter(range(1_000_000))
     with node_pair(["tcp"]) as pair:
         word = pair.near.allocate(64, name="word").word(0)

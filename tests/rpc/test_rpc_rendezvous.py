@@ -225,7 +225,7 @@ class Liar:
         pool = pools(self.attachment)[pushed]
         lease = pool.take(size, (1023, 7), 0, lambda: True)
         if stage:
-            first, told = (1025, lease.turn) if pushed else (513, lease.turn - 1 + size)
+            first, told = (1025, 2 * lease.turn) if pushed else (513, lease.turn - 1 + size)
             self.rendezvous._other_board.word(8 * (first + lease.slot)).set(told)
         pieces = ((0, 0, size),)
         place = lease.slot, lease.serial, lease.turn
@@ -294,8 +294,8 @@ PUSHED_LIES: tuple[dict[str, Any], ...] = (
     {"pieces": ((0, 0, 1 << 20),)},
     {"pieces": ((0, 1 << 20, 1),)},
     {"pieces": ((0, 0, 1 << 50),)},
-    {"pieces": ((5, 0, 100),)},
-    {"pieces": ((0, 0, 50), (5, 50, 50))},
+    {"pieces": ((5, 0, 1 << 20),)},
+    {"pieces": ((0, 0, 50), (5, 50, 1 << 50))},
 )
 """The same of what it has pushed."""
 

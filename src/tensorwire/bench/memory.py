@@ -262,16 +262,18 @@ class _Wire:
                 if reason := rival.missing():
                     self._missing[rival.name] = reason
                 else:
-                    self._start(rival.name, rival.module, rival.options[self._wire])
+                    self._start(rival.name, rival.module, rival.options[self._wire], rival.polls)
         return self
 
     def __exit__(self, *_: object) -> None:
         for pair in self._pairs.values():
             pair.close()
 
-    def _start(self, name: str, module: str, options: dict[str, object]) -> None:
+    def _start(
+        self, name: str, module: str, options: dict[str, object], polls: bool = False
+    ) -> None:
         try:
-            self._pairs[name] = ProcessPair(module, {"wire": self._wire, **options})
+            self._pairs[name] = ProcessPair(module, {"wire": self._wire, **options}, polls=polls)
         except PairError as error:
             self._missing[name] = str(error)
 

@@ -17,6 +17,7 @@ A module that runs in a pair has
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from typing import Any
 from tensorwire.bench.machine import pin_process
 
 _ANSWER_S = 120.0
+_PR_SET_PDEATHSIG = 1
 
 
 class PairError(Exception):
@@ -41,6 +43,12 @@ class ProcessPair:
 
     Calls block and are for one thread. `close` always ends both processes and may be called twice.
 
+    Args:
+        module: of both, see above.
+        options: for both.
+        polls: a thread of it looks for work without ever sleeping. So both processes stand still
+            (SIGSTOP) from one call to the next, and leave the cores to the other systems.
+
     Attributes:
         closed: the pair has ended, by close or because it failed.
 
@@ -48,18 +56,21 @@ class ProcessPair:
         PairError: the two did not come up.
     """
 
-    def __init__(self, module: str, options: dict[str, Any]) -> None:
+    def __init__(self, module: str, options: dict[str, Any], *, polls: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._module = module
         self._control, driver_control = context.Pipe()
         driver_link, target_link = context.Pipe()
         self._target = context.Process(
-            target=_run_target, args=(module, target_link, options), daemon=True
+            target=_run_target, args=(module, target_link, options, polls), daemon=True
         )
         self._driver = context.Process(
-            target=_run_driver, args=(module, driver_control, driver_link, options), daemon=True
+            target=_run_driver,
+            args=(module, driver_control, driver_link, options, polls),
+            daemon=True,
         )
         self.closed = False
+        self._polls = polls
         try:
             self._target.start()
             target_link.close()
@@ -67,6 +78,7 @@ class ProcessPair:
             driver_link.close()
             driver_control.close()
             self._answer("start", _ANSWER_S)
+            self._stand_still()
         except BaseException:
             self.close()
             raise
@@ -86,12 +98,31 @@ class ProcessPair:
         """
         if self.closed:
             raise PairError(f"{self._module}: its processes have ended")
+        self._go_on()
         try:
             self._control.send((method, args))
         except OSError as error:
             self.close()
             raise PairError(f"{self._module}: the driver process has ended ({error})") from error
-        return self._answer(method, timeout_s)
+        try:
+            return self._answer(method, timeout_s)
+        finally:
+            self._stand_still()
+
+    def _stand_still(self) -> None:
+        """Stops both processes, if they would poll."""
+        if self._polls and not self.closed:
+            self._signal(signal.SIGSTOP)
+
+    def _go_on(self) -> None:
+        """Undoes it."""
+        if self._polls:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in (self._driver, self._target):
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _answer(self, method: str, timeout_s: float) -> Any:
         try:
@@ -113,6 +144,7 @@ class ProcessPair:
         if self.closed:
             return
         self.closed = True
+        self._go_on()
         with contextlib.suppress(OSError):
             self._control.send(("stop", ()))
         for process in (self._driver, self._target):
@@ -157,6 +189,11 @@ def _quiet_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the bench ends its pairs in order
 
 
+def _end_with_bench() -> None:
+    """Has this process killed when the bench is, as one that stands still sees no end of a pipe."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _reason(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0] if text else 'no message'}"
@@ -165,16 +202,20 @@ def _reason(error: BaseException) -> str:
     return reason[:300]
 
 
-def _run_target(module: str, link: Connection, options: dict[str, Any]) -> None:
+def _run_target(module: str, link: Connection, options: dict[str, Any], polls: bool) -> None:
     _quiet_interrupts()
+    if polls:
+        _end_with_bench()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         importlib.import_module(module).serve(link, options)
 
 
 def _run_driver(
-    module: str, control: Connection, link: Connection, options: dict[str, Any]
+    module: str, control: Connection, link: Connection, options: dict[str, Any], polls: bool
 ) -> None:
     _quiet_interrupts()
+    if polls:
+        _end_with_bench()
     try:
         driver = importlib.import_module(module).Driver(link, options)
     except BaseException as error:

@@ -24,6 +24,7 @@ class Rival:
         remedy: what to install.
         cases: which cases it can do, by the word before the first "_".
         options: per wire on which it is measured, what its Driver and serve get.
+        polls: as for `ProcessPair`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Rival:
     remedy: str
     cases: tuple[str, ...]
     options: dict[str, dict[str, Any]]
+    polls: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None when it can."""
@@ -62,7 +64,9 @@ RIVALS: tuple[Rival, ...] = (
         (("nixl", "nixl_cu12", "nixl_cu13"), ("torch",)), "pip install nixl-cu13 torch",
         ("write",), {"gpu": {}},
     ),
-    Rival("torch-rpc", f"{checkout.PACKAGE}.rivals.torch_rpc", *_TORCH, _MOVES, _BOTH),
+    Rival(
+        "torch-rpc", f"{checkout.PACKAGE}.rivals.torch_rpc", *_TORCH, _MOVES, _BOTH, polls=True
+    ),
     Rival("gloo", f"{checkout.PACKAGE}.rivals.gloo", *_TORCH, _MOVES, _BOTH),
     Rival(
         "grpc", f"{checkout.PACKAGE}.rivals.grpc_unary", (("grpc",),), "pip install grpcio",

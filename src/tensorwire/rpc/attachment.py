@@ -222,17 +222,9 @@ class RpcAttachment:
             TensorwireError: the other end is gone, or has not.
         """
         other = self.peer.wait_region(_RENDEZVOUS, timeout_s=5)
-        fixed, pushing = self.limits.fixed_bytes, None
-        if self.transport != "shm":
-            pushing = Pushing(
-                self._node,
-                self.peer,
-                self.leases_there,
-                self.leases_here,
-                board,
-                other,
-                PUSHED_WORDS,
-            )
+        fixed = self.limits.fixed_bytes
+        leases = self.leases_there, self.leases_here
+        pushing = Pushing(self._node, self.peer, *leases, board, other, PUSHED_WORDS)
         threshold = Threshold(
             self.threshold_bytes if fixed is None else fixed,
             fixed=fixed is not None,

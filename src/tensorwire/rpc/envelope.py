@@ -56,6 +56,11 @@ class Envelope:
         """Its payload may not be there yet, or is to be read."""
         return self.version in _AWAITED
 
+    @property
+    def pushes_arrays(self) -> bool:
+        """Arrays are under way into memory of the receiver, and not a message alone."""
+        return self.version == PUSHED_VERSION and [each[0] for each in self.pieces] != [BODY]
+
 
 def lease_name(serial: int) -> str:
     """The name of the region that an envelope calls `serial`."""
@@ -69,7 +74,7 @@ def offer_name(serial: int) -> str:
 
 def seal(envelope: Envelope) -> bytes:
     """Encodes an envelope."""
-    pieces = (_PIECE.pack(*piece) for piece in envelope.pieces)
+    numbers = [number for piece in envelope.pieces for number in piece]
     head = _HEAD.pack(
         MAGIC,
         envelope.version,
@@ -79,7 +84,7 @@ def seal(envelope: Envelope) -> bytes:
         envelope.serial,
         envelope.turn,
     )
-    return b"".join([head, *pieces, envelope.body])
+    return b"".join([head, struct.pack(f"<{len(numbers)}Q", *numbers), envelope.body])
 
 
 def escape(attachment: bytes, message: bytes) -> bytes:

@@ -19,11 +19,6 @@ _types: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _ways: dict[Any, tuple[tuple[str, str, bool], ...]] = {}
 
 
-def is_tensor_message(message: object) -> bool:
-    """Whether it is a Tensor."""
-    return isinstance(message, Tensor)
-
-
 def may_have_tensors(message_type: Any) -> bool:
     """Whether objects of this class can have a Tensor."""
     descriptor = getattr(message_type, "DESCRIPTOR", None)

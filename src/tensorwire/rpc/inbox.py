@@ -45,7 +45,7 @@ class Landed:
     Args:
         memory: of the lease.
         pieces: as in the envelope, within the memory.
-        give_back: lets the sender use the memory again.
+        give_back: lets the sender use the memory again if it is given True.
 
     Attributes:
         pieces: as given.
@@ -54,11 +54,14 @@ class Landed:
     __slots__ = ("_disowned", "_give_back", "_memory", "pieces")
 
     def __init__(
-        self, memory: memoryview, pieces: dict[int, tuple[int, int]], give_back: Callable[[], None]
+        self,
+        memory: memoryview,
+        pieces: dict[int, tuple[int, int]],
+        give_back: Callable[[bool], None],
     ) -> None:
         self._memory = memory
         self.pieces = pieces
-        self._give_back: Callable[[], None] | None = give_back
+        self._give_back: Callable[[bool], None] | None = give_back
         self._disowned = False
 
     def piece(self, ticket: int) -> NDArray[np.uint8]:
@@ -79,11 +82,18 @@ class Landed:
 
     def give_back(self) -> None:
         """Lets the sender use the memory again; calling it again does nothing."""
+        self._let_go(reusable=True)
+
+    def abandon(self) -> None:
+        """Lets go of memory that the sender may still write into, who frees it with the call."""
+        self._let_go(reusable=False)
+
+    def _let_go(self, *, reusable: bool) -> None:
         give_back, self._give_back = self._give_back, None
         if give_back is None:
             return
         try:
-            give_back()
+            give_back(reusable)
         except BaseException:
             self._give_back = give_back  # it was interrupted
             raise
@@ -149,12 +159,12 @@ class Inbox:
         except LookupError:
             raise RefusedError(f"there is no {lease_name(serial)}") from None
 
-    def _give_back(self, slot: int, turn: int) -> None:
+    def _give_back(self, slot: int, turn: int, reusable: bool) -> None:
         with self._lock:
             if (slot, turn) not in self._held:
                 return  # it was interrupted behind that
             # A later turn: the sender has given up this one, and must not see its word fall.
-            if self._turns[slot] == turn:
+            if reusable and self._turns[slot] == turn:
                 self._tell(slot, turn)
             self._held.discard((slot, turn))
 

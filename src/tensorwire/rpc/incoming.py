@@ -15,6 +15,7 @@ from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, Envelope, is_awaited, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
+from .rendezvous import Rendezvous
 from .tensors import Holding, new_ticket
 
 Deserializer = Callable[[bytes], Any] | None
@@ -92,16 +93,21 @@ class Reader:
         if not envelope.pieces:
             return self.inside(envelope.body)
         attachment.look_at_recent()
-        if envelope.awaited:
-            return self.inside(_read_offer(attachment, envelope, needed))
+        if envelope.awaited and not envelope.pushes_arrays:
+            rendezvous, goes_on = _rendezvous_of(attachment, needed)
+            return self.inside(rendezvous.read(envelope, goes_on))
         arrival = attachment.leases_here.arrive(envelope)
         holding = None
         try:
-            body = envelope.body
-            if BODY in arrival.pieces:
-                body = copied(arrival.piece(BODY))
-            message = body if self._deserializer is None else self._deserializer(body)
-            holding = _redeem(message, arrival)
+            try:
+                body = envelope.body
+                if BODY in arrival.pieces:
+                    _await_arrays(attachment, envelope, arrival, needed)
+                    body = copied(arrival.piece(BODY))
+                message = body if self._deserializer is None else self._deserializer(body)
+                holding = _redeem(message, arrival)
+            finally:  # whatever comes of it, the sender may write there until then
+                _await_arrays(attachment, envelope, arrival, needed)
             if holding is not None:
                 attachment.remember(holding)
                 if holdings is not None:
@@ -136,7 +142,7 @@ class Reader:
         def make(data: bytes) -> Any:
             if body is not None:
                 return self.inside(body)
-            return self.read(data, find, holdings, lenient=lenient)
+            return self.read(data, find, holdings, lenient=lenient, needed=needed)
 
         return make(data) if traced is None else traced.deserialize(make, data, protocol="runtime")
 
@@ -146,7 +152,7 @@ class Reader:
         find: Callable[[bytes], RpcAttachment | None],
         needed: Callable[[], bool],
     ) -> bytes | None:
-        """What an envelope offers; None: `read` says what it is."""
+        """What an envelope offers; None: `read` says what it is, whose arrays are there."""
         try:
             envelope = unseal(data)
             attachment = find(envelope.attachment)
@@ -154,15 +160,31 @@ class Reader:
             return None
         if attachment is None or attachment.rendezvous is None or not envelope.pieces:
             return None
-        return await attachment.rendezvous.read_later(envelope, needed)
+        rendezvous = attachment.rendezvous
+        if envelope.pushes_arrays:
+            await rendezvous.arrays_later(envelope, needed)
+            return None
+        return await rendezvous.read_later(envelope, needed)
 
 
-def _read_offer(
-    attachment: RpcAttachment, envelope: Envelope, needed: Callable[[], bool] | None
-) -> bytes:
+def _rendezvous_of(
+    attachment: RpcAttachment, needed: Callable[[], bool] | None
+) -> tuple[Rendezvous, Callable[[], bool]]:
     if attachment.rendezvous is None or needed is None:
-        raise RefusedError("nothing was agreed on messages that are to be read")
-    return attachment.rendezvous.read(envelope, needed)
+        raise RefusedError("nothing was agreed on messages that are to be waited for")
+    return attachment.rendezvous, needed
+
+
+def _await_arrays(
+    attachment: RpcAttachment,
+    envelope: Envelope,
+    arrival: Landed,
+    needed: Callable[[], bool] | None,
+) -> None:
+    """Waits until the pieces of an envelope are there, if they are still under way."""
+    if envelope.awaited:
+        rendezvous, goes_on = _rendezvous_of(attachment, needed)
+        rendezvous.arrays(envelope, arrival, goes_on)
 
 
 def _redeem(message: Any, arrival: Landed) -> Holding | None:
@@ -175,13 +197,12 @@ def _redeem(message: Any, arrival: Landed) -> Holding | None:
     passed: list[Any] = []
     new: dict[int, int] = {}
     for each in tensors(message, passed):
-        if not each.ticket:
+        if not (sent := each.ticket):
             continue
-        if each.ticket not in arrival.pieces:
+        if sent not in arrival.pieces:
             raise RefusedError("a Tensor names memory that did not come with its message")
-        ticket = new_ticket()
-        new[ticket] = each.ticket
-        each.ticket = ticket
+        each.ticket = ticket = new_ticket()
+        new[ticket] = sent
     each = None
     return Holding(arrival, new, passed) if new else None
 

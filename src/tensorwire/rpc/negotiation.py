@@ -47,7 +47,7 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
-RUNTIME_VERSION = 4
+RUNTIME_VERSION = 5
 """Of the frames of `runtime`."""
 
 _MOST_BYTES = 4096

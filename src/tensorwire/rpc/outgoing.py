@@ -18,11 +18,12 @@ from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.memory import Transfer
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
+from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import AnyLease, place
+from .pushing import LEAST_ARRAYS_BYTES, PushedArrays
 from .rendezvous import Dispatch, Staging
-from .tensors import delivered, source_of
+from .tensors import delivered, sources_of
 
 Serializer = Callable[[Any], bytes] | None
 
@@ -168,7 +169,7 @@ class SentMessage:
         self.last = last
         self.ahead = False
         self.tickets: list[int] = []
-        self.staging: Staging | None = None
+        self.staging: Staging | PushedArrays | None = None
         self.by_rendezvous = False
         self.kept: Any = None
         self.size_bytes = 0
@@ -203,9 +204,6 @@ class SentMessage:
         """
         self._begun = True
         attachment = None if self.link.foreign else self.link.attachment
-        if attachment is not None and attachment.recent:
-            # The other end writes into the same memory again, which caches still have.
-            attachment.look_at_recent()
         arrays, self._arrays = self._arrays, None
         if arrays is None:
             try:
@@ -216,6 +214,9 @@ class SentMessage:
         self.tickets = list(arrays)
         body = None
         if not arrays:
+            if attachment is not None and attachment.recent:
+                # The other end writes into the same memory again, which caches still have.
+                attachment.look_at_recent()
             message = self.message
             if type(message) is Encoded:
                 body = message.take()
@@ -283,9 +284,17 @@ class SentMessage:
         if self.last and arrays:
             delivered(self.tickets)
             arrays.clear()
-            if attachment is not None:  # they may have been those of a request
-                attachment.look_at_recent()
+        if self.staging is None:
+            self._let_go()
         return data
+
+    def _let_go(self) -> None:
+        """The message has left with its arrays, which may have been those of a request.
+
+        So its memory is given back now, and that of others, before the other end needs it.
+        """
+        if self.tickets and self.link.attachment is not None:
+            self.link.attachment.look_at_recent()
 
     def _whole(self, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
         """The message with its arrays in it; ValueError if they are too long for that."""
@@ -309,6 +318,8 @@ class SentMessage:
         staging, self.staging = self.staging, None
         if staging is not None:
             staging.run(self.link.awaits_messages)
+            del staging
+            self._let_go()
 
     def finish_some(self) -> bool:
         """As `finish`, as much as an event loop copies at a time; True if something is left.
@@ -317,6 +328,7 @@ class SentMessage:
         """
         if self.staging is not None and not self.staging.run_some(self.link.awaits_messages):
             self.staging = None
+            self._let_go()
         return self.staging is not None
 
     async def finish_later(self) -> None:
@@ -324,6 +336,8 @@ class SentMessage:
         staging, self.staging = self.staging, None
         if staging is not None:
             await staging.run_later(self.link.awaits_messages)
+            del staging
+            self._let_go()
 
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""
@@ -389,9 +403,12 @@ class SentMessage:
         sources = list(beside.values())
         sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
         offsets, size = place(sizes)
-        lease = attachment.leases_there.take(
-            size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
-        )
+        lease = attachment.leases_there.take_idle(size, link.call)
+        if lease is None:
+            attachment.look_at_recent()  # the other end may wait for memory, too
+            lease = attachment.leases_there.take(
+                size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
+            )
         if lease is None:
             if link.needed():
                 attachment.tell_full(size)
@@ -402,12 +419,24 @@ class SentMessage:
             return None
         memory = lease.memory
         targets = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
-        if not self._wait(attachment.peer.write(sources, targets)):
+        version, rendezvous = VERSION, attachment.rendezvous
+        if (
+            link.offers
+            and size >= LEAST_ARRAYS_BYTES
+            and rendezvous is not None
+            and rendezvous.maps
+            and beside.keys() != {BODY}
+        ):
+            # The receiver wakes up, and makes the message, while they are copied.
+            self.staging = rendezvous.pushing.push_arrays(lease, sources, targets)
+            version = PUSHED_VERSION
+        elif not self._wait(attachment.peer.write(sources, targets)):
             attachment.leases_there.retire([lease], link.call)
             return None
         self.ahead = True
         pieces = tuple(zip(beside, offsets, sizes, strict=True))
-        return seal(Envelope(attachment.id, lease.slot, lease.serial, lease.turn, pieces, body))
+        at = lease.slot, lease.serial, lease.turn
+        return seal(Envelope(attachment.id, *at, pieces, body, version))
 
     def _confirmed(self, attachment: RpcAttachment, patience_s: float) -> bool:
         until = time.monotonic() + patience_s
@@ -444,9 +473,7 @@ def embed(message: Any) -> Any:
 
 def _arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
     """What the Tensors of a message stand for, by their tickets."""
-    if not may_have_tensors(type(message)):
-        return {}
-    return {each.ticket: source_of(each) for each in tensors(message) if each.ticket}
+    return sources_of(message) if may_have_tensors(type(message)) else {}
 
 
 def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:

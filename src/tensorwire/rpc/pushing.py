@@ -1,34 +1,144 @@
-"""Messages that are pushed: written into memory of the receiver while their envelope is under way.
+"""What is pushed: written into memory of the receiver while its envelope is under way.
 
-For messages of middling size where the receiver does not have the sender's memory mapped: to read
-them there would take one way more. A word of the receiver says that one is there. Knows neither
-gRPC nor messages.
+The arrays of a message, where the sender has that memory mapped; where it has not, messages of
+middling size: to read them in the sender's memory would take one way more. A word of the receiver
+says that they are there. Knows neither gRPC nor messages.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord
 from tensorwire.memory.fresh import copied
 
 from .envelope import BODY, Envelope
-from .inbox import Inbox, RefusedError
+from .inbox import Inbox, Landed, RefusedError
 from .leases import SLOTS, Lease, LeasePool
 from .runtime.threads import THREADS
-from .waiting import wait_word, wait_word_later
+from .waiting import STALLED_S, nothing_new, wait_word, wait_word_later
 
 OF_A_CALL = 2
 """Messages of a call at a time for which memory is taken: one is under way, or copied, while the
 other one is read. New memory is slow, and more would not be read any sooner."""
 
+LEAST_ARRAYS_BYTES = 1 << 19
+"""Shorter arrays are there before their envelope leaves: to wait for them costs the receiver more
+than it gains."""
+
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
 """Until the receiver is asked again, when it has given no memory."""
+LOOP_CHUNK_BYTES = 1 << 20
+"""Copied at a time in an event loop."""
+_AT_A_TIME_BYTES = 1 << 26
+_LAST_BYTES = 1 << 20
+"""The last of arrays, which are copied while their receiver wakes up."""
+_LEAST_BYTES_PER_S = 100e6
+"""Slower copies of arrays are taken for none."""
+_MOST_BYTES = 1 << 36
+"""More, of what an envelope says, does not make anybody wait longer."""
+
+
+class PushedArrays:
+    """Arrays on their way into memory of the receiver that is mapped here, behind their envelope.
+
+    They are copied by who calls, so none is looked at any more when that returns: their owner may
+    change them when the call has ended, and the receiver never takes what was copied by halves.
+
+    Args:
+        peer: the receiver.
+        sources: the arrays, as bytes.
+        targets: where they go.
+        word: of the receiver, for their slot.
+        turn: of the slot.
+    """
+
+    __slots__ = ("_at", "_left_bytes", "_parts", "_peer", "_turn", "_word")
+
+    def __init__(
+        self,
+        peer: Peer,
+        sources: Sequence[Any],
+        targets: Sequence[RemoteRegion],
+        word: RemoteWord,
+        turn: int,
+    ) -> None:
+        self._peer = peer
+        self._word = word
+        self._turn = turn
+        self._parts = deque(zip(sources, targets, strict=True))
+        self._at = 0  # bytes of the first part that are copied
+        self._left_bytes = sum(each.size_bytes for each in targets)
+
+    def _step(self, most_bytes: int) -> None:
+        """Copies some, and says how far it has come where somebody waits for that."""
+        sources: list[Any] = []
+        targets: list[RemoteRegion] = []
+        while self._parts and most_bytes > 0:
+            source, target = self._parts[0]
+            end = min(self._at + most_bytes, target.size_bytes)
+            if self._at > 0 or end < target.size_bytes:
+                source, target = memoryview(source)[self._at : end], target[self._at : end]
+            sources.append(source)
+            targets.append(target)
+            most_bytes -= target.size_bytes
+            self._left_bytes -= target.size_bytes
+            if end < self._parts[0][1].size_bytes:
+                self._at = end
+            else:
+                self._parts.popleft()
+                self._at = 0
+        signal = None
+        if self._left_bytes <= _LAST_BYTES:
+            said = _there(self._turn) if self._left_bytes == 0 else _soon_there(self._turn)
+            signal = self._word, said
+        self._peer.write(sources, targets, signal=signal).wait()
+
+    def _run_some(self, most_bytes: int, needed: Callable[[], bool]) -> bool:
+        try:
+            if self._parts and needed():
+                self._step(most_bytes)
+            return bool(self._parts) and needed()
+        except TensorwireError:
+            return False
+
+    def run(self, needed: Callable[[], bool]) -> None:
+        """Copies them. Whoever waits for them finds out if there is no receiver any more.
+
+        Args:
+            needed: asked now and then; False ends it.
+        """
+        while self._run_some(
+            min(max(self._left_bytes - _LAST_BYTES, _LAST_BYTES), _AT_A_TIME_BYTES), needed
+        ):
+            pass
+
+    def run_some(self, needed: Callable[[], bool]) -> bool:
+        """As `run`, as much as an event loop copies at a time; True if something is left."""
+        return self._run_some(LOOP_CHUNK_BYTES, needed)
+
+    async def run_later(self, needed: Callable[[], bool]) -> None:
+        """As `run`, in an event loop, where others have their turn in between."""
+        while self.run_some(needed):
+            await asyncio.sleep(0)
+
+
+def _there(turn: int) -> int:
+    """The value of the word of a slot when what was pushed in a turn is there."""
+    return 2 * turn
+
+
+def _soon_there(turn: int) -> int:
+    """The same when it is about to be."""
+    return 2 * turn - 1
 
 
 class Pushing:
@@ -39,8 +149,8 @@ class Pushing:
         peer: the other end.
         leases: memory there.
         inbox: what the other end has here.
-        board: of this end, with a word for each slot that the other end raises to the turn of what
-            is there.
+        board: of this end, with a word for each slot that the other end raises to twice the turn
+            of what is there, or to one less shortly before.
         other_board: the other end's.
         first_word: of the board, for slot 0.
     """
@@ -63,6 +173,7 @@ class Pushing:
         self._other_board = other_board
         self._first_word = first_word
         self._lock = threading.Lock()
+        self._last_pace = Pace()
         self._asking = False
         self._asks_from = 0.0
 
@@ -92,11 +203,24 @@ class Pushing:
             return None
         try:
             landed = self._other_board.word(self._place(lease.slot))
-            lease.memory[: len(data)].write(data, signal=(landed, lease.turn))
+            lease.memory[: len(data)].write(data, signal=(landed, _there(lease.turn)))
         except BaseException:
             self._leases.retire([lease], call)
             raise
         return lease
+
+    def push_arrays(
+        self, lease: Lease[RemoteRegion], sources: Sequence[Any], targets: Sequence[RemoteRegion]
+    ) -> PushedArrays:
+        """What copies arrays into memory of the receiver, when their envelope has left.
+
+        Args:
+            lease: the memory, which is mapped.
+            sources: the arrays, as bytes.
+            targets: where they go in it.
+        """
+        word = self._other_board.word(self._place(lease.slot))
+        return PushedArrays(self._peer, sources, targets, word, lease.turn)
 
     def prepare(self, size_bytes: int, timeout_s: float) -> None:
         """Makes memory for a message; waits so long at most.
@@ -139,16 +263,47 @@ class Pushing:
             TensorwireError: the attachment is over.
         """
         place = self._checked(envelope)
-        wait_word(self._board.word(place), envelope.turn, self._peer, needed, self._news)
+        wait_word(self._board.word(place), _there(envelope.turn), self._peer, needed, self._news)
         return self._taken(envelope)
 
     async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
         """As `read`, without blocking the event loop."""
         place = self._checked(envelope)
         await wait_word_later(
-            self._board.word(place), envelope.turn, self._peer, needed, self._news
+            self._board.word(place), _there(envelope.turn), self._peer, needed, self._news
         )
         return self._taken(envelope)
+
+    def await_arrays(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
+        """Waits until the arrays of an envelope are there.
+
+        Args:
+            envelope: says where they lie.
+            landed: their memory; it is abandoned if they do not come.
+            needed: asked meanwhile; False ends it.
+
+        Raises:
+            GivenUpError, RefusedError, TensorwireError: as `read`.
+        """
+        word = self._board.word(self._place(envelope.slot))
+        turn, longest_s = envelope.turn, _longest_s(envelope)
+        if word.value >= _there(turn):
+            return
+        try:
+            wait_word(word, _soon_there(turn), self._peer, needed, nothing_new, longest_s)
+            wait_word(
+                word, _there(turn), self._peer, needed, nothing_new, longest_s, self._last_pace
+            )
+        except BaseException:
+            landed.abandon()
+            raise
+
+    async def await_arrays_later(self, envelope: Envelope, needed: Callable[[], bool]) -> None:
+        """As `await_arrays`, without blocking the event loop, before their memory is looked for."""
+        if envelope.slot < SLOTS and envelope.turn < 1 << 63:
+            word = self._board.word(self._place(envelope.slot))
+            value, longest_s = _there(envelope.turn), _longest_s(envelope)
+            await wait_word_later(word, value, self._peer, needed, nothing_new, longest_s)
 
     def _news(self) -> int:
         return self._node.stats()["bytes_received"]
@@ -170,3 +325,9 @@ class Pushing:
             return copied(landed.piece(BODY))
         finally:
             landed.give_back()
+
+
+def _longest_s(envelope: Envelope) -> float:
+    """How long the arrays of an envelope may take without news."""
+    size_bytes = sum(size for _, _, size in envelope.pieces)
+    return STALLED_S + min(size_bytes, _MOST_BYTES) / _LEAST_BYTES_PER_S

@@ -30,9 +30,9 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion, Word
 from tensorwire.memory.fresh import FreshBytes
 
 from .envelope import BODY, OFFERED_VERSION, PUSHED_VERSION, Envelope, offer_name
-from .inbox import GivenUpError, RefusedError, SenderGoneError
+from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
 from .leases import SLOTS, AnyLease, Lease, Pool
-from .pushing import OF_A_CALL, Pushing
+from .pushing import LOOP_CHUNK_BYTES, OF_A_CALL, Pushing
 from .threshold import Threshold
 from .waiting import GIVEN_UP, finish, finish_later, wait_word, wait_word_later
 
@@ -43,8 +43,6 @@ FIRST_BYTES = 1 << 16
 """Copied before the envelope leaves, of a message that is read in chunks: the rest is copied while
 that is under way and the receiver wakes up. Of one that is read at once a few times as much is
 copied before, and of a longer one nothing."""
-LOOP_CHUNK_BYTES = 1 << 20
-"""Copied at a time in an event loop."""
 AT_ONCE_BYTES = 2 << 20
 """A message that is no longer is copied before its receiver is awake, which reads it in one; where
 the receiver does not have the memory mapped, it is pushed."""
@@ -230,6 +228,8 @@ class Rendezvous:
     Attributes:
         offers: memory here that the other end reads.
         threshold: from where messages go this way.
+        pushing: as given.
+        maps: each end has the memory of the other one mapped.
 
     Args:
         node: of this end.
@@ -241,7 +241,7 @@ class Rendezvous:
         threshold: as above.
         framed_bytes: a longer message that is below the threshold that is not measured is left to
             frames, for whose limit it is too long, whatever was measured; negative for no limit.
-        pushing: for messages that had better be pushed; None where memory is mapped.
+        pushing: for arrays where memory is mapped; else for messages that had better be pushed.
     """
 
     def __init__(
@@ -255,12 +255,12 @@ class Rendezvous:
         read_bytes: int,
         threshold: Threshold,
         framed_bytes: int,
-        pushing: Pushing | None,
+        pushing: Pushing,
     ) -> None:
         self.offers = OfferPool(node, peer, board, offered_bytes)
         self.threshold = threshold
         self._framed_bytes = framed_bytes
-        self._pushing = pushing
+        self.pushing = pushing
         self._peer = peer
         self._board = board
         self._other_board = other_board
@@ -270,8 +270,8 @@ class Rendezvous:
         self._turns: dict[int, int] = {}
         self._regions: dict[int, tuple[int, RemoteRegion]] = {}
         self._count = 0
-        self._maps = peer.path.transport == "shm"
-        self._chunk_bytes = MAPPED_CHUNK_BYTES if self._maps else CHUNK_BYTES
+        self.maps = peer.path.transport == "shm"
+        self._chunk_bytes = MAPPED_CHUNK_BYTES if self.maps else CHUNK_BYTES
         self._looked_at = -1
 
     def takes(self, size_bytes: int) -> bool:
@@ -299,9 +299,9 @@ class Rendezvous:
             PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
         """
         until = time.monotonic() + patience_s
-        pushing = self._pushing if len(data) <= AT_ONCE_BYTES else None
-        if pushing is not None and not self.offers.uses(call):  # else the receiver is behind
-            pushed = pushing.push(data, call, patience_s, needed)
+        # Where the call has some already, the receiver is behind.
+        if self._is_pushed(len(data)) and not self.offers.uses(call):
+            pushed = self.pushing.push(data, call, patience_s, needed)
             if pushed is not None:
                 return Dispatch(pushed, PUSHED_VERSION, None)
             patience_s = max(until - time.monotonic(), 0.0)
@@ -314,8 +314,11 @@ class Rendezvous:
         Raises:
             PeerLostError, ClosedError: the attachment is over.
         """
-        if self._pushing is not None and size_bytes <= AT_ONCE_BYTES:
-            self._pushing.prepare(size_bytes, timeout_s)
+        if self._is_pushed(size_bytes):
+            self.pushing.prepare(size_bytes, timeout_s)
+
+    def _is_pushed(self, size_bytes: int) -> bool:
+        return not self.maps and size_bytes <= AT_ONCE_BYTES
 
     async def offer_later(
         self,
@@ -388,6 +391,28 @@ class Rendezvous:
                     await finish_later(awaited, needed)
         return fresh.take()
 
+    def arrays(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
+        """Waits until the arrays of an envelope are there; raises as `read`.
+
+        Args:
+            envelope: says where they lie.
+            landed: their memory; it is abandoned if they do not come.
+            needed: as for `read`.
+        """
+        self._check_mapped()
+        with self._telling_why(needed):
+            self.pushing.await_arrays(envelope, landed, needed)
+
+    async def arrays_later(self, envelope: Envelope, needed: Callable[[], bool]) -> None:
+        """As `arrays`, without blocking the event loop, before their memory is looked for."""
+        self._check_mapped()
+        with self._telling_why(needed):
+            await self.pushing.await_arrays_later(envelope, needed)
+
+    def _check_mapped(self) -> None:
+        if not self.maps:
+            raise RefusedError("arrays are pushed where memory is mapped, and not here")
+
     @contextmanager
     def _reading(
         self, envelope: Envelope, remote: RemoteRegion, needed: Callable[[], bool]
@@ -414,9 +439,9 @@ class Rendezvous:
             raise self._unreadable(error) from None
 
     def _pusher(self) -> Pushing:
-        if self._pushing is None:
-            raise RefusedError("nothing is pushed where memory is mapped")
-        return self._pushing
+        if self.maps:
+            raise RefusedError("no messages are pushed where memory is mapped")
+        return self.pushing
 
     def _staged(self, envelope: Envelope) -> Word:
         """How far the sender has come with the message."""
@@ -488,7 +513,7 @@ class Rendezvous:
 
         What a call has not come to is freed there, and stayed mapped here though nobody uses it.
         """
-        if not self._maps:
+        if not self.maps:
             return
         with self._lock:
             slots = sorted(self._regions)
@@ -515,7 +540,7 @@ class Rendezvous:
             self._count += 1
             board, place = self._other_board, 8 * (1 + slot)
             try:
-                if self._maps:
+                if self.maps:
                     board.word(place).set(turn)
                     board.word(0).set(self._count)
                     return

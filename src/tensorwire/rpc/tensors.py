@@ -25,7 +25,7 @@ from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
 from tensorwire.memory.buffers import check_unmasked
 
-from .fields import is_tensor_message, tensors
+from .fields import tensors
 from .inbox import Landed
 from .janitor import JANITOR
 from .tensor_pb2 import Tensor
@@ -39,18 +39,16 @@ class LentArray:
 
     Attributes:
         source: what `RemoteRegion.write` takes; keeps the array alive.
-        size_bytes: of the array.
         owned: it stays after it was sent.
-        until: of time.monotonic; afterwards it is dropped, unless it is owned.
+        since: of time.monotonic; it is dropped `HOLD_S` later, unless it is owned.
     """
 
-    __slots__ = ("owned", "size_bytes", "source", "until")
+    __slots__ = ("owned", "since", "source")
 
-    def __init__(self, source: NDArray[np.uint8], owned: bool) -> None:
+    def __init__(self, source: NDArray[np.uint8], owned: bool, since: float) -> None:
         self.source = source
-        self.size_bytes = source.nbytes
         self.owned = owned
-        self.until = time.monotonic() + HOLD_S
+        self.since = since
 
 
 class Holding:
@@ -200,7 +198,7 @@ class _Overdue:
             lent = _lent.get(ticket)
             if lent is None or lent.owned:
                 continue
-            if lent.until < now:
+            if lent.since + HOLD_S < now:
                 _lent.pop(ticket, None)
             else:
                 waits = True
@@ -258,10 +256,10 @@ def tensor(array: Any, *, owner: object = None) -> Any:
         ValueError: a torch tensor that is not on the CPU, not dense, or quantized.
     """
     dtype, shape, source = _describe(array)
-    message = Tensor(dtype=dtype, shape=shape)
     if source.nbytes == 0:
-        return message
-    message.ticket = ticket = new_ticket()
+        return Tensor(dtype=dtype, shape=shape)
+    ticket = new_ticket()
+    message = Tensor(dtype=dtype, shape=shape, ticket=ticket)
     if owner is not None:
         try:
             weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
@@ -270,9 +268,10 @@ def tensor(array: Any, *, owner: object = None) -> Any:
                 f"the owner is of {type(owner).__name__}, which has no weak references: "
                 "take an object of a class of your own, as the one that has the array"
             ) from error
-    _lent[ticket] = lent = LentArray(source, owner is not None)
+    now = time.monotonic()
+    _lent[ticket] = LentArray(source, owner is not None, now)
     if owner is None:
-        _overdue.watch(lent.until - HOLD_S)
+        _overdue.watch(now)
     return message
 
 
@@ -295,9 +294,12 @@ def array(message: Any) -> NDArray[Any]:
     name, shape = _checked(message)
     dtype = _dtypes.get(name) or _known_dtype(name)
     data = _bytes_of(message)
-    _check_size(name, shape, data, dtype.itemsize)
-    found = data.view(dtype)
-    return found if len(shape) == 1 else found.reshape(shape)
+    if len(shape) != 1:
+        _check_size(name, shape, data, dtype.itemsize)
+        return data.view(dtype).reshape(shape)
+    if shape[0] * dtype.itemsize != data.nbytes:
+        raise _misfit(name, shape, data)
+    return data.view(dtype)
 
 
 def torch_tensor(message: Any) -> Any:
@@ -325,14 +327,17 @@ def torch_tensor(message: Any) -> Any:
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def source_of(message: Any) -> NDArray[np.uint8]:
-    """The bytes that a Tensor stands for, of whatever origin; it has a ticket.
+def sources_of(message: Any) -> dict[int, NDArray[np.uint8]]:
+    """The bytes that the Tensors of a message stand for, of whatever origin, by their tickets.
 
     Raises:
         StaleHandleError: they are gone.
         ClosedError: they arrived in the process that this one was forked from.
     """
-    ticket = message.ticket
+    return {ticket: _found(ticket) for each in tensors(message) if (ticket := each.ticket)}
+
+
+def _found(ticket: int) -> NDArray[np.uint8]:
     if (lent := _lent.get(ticket)) is not None:
         return lent.source
     holding = _held.get(ticket)
@@ -367,6 +372,11 @@ def held_tensors() -> int:
 
 def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
     """(dtype, shape, bytes) of an array; the bytes keep it alive."""
+    if type(array) is np.ndarray and array.flags.c_contiguous:
+        known = _as_they_lie.get(array.dtype)
+        if known is not None:
+            shape = array.shape
+            return known, shape, (array if len(shape) == 1 else array.reshape(-1)).view(_UINT8)
     torch = modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         if not array.is_cpu or array.layout is not torch.strided or array.is_nested:
@@ -402,6 +412,8 @@ _dtypes: dict[str, np.dtype[Any]] = {}
 """Those of Tensors, as their bytes lie there, by their names."""
 _names: dict[np.dtype[Any], str] = {}
 """Of those that arrays here have; asking numpy for a name takes longer than all the rest."""
+_as_they_lie: dict[np.dtype[Any], str] = {}
+"""The same of those whose elements lie as they travel."""
 
 
 def _known_dtype(name: str) -> np.dtype[Any]:
@@ -420,7 +432,10 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     if not _portable(dtype):
         hint = ": np.frombuffer(data, np.uint8) makes numbers of bytes" if dtype.kind == "S" else ""
         raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}{hint}")
-    return _names.setdefault(dtype, dtype.name)
+    name = dtype.name
+    if dtype == _known_dtype(name):
+        _as_they_lie[dtype] = name
+    return _names.setdefault(dtype, name)
 
 
 def _portable(dtype: np.dtype[Any]) -> bool:
@@ -428,20 +443,20 @@ def _portable(dtype: np.dtype[Any]) -> bool:
 
 
 def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
-    if not is_tensor_message(message):
+    if not isinstance(message, Tensor):
         raise TypeError(f"a tensorwire.rpc.Tensor is needed, not {type(message).__name__}")
     name = message.dtype
     if not name:
         raise TypeError("this Tensor has no dtype: the field was never set, or not by tensor(...)")
     shape = tuple(message.shape)
-    if shape and min(shape) < 0:
+    if (shape[0] if len(shape) == 1 else min(shape, default=0)) < 0:
         raise ValueError(f"a Tensor has the shape {shape}")
     return name, shape
 
 
 def _bytes_of(message: Any) -> NDArray[np.uint8]:
-    if message.ticket:
-        return source_of(message)
+    if ticket := message.ticket:
+        return _found(ticket)
     return np.frombuffer(bytearray(message.data), np.uint8)
 
 
@@ -449,7 +464,9 @@ def _check_size(
     dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8], item_bytes: int
 ) -> None:
     if math.prod(shape) * item_bytes != data.nbytes:
-        hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
-        raise ValueError(
-            f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}"
-        )
+        raise _misfit(dtype, shape, data)
+
+
+def _misfit(dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> ValueError:
+    hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
+    return ValueError(f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}")

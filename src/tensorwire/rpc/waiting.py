@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tensorwire._core import Transfer
 from tensorwire.errors import TimeoutError
-from tensorwire.memory import Peer, Word
+from tensorwire.memory import Pace, Peer, Word
 from tensorwire.memory.aio import wait_transfer
 
 from .inbox import GivenUpError, RefusedError
@@ -15,7 +15,7 @@ from .inbox import GivenUpError, RefusedError
 GIVEN_UP = "nobody needs the message any more"
 
 _SLICE_S = 0.05
-_STALLED_S = 10.0
+STALLED_S = 10.0
 
 
 def nothing_new() -> int:
@@ -29,6 +29,8 @@ def wait_word(
     peer: Peer,
     needed: Callable[[], bool],
     news: Callable[[], int] = nothing_new,
+    longest_s: float | None = None,
+    pace: Pace | None = None,
 ) -> None:
     """Waits until the sender has raised a word.
 
@@ -38,16 +40,18 @@ def wait_word(
         peer: the sender.
         needed: asked meanwhile; False ends it.
         news: a number that changes while the sender goes on.
+        longest_s: how long it may take without news; None: `STALLED_S`.
+        pace: of waits for the same, see `Word.wait_until`.
 
     Raises:
         GivenUpError: nobody needs it.
-        RefusedError: the sender has not gone on for 10 s.
+        RefusedError: the sender has not gone on for so long.
         TensorwireError: the sender, or the memory, is gone.
     """
-    patience = _Patience(needed, news)
+    patience = _Patience(needed, news, longest_s)
     while word.value < value:
         try:
-            word.wait_until(value, _SLICE_S, peer=peer)
+            word.wait_until(value, _SLICE_S, peer=peer, pace=pace)
         except TimeoutError:
             patience.look()
 
@@ -58,9 +62,10 @@ async def wait_word_later(
     peer: Peer,
     needed: Callable[[], bool],
     news: Callable[[], int] = nothing_new,
+    longest_s: float | None = None,
 ) -> None:
     """As `wait_word`, without blocking the event loop."""
-    patience = _Patience(needed, news)
+    patience = _Patience(needed, news, longest_s)
     while word.value < value:
         try:
             await word.reached(value, _SLICE_S, peer=peer)
@@ -71,11 +76,14 @@ async def wait_word_later(
 class _Patience:
     """How long a sender is waited for."""
 
-    def __init__(self, needed: Callable[[], bool], news: Callable[[], int]) -> None:
+    def __init__(
+        self, needed: Callable[[], bool], news: Callable[[], int], longest_s: float | None
+    ) -> None:
         self._needed = needed
         self._news = news
         self._seen = -1
-        self._until = time.monotonic() + _STALLED_S
+        self._longest_s = STALLED_S if longest_s is None else longest_s
+        self._until = time.monotonic() + self._longest_s
 
     def look(self) -> None:
         """Raises what ends the waiting, if something does."""
@@ -83,9 +91,11 @@ class _Patience:
             raise GivenUpError(GIVEN_UP) from None
         seen, now = self._news(), time.monotonic()
         if seen != self._seen:
-            self._seen, self._until = seen, now + _STALLED_S
+            self._seen, self._until = seen, now + self._longest_s
         elif now > self._until:
-            raise RefusedError(f"the sender has not come further for {_STALLED_S} s") from None
+            raise RefusedError(
+                f"the sender has not come further for {self._longest_s:.3g} s"
+            ) from None
 
 
 def finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
