@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <new>
+#include <utility>
 
 #include "blocking.h"
 #include "error.h"
@@ -16,8 +17,10 @@
 namespace tensorwire {
 namespace {
 
-// How long the thread leaves the loop to waiters that come and go before it drives itself.
-constexpr int64_t kParkNs = 1'000'000;
+// How long the thread leaves the loop to waiters that come and go before it drives itself; and
+// where none but they needed it, from one time that they took it back to the next: to hand it over
+// costs two threads more than a wait does.
+constexpr int64_t kParkNs = 1'000'000, kQuietParkNs = 8'000'000;
 constexpr int kMaxEvents = 64;
 constexpr int kQuickLooks = 3;
 
@@ -180,6 +183,7 @@ void Progress::drive(std::shared_ptr<Poller> poller, bool patient) {
   watch(poller->descriptor(), EPOLLIN, std::make_shared<Nothing>());
   pollers_.push_back(std::move(poller));
   if (patient) polled_ = true;
+  park_ns_ = kParkNs;
 }
 
 void Progress::undrive(const Poller& poller) {
@@ -373,6 +377,8 @@ void Progress::arm(Notifier& notifier) {
   armed_notifiers_.fetch_add(1);
   page_->armed.fetch_add(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Who waits so does not drive, and the thread may have parked for longer.
+  if (park_ns_.load() > kParkNs && driver_.load() == kNobody) attention();
 }
 
 void Progress::disarm(Notifier& notifier) {
@@ -445,7 +451,9 @@ void Progress::drive_once(int timeout_ms) {
       auto found = handlers_.find(fd);
       if (found != handlers_.end()) handler = found->second;
     }
-    if (handler) handler->on_ready(events[i].events);
+    if (!handler) continue;
+    if (handler->serves()) served_.fetch_add(1, std::memory_order_relaxed);
+    handler->on_ready(events[i].events);
   }
   if (changed_) {
     changed_ = false;
@@ -543,7 +551,7 @@ void Progress::park() {
     uint64_t leads = leads_.load(), rounds = counters_.rounds.load();
     park_state_ = kParked;
     if (stopping_ || urgent_) break;
-    int64_t period = kParkNs;
+    int64_t period = armed_notifiers_.load() > 0 ? kParkNs : park_ns_.load();
     Woken woken = futex_wait(park_word_, word, &period);
     if (stopping_ || urgent_) break;
     if (woken != Woken::kTimeout)
@@ -565,10 +573,13 @@ void Progress::park() {
 }
 
 void Progress::thread_main() {
+  uint64_t served = 0;
   while (!stopping_) {
     if (try_drive(kThread)) {
       while (!stopping_ && !yield_) drive_once(-1);
       yield_ = false;
+      uint64_t before = std::exchange(served, served_.load(std::memory_order_relaxed));
+      park_ns_ = served == before && pollers_.empty() ? kQuietParkNs : kParkNs;
       counters_.handovers.fetch_add(1, std::memory_order_relaxed);
       release_drive();
       if (stopping_) return;

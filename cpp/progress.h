@@ -8,8 +8,8 @@
 //    the word or the doorbell rings.
 //  - Waiters that do not drive sleep on event_seq_. Whoever drives raises it after every change
 //    that a condition may depend on, and so does whoever stops driving while others sleep.
-//  - The thread parks while others drive: with a time limit kParkNs while they change quickly, for
-//    ever once one stays; whoever stops driving then wakes it.
+//  - The thread parks while others drive: with a time limit while they change quickly, of kParkNs,
+//    or longer where it drove in vain; for ever once one stays, who then wakes it when it stops.
 #pragma once
 
 #include <atomic>
@@ -37,6 +37,8 @@ class Handler {
   virtual void on_ready(uint32_t events) = 0;
   // Called before the driver sleeps if the handler asked for it with flush_later().
   virtual void on_flush() {}
+  // It does something for others than the waiters here, such as to answer a peer.
+  virtual bool serves() const { return true; }
 };
 
 // A device that is driven by looking at it. Driving thread only.
@@ -77,6 +79,7 @@ class Doorbell : public Handler {
   int descriptor() const { return event_.get(); }
   void take_down();
   void on_ready(uint32_t) override;
+  bool serves() const override { return false; }
 
  private:
   explicit Doorbell(Progress& progress);
@@ -192,7 +195,9 @@ class Progress {
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<uint32_t> park_word_{0};  // futex
   std::atomic<int> park_state_{0};
-  std::atomic<int> backlog_{0};  // streams with bytes that the kernel did not take yet
+  std::atomic<int64_t> park_ns_{1'000'000};
+  std::atomic<uint64_t> served_{0};  // times that anything but a waiter needed the loop
+  std::atomic<int> backlog_{0};      // streams with bytes that the kernel did not take yet
   std::atomic<bool> yield_{false}, urgent_{false}, stopping_{false};
   std::atomic<uint64_t> leads_{0};  // times that a waiter took the lead
   bool changed_ = false;            // driving thread only

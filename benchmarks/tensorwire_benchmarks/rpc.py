@@ -409,8 +409,8 @@ BARS = (
     Bar("shm runtime, arrays of skew sizes against grpcio's bytes", ">=", 8.0, "x as fast",
         f"shm.{SKEW}", RUNTIME_TENSOR, rival=GRPCIO),
     *(
-        Bar(f"{wire} below the threshold, against grpcio", ">=", EQUAL, "", f"{wire}.{UNARY}",
-            BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO)
+        Bar(f"{wire} below the threshold, upper end of the interval against grpcio", ">=", EQUAL,
+            "", f"{wire}.{UNARY}", BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO, upper_end=True)
         for wire in WIRES
     ),
 )  # fmt: skip

@@ -5,10 +5,13 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -391,6 +394,54 @@ TEST_CASE("progress: handlers are called until they leave") {
   pipe->send('.');
   loop->run([] {});
   CHECK_FALSE(loop->wait([&] { return pipe->seen > 201; }, Deadline::after(0.01)));
+}
+
+// Counts how often it is called, and says when it was last.
+struct Counter : Handler {
+  explicit Counter(int fd) : fd(fd) {}
+  void on_ready(uint32_t) override {
+    eventfd_t count;
+    ::eventfd_read(fd, &count);
+    at = Clock::now();
+    ++calls;
+  }
+  int fd;
+  std::atomic<int> calls{0};
+  std::atomic<Clock::time_point> at{};
+};
+
+TEST_CASE("progress: the thread parks for longer where only waiters need the loop") {
+  using std::chrono::microseconds;
+  using std::chrono::milliseconds;
+  Loop loop;
+  // A wait that is over in vain takes the lead from the thread, and leaves it.
+  auto wait = [&] { loop->wait([] { return false; }, Deadline::after(0.0003)); };
+  auto taken_back = [&] {
+    uint64_t before = loop->counters().handovers;
+    for (int i = 0; i < 40; ++i) {
+      std::this_thread::sleep_for(microseconds(2500));
+      wait();
+    }
+    return loop->counters().handovers - before;
+  };
+  uint64_t least = taken_back();
+  for (int tries = 0; tries < 4 && least >= 20; ++tries) least = taken_back();  // a busy machine
+  CHECK(least < 20);
+
+  // With bytes from a peer now and then it does not leave them alone for so long.
+  Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  auto counter = std::make_shared<Counter>(event.get());
+  loop->watch(event.get(), EPOLLIN, counter);
+  auto soonest = milliseconds(1000);
+  for (int i = 1; i <= 20; ++i) {
+    wait();
+    auto began = Clock::now();
+    ::eventfd_write(event.get(), 1);
+    while (counter->calls < i) std::this_thread::sleep_for(microseconds(100));
+    if (i > 2)
+      soonest = std::min(soonest, std::chrono::ceil<milliseconds>(counter->at.load() - began));
+  }
+  CHECK(soonest < milliseconds(6));
 }
 
 TEST_CASE("progress: everything at once, and nothing is lost") {

@@ -17,7 +17,7 @@ from test_rpc_conformance import LONG_S, SS, UU, wait_for
 from test_rpc_rendezvous import Liar, between, pools
 
 from tensorwire import rpc
-from tensorwire.memory import Peer
+from tensorwire.memory import RemoteRegion
 from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc import pushing, tensors
 from tensorwire.rpc.pushing import LEAST_ARRAYS_BYTES
@@ -71,9 +71,9 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     push = pushing.Pushing.push_arrays
 
-    def counted(itself: Any, lease: Any, sources: Any, targets: Any) -> Any:
-        sizes.append(sum(each.nbytes for each in sources if isinstance(each, np.ndarray)))
-        return push(itself, lease, sources, targets)
+    def counted(itself: Any, lease: Any, sources: Any, offsets: Any) -> Any:
+        sizes.append(sum(each.nbytes for each in sources))
+        return push(itself, lease, sources, offsets)
 
     monkeypatch.setattr(pushing.Pushing, "push_arrays", counted)
     return sizes
@@ -90,16 +90,16 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.free = threading.Event(), threading.Event()
         self.over: list[float] = []
-        write = Peer.write
+        write_at = RemoteRegion.write_at
 
-        def held(peer: Any, local: Any, remote: Any, **named: Any) -> Any:
-            if isinstance(local, list) and "signal" in named:
+        def held(region: Any, local: Any, offsets: Any, **named: Any) -> Any:
+            if "signal" in named:
                 self.begun.set()
                 self.free.wait(LONG_S)
                 self.over.append(time.monotonic())
-            return write(peer, local, remote, **named)
+            return write_at(region, local, offsets, **named)
 
-        monkeypatch.setattr(Peer, "write", held)
+        monkeypatch.setattr(RemoteRegion, "write_at", held)
 
 
 SIZES = (

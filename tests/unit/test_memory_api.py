@@ -565,6 +565,38 @@ class TestTransfers:
             with pytest.raises(ValueError, match="read-only"):
                 call()
 
+    def test_arrays_at_places_of_a_slice(self, pair: Pair) -> None:
+        region = pair.far.allocate(400)
+        remote = pair.to_far.region(region.handle())[8:200]
+        word, sent = pair.to_far.region(region.handle()).word(392), np.arange(6, dtype="float32")
+        local = [sent, sent[:2].reshape(2, 1), sent[:0], np.array([9], np.uint8)]
+        remote.write_at(local, [0, 100, 192, 191], signal=(word, 3)).wait()
+        assert (region[8:32].array("float32") == sent).all()
+        assert (region[108:116].array("float32") == sent[:2]).all()
+        assert region.array()[199] == 9
+        assert region.word(392).value == 3
+        assert not region.array()[116:199].any()
+
+    def test_arrays_at_no_places_of_a_slice(self, pair: Pair) -> None:
+        region = pair.far.allocate(400)
+        remote = pair.to_far.region(region.handle())[8:200]
+        array = np.ones(8, np.uint8)
+        bad: list[tuple[Any, Any, type[Exception], str]] = [
+            ([array], [], ValueError, "1 arrays and 0 offsets"),
+            ([array, bytes(8)], [0, 8], TypeError, "not bytes"),
+            ([array], [-1], ValueError, "8 bytes at -1"),
+            ([array, array], [0, 185], ValueError, "8 bytes at 185"),
+            ([array], ["0"], TypeError, "<="),
+            ([array, np.ones((4, 4))[:, 0]], [0, 8], ValueError, "contiguous"),
+            ([np.array([None])], [0], TypeError, "object"),
+        ]
+        for local, offsets, error, advice in bad:
+            with pytest.raises(error, match=advice):
+                remote.write_at(local, offsets)
+        with pytest.raises(TypeError, match="RemoteWord, value"):
+            remote.write_at([array], [0], signal=5)  # type: ignore[arg-type]
+        assert not region.array().any()
+
     def test_batches_that_do_not_match(self, pair: Pair) -> None:
         remote = pair.to_far.region(pair.far.allocate(100).handle())
         bad: list[tuple[Any, Any, type[Exception], str]] = [

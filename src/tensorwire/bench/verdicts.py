@@ -54,6 +54,7 @@ class Bar:
         case, system: whose rows count; with a `rival` the comparisons with it.
         figure: what of a row is judged.
         least, most: bytes of the rows that count.
+        upper_end: of the interval of a comparison, not its median, has to reach the bar.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Bar:
     least: int = 0
     most: float = float("inf")
     rival: str = ""
+    upper_end: bool = False
 
     def judge(self, report: Report) -> Verdict:
         """The verdict on a report."""
@@ -92,7 +94,10 @@ class Bar:
         return mine and self.least <= item.bytes <= self.most
 
     def _figure(self, item: Row | Comparison) -> Figure | None:
-        return (item.ratio, item.interval) if isinstance(item, Comparison) else self.figure(item)
+        if not isinstance(item, Comparison):
+            return self.figure(item)
+        value = item.interval[1] if self.upper_end and item.interval else item.ratio
+        return value, item.interval
 
     def _missing(self, report: Report) -> str:
         system = self.rival or self.system

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tensorwire import _core
 from tensorwire._core import Transfer
@@ -349,6 +349,50 @@ class RemoteRegion(MappedView):
         word, value = _check_signal(signal, self.peer)
         return self._write_one(
             local, *target, word._core, word.offset, value, inline_limit(), order
+        )
+
+    def write_at(
+        self,
+        local: Sequence[NDArray[Any]],
+        offsets: Sequence[int],
+        *,
+        signal: Signal | None = None,
+    ) -> Transfer:
+        """Starts to write numpy arrays to places in this slice, as one transfer.
+
+        As `Peer.write` with a slice for each, which takes longer to make than to write.
+
+        Args:
+            local: the arrays, C-contiguous and without Python objects. Each is kept alive until the
+                transfer is complete and must not change before.
+            offsets: where each begins, in bytes from the start of this slice. None may overlap.
+            signal: as in `write`: raised after all of them are in place.
+
+        Raises:
+            TypeError: not all are numpy arrays, or the signal is no (RemoteWord, int).
+            ValueError: not as many offsets, or one that lies outside, as the end of its array may.
+                Nothing was written then.
+            PermissionError, ClosedError, PeerLostError, StaleHandleError: as for `write`.
+        """
+        if len(local) != len(offsets):
+            raise ValueError(f"{len(local)} arrays and {len(offsets)} offsets")
+        first, size_bytes, places = self._offset, self.size_bytes, []
+        for array, offset in zip(local, offsets, strict=True):
+            if type(array) is not np.ndarray:
+                raise TypeError(f"write_at takes numpy arrays, not {describe(array)}")
+            if not 0 <= offset <= size_bytes - array.nbytes:
+                raise ValueError(f"{array.nbytes} bytes at {offset} are not within {self!r}")
+            places.append(first + offset)
+        word, value = (None, 0) if signal is None else _check_signal(signal, self.peer)
+        return self.peer._core.write(
+            list(local),
+            [self._core] * len(places),
+            places,
+            None if word is None else word._core,
+            0 if word is None else word.offset,
+            value,
+            inline_limit(),
+            None,
         )
 
     def read(self, local: Any, *, stream: Any = None) -> Transfer:

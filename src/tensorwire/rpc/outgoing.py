@@ -400,8 +400,10 @@ class SentMessage:
                 link.unsure = wait_s < min(patience_s, _SURE_S) or not link.needed()
                 return None
             link.must_confirm = False
-        sources = list(beside.values())
-        sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
+        if BODY in beside:
+            beside[BODY] = np.frombuffer(beside[BODY], np.uint8)
+        sources: list[NDArray[np.uint8]] = list(beside.values())
+        sizes = [each.nbytes for each in sources]
         offsets, size = place(sizes)
         lease = attachment.leases_there.take_idle(size, link.call)
         if lease is None:
@@ -417,8 +419,6 @@ class SentMessage:
         if link.ended:
             attachment.retire([lease], link.call)
             return None
-        memory = lease.memory
-        targets = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
         version, rendezvous = VERSION, attachment.rendezvous
         if (
             link.offers
@@ -428,9 +428,9 @@ class SentMessage:
             and beside.keys() != {BODY}
         ):
             # The receiver wakes up, and makes the message, while they are copied.
-            self.staging = rendezvous.pushing.push_arrays(lease, sources, targets)
+            self.staging = rendezvous.pushing.push_arrays(lease, sources, offsets)
             version = PUSHED_VERSION
-        elif not self._wait(attachment.peer.write(sources, targets)):
+        elif not self._wait(lease.memory.write_at(sources, offsets)):
             attachment.leases_there.retire([lease], link.call)
             return None
         self.ahead = True

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord
@@ -54,59 +55,60 @@ class PushedArrays:
     change them when the call has ended, and the receiver never takes what was copied by halves.
 
     Args:
-        peer: the receiver.
+        memory: of the receiver.
         sources: the arrays, as bytes.
-        targets: where they go.
+        offsets: where they go in it.
         word: of the receiver, for their slot.
         turn: of the slot.
     """
 
-    __slots__ = ("_at", "_left_bytes", "_parts", "_peer", "_turn", "_word")
+    __slots__ = ("_left_bytes", "_memory", "_offsets", "_sources", "_turn", "_word")
 
     def __init__(
         self,
-        peer: Peer,
-        sources: Sequence[Any],
-        targets: Sequence[RemoteRegion],
+        memory: RemoteRegion,
+        sources: list[NDArray[np.uint8]],
+        offsets: list[int],
         word: RemoteWord,
         turn: int,
     ) -> None:
-        self._peer = peer
+        self._memory = memory
         self._word = word
         self._turn = turn
-        self._parts = deque(zip(sources, targets, strict=True))
-        self._at = 0  # bytes of the first part that are copied
-        self._left_bytes = sum(each.size_bytes for each in targets)
+        self._sources = sources
+        self._offsets = offsets
+        self._left_bytes = sum(each.nbytes for each in sources)
 
     def _step(self, most_bytes: int) -> None:
         """Copies some, and says how far it has come where somebody waits for that."""
-        sources: list[Any] = []
-        targets: list[RemoteRegion] = []
-        while self._parts and most_bytes > 0:
-            source, target = self._parts[0]
-            end = min(self._at + most_bytes, target.size_bytes)
-            if self._at > 0 or end < target.size_bytes:
-                source, target = memoryview(source)[self._at : end], target[self._at : end]
-            sources.append(source)
-            targets.append(target)
-            most_bytes -= target.size_bytes
-            self._left_bytes -= target.size_bytes
-            if end < self._parts[0][1].size_bytes:
-                self._at = end
-            else:
-                self._parts.popleft()
-                self._at = 0
+        sources, offsets = self._sources, self._offsets
+        count, cut = 0, 0
+        while count < len(sources) and most_bytes > 0:
+            size = sources[count].nbytes
+            if size > most_bytes:
+                cut = most_bytes
+                break
+            most_bytes -= size
+            count += 1
+        now, places = sources[:count], offsets[:count]
+        self._sources, self._offsets = sources[count:], offsets[count:]
+        if cut:
+            now.append(sources[count][:cut])
+            places.append(offsets[count])
+            self._sources[0] = sources[count][cut:]
+            self._offsets[0] += cut
+        self._left_bytes -= sum(each.nbytes for each in now)
         signal = None
         if self._left_bytes <= _LAST_BYTES:
             said = _there(self._turn) if self._left_bytes == 0 else _soon_there(self._turn)
             signal = self._word, said
-        self._peer.write(sources, targets, signal=signal).wait()
+        self._memory.write_at(now, places, signal=signal).wait()
 
     def _run_some(self, most_bytes: int, needed: Callable[[], bool]) -> bool:
         try:
-            if self._parts and needed():
+            if self._sources and needed():
                 self._step(most_bytes)
-            return bool(self._parts) and needed()
+            return bool(self._sources) and needed()
         except TensorwireError:
             return False
 
@@ -210,17 +212,17 @@ class Pushing:
         return lease
 
     def push_arrays(
-        self, lease: Lease[RemoteRegion], sources: Sequence[Any], targets: Sequence[RemoteRegion]
+        self, lease: Lease[RemoteRegion], sources: list[NDArray[np.uint8]], offsets: list[int]
     ) -> PushedArrays:
         """What copies arrays into memory of the receiver, when their envelope has left.
 
         Args:
             lease: the memory, which is mapped.
             sources: the arrays, as bytes.
-            targets: where they go in it.
+            offsets: where they go in it.
         """
         word = self._other_board.word(self._place(lease.slot))
-        return PushedArrays(self._peer, sources, targets, word, lease.turn)
+        return PushedArrays(lease.memory, sources, offsets, word, lease.turn)
 
     def prepare(self, size_bytes: int, timeout_s: float) -> None:
         """Makes memory for a message; waits so long at most.

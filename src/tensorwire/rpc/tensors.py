@@ -291,15 +291,17 @@ def array(message: Any) -> NDArray[Any]:
         StaleHandleError: its memory was given back: this is a copy of a message that is gone.
         ClosedError: it arrived in the process that this one was forked from.
     """
+    if isinstance(message, Tensor):  # the usual one: no check but that of its size matters
+        known, shape, ticket = _dtypes.get(message.dtype), tuple(message.shape), message.ticket
+        if known is not None and ticket and len(shape) == 1:
+            data = _found(ticket)
+            if shape[0] * known.itemsize == data.nbytes:
+                return data.view(known)
     name, shape = _checked(message)
     dtype = _dtypes.get(name) or _known_dtype(name)
     data = _bytes_of(message)
-    if len(shape) != 1:
-        _check_size(name, shape, data, dtype.itemsize)
-        return data.view(dtype).reshape(shape)
-    if shape[0] * dtype.itemsize != data.nbytes:
-        raise _misfit(name, shape, data)
-    return data.view(dtype)
+    _check_size(name, shape, data, dtype.itemsize)
+    return data.view(dtype).reshape(shape)
 
 
 def torch_tensor(message: Any) -> Any:
@@ -449,7 +451,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
     if not name:
         raise TypeError("this Tensor has no dtype: the field was never set, or not by tensor(...)")
     shape = tuple(message.shape)
-    if (shape[0] if len(shape) == 1 else min(shape, default=0)) < 0:
+    if shape and min(shape) < 0:
         raise ValueError(f"a Tensor has the shape {shape}")
     return name, shape
 
@@ -464,9 +466,7 @@ def _check_size(
     dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8], item_bytes: int
 ) -> None:
     if math.prod(shape) * item_bytes != data.nbytes:
-        raise _misfit(dtype, shape, data)
-
-
-def _misfit(dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> ValueError:
-    hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
-    return ValueError(f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}")
+        hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
+        raise ValueError(
+            f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}"
+        )
