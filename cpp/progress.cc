@@ -378,7 +378,12 @@ void Progress::arm(Notifier& notifier) {
   page_->armed.fetch_add(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   // Who waits so does not drive, and the thread may have parked for longer.
-  if (park_ns_.load() > kParkNs && driver_.load() == kNobody) attention();
+  if (park_ns_.load() == kParkNs) return;
+  if (driver_.load() == kNobody) {
+    attention();
+  } else {
+    unpark();
+  }
 }
 
 void Progress::disarm(Notifier& notifier) {
@@ -452,7 +457,7 @@ void Progress::drive_once(int timeout_ms) {
       if (found != handlers_.end()) handler = found->second;
     }
     if (!handler) continue;
-    if (handler->serves()) served_.fetch_add(1, std::memory_order_relaxed);
+    if (handler->serves()) served_.fetch_add(1);
     handler->on_ready(events[i].events);
   }
   if (changed_) {
@@ -546,12 +551,14 @@ void Progress::unpark() {
 }
 
 void Progress::park() {
-  for (;;) {
+  for (bool first = true;; first = false) {
     uint32_t word = park_word_.load();
     uint64_t leads = leads_.load(), rounds = counters_.rounds.load();
     park_state_ = kParked;
     if (stopping_ || urgent_) break;
-    int64_t period = armed_notifiers_.load() > 0 ? kParkNs : park_ns_.load();
+    // Whoever wanted the thread as it gave the loop away had no way to say so.
+    bool wanted = first || armed_notifiers_.load() > 0 || served_.load() != served_before_;
+    int64_t period = wanted ? kParkNs : park_ns_.load();
     Woken woken = futex_wait(park_word_, word, &period);
     if (stopping_ || urgent_) break;
     if (woken != Woken::kTimeout)
@@ -573,13 +580,12 @@ void Progress::park() {
 }
 
 void Progress::thread_main() {
-  uint64_t served = 0;
   while (!stopping_) {
     if (try_drive(kThread)) {
       while (!stopping_ && !yield_) drive_once(-1);
       yield_ = false;
-      uint64_t before = std::exchange(served, served_.load(std::memory_order_relaxed));
-      park_ns_ = served == before && pollers_.empty() ? kQuietParkNs : kParkNs;
+      uint64_t before = std::exchange(served_before_, served_.load());
+      park_ns_ = served_before_ == before && pollers_.empty() ? kQuietParkNs : kParkNs;
       counters_.handovers.fetch_add(1, std::memory_order_relaxed);
       release_drive();
       if (stopping_) return;

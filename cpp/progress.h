@@ -197,6 +197,7 @@ class Progress {
   std::atomic<int> park_state_{0};
   std::atomic<int64_t> park_ns_{1'000'000};
   std::atomic<uint64_t> served_{0};  // times that anything but a waiter needed the loop
+  uint64_t served_before_ = 0;       // when the thread gave it away last; the thread only
   std::atomic<int> backlog_{0};      // streams with bytes that the kernel did not take yet
   std::atomic<bool> yield_{false}, urgent_{false}, stopping_{false};
   std::atomic<uint64_t> leads_{0};  // times that a waiter took the lead

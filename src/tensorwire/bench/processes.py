@@ -16,6 +16,7 @@ A module that runs in a pair has
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -71,6 +72,8 @@ class ProcessPair:
         )
         self.closed = False
         self._polls = polls
+        if polls:  # else nobody could end them where this is interrupted
+            atexit.register(self._go_on)
         try:
             self._target.start()
             target_link.close()
@@ -145,6 +148,7 @@ class ProcessPair:
             return
         self.closed = True
         self._go_on()
+        atexit.unregister(self._go_on)
         with contextlib.suppress(OSError):
             self._control.send(("stop", ()))
         for process in (self._driver, self._target):

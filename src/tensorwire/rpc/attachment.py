@@ -224,7 +224,8 @@ class RpcAttachment:
         other = self.peer.wait_region(_RENDEZVOUS, timeout_s=5)
         fixed = self.limits.fixed_bytes
         leases = self.leases_there, self.leases_here
-        pushing = Pushing(self._node, self.peer, *leases, board, other, PUSHED_WORDS)
+        most_bytes = self.limits.pool_bytes
+        pushing = Pushing(self._node, self.peer, *leases, board, other, PUSHED_WORDS, most_bytes)
         threshold = Threshold(
             self.threshold_bytes if fixed is None else fixed,
             fixed=fixed is not None,

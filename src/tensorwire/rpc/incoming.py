@@ -64,6 +64,7 @@ class Reader:
         *,
         lenient: bool = False,
         needed: Callable[[], bool] | None = None,
+        awaited: bool = False,
     ) -> Any:
         """The message that came as itself or as an envelope.
 
@@ -74,6 +75,7 @@ class Reader:
             lenient: what is no envelope of a known attachment is a message that looks like one.
             needed: asked while the sender lets this end wait for a message that is to be read;
                 False ends that. None: there is no such message, as in calls by grpcio.
+            awaited: its arrays, if they are under way, were waited for.
 
         Raises:
             RefusedError: what looks like an envelope is of an unknown attachment, or lies.
@@ -97,17 +99,30 @@ class Reader:
             rendezvous, goes_on = _rendezvous_of(attachment, needed)
             return self.inside(rendezvous.read(envelope, goes_on))
         arrival = attachment.leases_here.arrive(envelope)
+
+        def await_arrays() -> None:
+            if envelope.awaited:
+                rendezvous, goes_on = _rendezvous_of(attachment, needed)
+                if not awaited:
+                    rendezvous.arrays(envelope, arrival, goes_on)
+
         holding = None
         try:
             try:
                 body = envelope.body
                 if BODY in arrival.pieces:
-                    _await_arrays(attachment, envelope, arrival, needed)
+                    await_arrays()
                     body = copied(arrival.piece(BODY))
                 message = body if self._deserializer is None else self._deserializer(body)
                 holding = _redeem(message, arrival)
-            finally:  # whatever comes of it, the sender may write there until then
-                _await_arrays(attachment, envelope, arrival, needed)
+            except Exception:
+                await_arrays()  # the sender may write there until then
+                raise
+            except BaseException:
+                if envelope.awaited:
+                    arrival.abandon()
+                raise
+            await_arrays()
             if holding is not None:
                 attachment.remember(holding)
                 if holdings is not None:
@@ -142,7 +157,7 @@ class Reader:
         def make(data: bytes) -> Any:
             if body is not None:
                 return self.inside(body)
-            return self.read(data, find, holdings, lenient=lenient, needed=needed)
+            return self.read(data, find, holdings, lenient=lenient, needed=needed, awaited=True)
 
         return make(data) if traced is None else traced.deserialize(make, data, protocol="runtime")
 
@@ -173,18 +188,6 @@ def _rendezvous_of(
     if attachment.rendezvous is None or needed is None:
         raise RefusedError("nothing was agreed on messages that are to be waited for")
     return attachment.rendezvous, needed
-
-
-def _await_arrays(
-    attachment: RpcAttachment,
-    envelope: Envelope,
-    arrival: Landed,
-    needed: Callable[[], bool] | None,
-) -> None:
-    """Waits until the pieces of an envelope are there, if they are still under way."""
-    if envelope.awaited:
-        rendezvous, goes_on = _rendezvous_of(attachment, needed)
-        rendezvous.arrays(envelope, arrival, goes_on)
 
 
 def _redeem(message: Any, arrival: Landed) -> Holding | None:

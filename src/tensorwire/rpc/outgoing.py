@@ -326,18 +326,18 @@ class SentMessage:
 
         Others may hold up the loop for long, and a message that has only begun waits for that.
         """
-        if self.staging is not None and not self.staging.run_some(self.link.awaits_messages):
+        staging = self.staging
+        assert not isinstance(staging, PushedArrays)  # none in an event loop
+        if staging is not None and not staging.run_some(self.link.awaits_messages):
             self.staging = None
-            self._let_go()
         return self.staging is not None
 
     async def finish_later(self) -> None:
         """As `finish`, without blocking the event loop."""
         staging, self.staging = self.staging, None
+        assert not isinstance(staging, PushedArrays)
         if staging is not None:
             await staging.run_later(self.link.awaits_messages)
-            del staging
-            self._let_go()
 
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""
@@ -422,6 +422,7 @@ class SentMessage:
         version, rendezvous = VERSION, attachment.rendezvous
         if (
             link.offers
+            and not link.in_loop  # where others may change them before all are copied
             and size >= LEAST_ARRAYS_BYTES
             and rendezvous is not None
             and rendezvous.maps

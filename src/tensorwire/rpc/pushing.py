@@ -7,7 +7,6 @@ says that they are there. Knows neither gRPC nor messages.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -17,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord
+from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord, Word
 from tensorwire.memory.fresh import copied
 
 from .envelope import BODY, Envelope
-from .inbox import Inbox, Landed, RefusedError
+from .inbox import GivenUpError, Inbox, Landed, RefusedError
 from .leases import SLOTS, Lease, LeasePool
 from .runtime.threads import THREADS
-from .waiting import STALLED_S, nothing_new, wait_word, wait_word_later
+from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word, wait_word_later
 
 OF_A_CALL = 2
 """Messages of a call at a time for which memory is taken: one is under way, or copied, while the
@@ -37,15 +36,11 @@ than it gains."""
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
 """Until the receiver is asked again, when it has given no memory."""
-LOOP_CHUNK_BYTES = 1 << 20
-"""Copied at a time in an event loop."""
 _AT_A_TIME_BYTES = 1 << 26
 _LAST_BYTES = 1 << 20
 """The last of arrays, which are copied while their receiver wakes up."""
 _LEAST_BYTES_PER_S = 100e6
 """Slower copies of arrays are taken for none."""
-_MOST_BYTES = 1 << 36
-"""More, of what an envelope says, does not make anybody wait longer."""
 
 
 class PushedArrays:
@@ -104,33 +99,18 @@ class PushedArrays:
             signal = self._word, said
         self._memory.write_at(now, places, signal=signal).wait()
 
-    def _run_some(self, most_bytes: int, needed: Callable[[], bool]) -> bool:
-        try:
-            if self._sources and needed():
-                self._step(most_bytes)
-            return bool(self._sources) and needed()
-        except TensorwireError:
-            return False
-
     def run(self, needed: Callable[[], bool]) -> None:
         """Copies them. Whoever waits for them finds out if there is no receiver any more.
 
         Args:
             needed: asked now and then; False ends it.
         """
-        while self._run_some(
-            min(max(self._left_bytes - _LAST_BYTES, _LAST_BYTES), _AT_A_TIME_BYTES), needed
-        ):
+        try:
+            while self._sources and needed():
+                most = max(self._left_bytes - _LAST_BYTES, _LAST_BYTES)
+                self._step(min(most, _AT_A_TIME_BYTES))
+        except TensorwireError:
             pass
-
-    def run_some(self, needed: Callable[[], bool]) -> bool:
-        """As `run`, as much as an event loop copies at a time; True if something is left."""
-        return self._run_some(LOOP_CHUNK_BYTES, needed)
-
-    async def run_later(self, needed: Callable[[], bool]) -> None:
-        """As `run`, in an event loop, where others have their turn in between."""
-        while self.run_some(needed):
-            await asyncio.sleep(0)
 
 
 def _there(turn: int) -> int:
@@ -155,6 +135,7 @@ class Pushing:
             of what is there, or to one less shortly before.
         other_board: the other end's.
         first_word: of the board, for slot 0.
+        most_bytes: of memory here that the other end writes into.
     """
 
     def __init__(
@@ -166,6 +147,7 @@ class Pushing:
         board: Region,
         other_board: RemoteRegion,
         first_word: int,
+        most_bytes: int,
     ) -> None:
         self._node = node
         self._peer = peer
@@ -174,6 +156,7 @@ class Pushing:
         self._board = board
         self._other_board = other_board
         self._first_word = first_word
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._last_pace = Pace()
         self._asking = False
@@ -288,14 +271,14 @@ class Pushing:
             GivenUpError, RefusedError, TensorwireError: as `read`.
         """
         word = self._board.word(self._place(envelope.slot))
-        turn, longest_s = envelope.turn, _longest_s(envelope)
-        if word.value >= _there(turn):
+        turn = envelope.turn
+        if word.value == _there(turn):
             return
         try:
+            longest_s = self._longest_s(envelope)
             wait_word(word, _soon_there(turn), self._peer, needed, nothing_new, longest_s)
-            wait_word(
-                word, _there(turn), self._peer, needed, nothing_new, longest_s, self._last_pace
-            )
+            wait_word(word, _there(turn), self._peer, needed, pace=self._last_pace)
+            self._check_turn(word, turn)
         except BaseException:
             landed.abandon()
             raise
@@ -304,8 +287,22 @@ class Pushing:
         """As `await_arrays`, without blocking the event loop, before their memory is looked for."""
         if envelope.slot < SLOTS and envelope.turn < 1 << 63:
             word = self._board.word(self._place(envelope.slot))
-            value, longest_s = _there(envelope.turn), _longest_s(envelope)
+            value, longest_s = _there(envelope.turn), self._longest_s(envelope)
             await wait_word_later(word, value, self._peer, needed, nothing_new, longest_s)
+            self._check_turn(word, envelope.turn)
+
+    def _check_turn(self, word: Word, turn: int) -> None:
+        """Refuses what is waited for, if its slot has other memory by now.
+
+        The sender has given up the call then, and perhaps its arrays, half of them copied.
+        """
+        if word.value > _there(turn):
+            raise GivenUpError(GIVEN_UP)
+
+    def _longest_s(self, envelope: Envelope) -> float:
+        """How long the arrays of an envelope may take until they are nearly there."""
+        end = max((offset + size for _, offset, size in envelope.pieces), default=0)
+        return STALLED_S + min(end, self._most_bytes) / _LEAST_BYTES_PER_S
 
     def _news(self) -> int:
         return self._node.stats()["bytes_received"]
@@ -327,9 +324,3 @@ class Pushing:
             return copied(landed.piece(BODY))
         finally:
             landed.give_back()
-
-
-def _longest_s(envelope: Envelope) -> float:
-    """How long the arrays of an envelope may take without news."""
-    size_bytes = sum(size for _, _, size in envelope.pieces)
-    return STALLED_S + min(size_bytes, _MOST_BYTES) / _LEAST_BYTES_PER_S

@@ -32,7 +32,7 @@ from tensorwire.memory.fresh import FreshBytes
 from .envelope import BODY, OFFERED_VERSION, PUSHED_VERSION, Envelope, offer_name
 from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
 from .leases import SLOTS, AnyLease, Lease, Pool
-from .pushing import LOOP_CHUNK_BYTES, OF_A_CALL, Pushing
+from .pushing import OF_A_CALL, Pushing
 from .threshold import Threshold
 from .waiting import GIVEN_UP, finish, finish_later, wait_word, wait_word_later
 
@@ -43,6 +43,8 @@ FIRST_BYTES = 1 << 16
 """Copied before the envelope leaves, of a message that is read in chunks: the rest is copied while
 that is under way and the receiver wakes up. Of one that is read at once a few times as much is
 copied before, and of a longer one nothing."""
+LOOP_CHUNK_BYTES = 1 << 20
+"""Copied at a time in an event loop."""
 AT_ONCE_BYTES = 2 << 20
 """A message that is no longer is copied before its receiver is awake, which reads it in one; where
 the receiver does not have the memory mapped, it is pushed."""

@@ -5,7 +5,7 @@ The order of things, what they raise and what it is called are grpcio's: see its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -176,12 +176,13 @@ class Performance:
         if self.call.takes_stream:  # and gives credits
             self.call.stream_responses()
             if self.call.send_message(data):
+                if message is not None and message.staging is not None:
+                    self.call.flush()
+                    message.finish()
                 self.finish(_Code.OK, "")
         else:
-            self.finish(_Code.OK, "", data)
-        if message is not None and message.staging is not None:
-            self.call.flush()  # the client wakes up while the rest is copied
-            message.finish()
+            rest = None if message is None or message.staging is None else message.finish
+            self.finish(_Code.OK, "", data, rest)
         self.answered = True
 
     def _respond_all(self, responses: Any) -> None:
@@ -211,10 +212,16 @@ class Performance:
             if message is not None:
                 message.finish()
 
-    def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
+    def finish(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        message: bytes | None = None,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         """Ends the call as its servicer has said, or else with a status."""
         number, text = self.context.status(code, details)
-        finish(self.call, number, text, self.context.trailing_metadata(), message)
+        finish(self.call, number, text, self.context.trailing_metadata(), message, rest)
 
 
 def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
@@ -225,7 +232,12 @@ def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
 
 
 def finish(
-    call: IncomingCall, number: int, details: bytes, trailing: Any, message: bytes | None
+    call: IncomingCall,
+    number: int,
+    details: bytes,
+    trailing: Any,
+    message: bytes | None,
+    rest: Callable[[], None] | None = None,
 ) -> None:
     """Ends a call as its servicer wants, or says what is wrong with that.
 
@@ -235,6 +247,7 @@ def finish(
         details: of the status.
         trailing: metadata, as the servicer has named them.
         message: the only response, None if there is none or it has left.
+        rest: sends what is left of the message.
     """
     metadata = as_metadata(trailing, reserved=True)
     if metadata is None:
@@ -246,8 +259,8 @@ def finish(
             b"the details of the status are too long",
         )
     if number != 0:
-        message = None
-    call.finish(end_frames(call.number, number, details, (), metadata, message))
+        message = rest = None
+    call.finish(end_frames(call.number, number, details, (), metadata, message), rest=rest)
 
 
 class RequestIterator:

@@ -284,12 +284,18 @@ class IncomingCall:
     # How it ends.
 
     def finish(
-        self, frames: Sequence[bytes], *, reading: bool = False, cancelled: bool = False
+        self,
+        frames: Sequence[bytes],
+        *,
+        rest: Callable[[], None] | None = None,
+        reading: bool = False,
+        cancelled: bool = False,
     ) -> None:
         """Ends the call, unless it has ended.
 
         Args:
             frames: tell the client.
+            rest: sends what is left of the response, before anybody hears of the end.
             reading: this thread must not be held up.
             cancelled: it is not the servicer that ends it.
         """
@@ -307,6 +313,9 @@ class IncomingCall:
             self.alarm.action = None
         if frames:
             self._end.send(frames)
+        if rest is not None:
+            self._end.flush()  # the client wakes up meanwhile
+            rest()
         if responses is not None:
             responses.close()
         if self.requests is not None:
