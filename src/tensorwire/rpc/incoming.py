@@ -12,7 +12,7 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, Envelope, is_awaited, unseal
+from .envelope import BODY, MAGIC, is_awaited, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .rendezvous import Rendezvous
