@@ -14,6 +14,8 @@ void bind_node(nb::module_& m) {
                    "How long waits for one thing have taken lately, for `Word.wait_until`. Any "
                    "thread may use it.")
       .def(nb::init<>());
+  m.def("crowded", &crowded,
+        "Whether more threads wanted to run lately than there are cores, on the whole host.");
   nb::class_<Node>(m, "Node")
       .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
                        nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,

@@ -104,6 +104,8 @@ int64_t wake_ns() {
 int64_t now_ns() { return Clock::now().time_since_epoch().count(); }
 
 constexpr int64_t kLookNs = 50'000'000;
+constexpr int64_t kCrowdedNs = 3 * kLookNs;  // a look may miss it
+std::atomic<int64_t> crowded_until{0};
 
 // Others want the cores: until when nobody polls whose Pace would have him, and for how long that
 // was said.
@@ -121,14 +123,21 @@ int64_t spin_bound_ns(Polls polls) {
   int64_t last = looked_at.load(std::memory_order_relaxed);
   if (now - last > kLookNs && looked_at.compare_exchange_strong(last, now)) {
     int here = cores();
-    bool crowded = runnable() > here;
+    bool too_many = runnable() > here;
     several = here > 1;
-    bound = here < 2 || crowded ? 0 : cost;
-    calm = crowded ? 0 : 1;
+    bound = here < 2 || too_many ? 0 : cost;
+    calm = too_many ? 0 : 1;
+    if (too_many) crowded_until.store(now + kCrowdedNs, std::memory_order_relaxed);
   }
   if (polls == Polls::kWords) return bound.load(std::memory_order_relaxed);
   return calm.load(std::memory_order_relaxed) * cost *
          (polls == Polls::kGpu ? kGpuSpins : kPolledSpins);
+}
+
+bool crowded() {
+  spin_bound_ns();
+  return !several.load(std::memory_order_relaxed) ||
+         now_ns() < crowded_until.load(std::memory_order_relaxed);
 }
 
 int64_t Pace::bound_ns() const {

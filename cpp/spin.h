@@ -16,6 +16,10 @@ enum class Polls { kWords, kDevice, kGpu };
 // take. Any thread.
 int64_t spin_bound_ns(Polls polls = Polls::kWords);
 
+// Lately more threads wanted to run than there are cores, or there is one: who wakes another thread
+// before its own work is done may lose its core to it. Looks now and then. Any thread.
+bool crowded();
+
 // How long waits for one thing have taken lately, such as for the next message of a peer. Who
 // expects a short one polls longer than being woken costs: sleeping costs both ends that, and the
 // time until caches and the core itself are awake again. Any thread.

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from actor import MIB, background, eventually, is_asleep, start_actor
 from waiting import CALLS, idles, interrupted, player
 
+from tensorwire.memory import crowded
 from tensorwire.testing import PeerGroup, node_pair
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -109,3 +112,17 @@ def test_ping_pong(transport: str, shared_core: bool) -> None:
             for each in players:
                 each.send("go")
         assert [each.result() for each in players] == [rounds, rounds]
+
+
+def test_cores_that_others_want_are_known() -> None:
+    """Within moments, also where this process waits for nothing."""
+    burners = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+        for _ in range(len(os.sched_getaffinity(0)) + 1)
+    ]
+    try:
+        eventually(crowded, "more threads want to run than there are cores")
+    finally:
+        for each in burners:
+            each.kill()
+            each.wait()

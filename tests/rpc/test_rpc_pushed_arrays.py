@@ -19,7 +19,7 @@ from test_rpc_rendezvous import Liar, between, pools
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
 from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc import pushing, tensors, waiting
+from tensorwire.rpc import outgoing, pushing, tensors, waiting
 from tensorwire.rpc.pushing import LEAST_ARRAYS_BYTES
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
@@ -38,6 +38,12 @@ def both() -> Iterator[Ends]:
         yield made
     tensors._lent.clear()  # of calls that did not end well, for ten minutes
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def cores_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing is pushed; here all of them may be in use."""
+    monkeypatch.setattr(outgoing, "crowded", lambda: False)
 
 
 def give_back(request: Any, context: Any) -> Any:
@@ -192,6 +198,20 @@ def test_nobody_sees_a_message_before_its_arrays_are_there(
     assert made[0] < held.over[0] < seen[0][0]
     answers.clear()
     wait_for(lambda: nothing_is_left(both, channel))
+
+
+def test_nothing_is_pushed_where_cores_are_wanted(
+    both: Ends, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver would take the core of who copies."""
+    channel = open_channel(both)
+    call = channel.unary_unary("/t/m", *FROM_TENSORS)
+    monkeypatch.setattr(outgoing, "crowded", lambda: True)
+    np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))
+    assert not pushed
+    monkeypatch.setattr(outgoing, "crowded", lambda: False)
+    call(rpc.tensor(numbers(LONG)))
+    assert pushed == [LONG, LONG]
 
 
 def test_memory_that_is_still_written_is_not_used_again(

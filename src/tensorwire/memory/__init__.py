@@ -3,7 +3,15 @@
 Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
 """
 
-from tensorwire._core import Pace, Transfer, checksum, put_rows, same_bytes, take_rows
+from tensorwire._core import (
+    Pace,
+    Transfer,
+    checksum,
+    crowded,
+    put_rows,
+    same_bytes,
+    take_rows,
+)
 
 from .handle import Handle
 from .mailbox import Mailbox, RemoteMailbox, mailbox_bytes
@@ -31,6 +39,7 @@ __all__ = [
     "Transfer",
     "Word",
     "checksum",
+    "crowded",
     "local_memory",
     "mailbox_bytes",
     "put_rows",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
-from tensorwire.memory import Transfer
+from tensorwire.memory import Transfer, crowded
 
 from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
@@ -427,6 +427,7 @@ class SentMessage:
             and rendezvous is not None
             and rendezvous.maps
             and beside.keys() != {BODY}
+            and not crowded()  # whom this thread wakes might take its core before all are copied
         ):
             # The receiver wakes up, and makes the message, while they are copied.
             self.staging = rendezvous.pushing.push_arrays(lease, sources, offsets)
