@@ -341,6 +341,11 @@ class Pace:
 
     def __init__(self) -> None: ...
 
+def crowded() -> bool:
+    """
+    Whether more threads wanted to run lately than there are cores, on the whole host.
+    """
+
 class Node:
     def __init__(self, name: str, host: str, port: int, secret: bytes, transports: Sequence[str], try_rdma: bool, rdma_device: str, quota_bytes: int, max_peers: int, handshake_timeout_s: float, peer_timeout_s: float, incarnation: int, listener: int) -> None: ...
 
