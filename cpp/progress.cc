@@ -378,12 +378,7 @@ void Progress::arm(Notifier& notifier) {
   page_->armed.fetch_add(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   // Who waits so does not drive, and the thread may have parked for longer.
-  if (park_ns_.load() == kParkNs) return;
-  if (driver_.load() == kNobody) {
-    attention();
-  } else {
-    unpark();
-  }
+  if (park_ns_.load() > kParkNs) driver_.load() == kNobody ? attention() : unpark();
 }
 
 void Progress::disarm(Notifier& notifier) {
