@@ -18,10 +18,9 @@ from .mailbox import Mailbox, RemoteMailbox, mailbox_bytes
 from .node import Node, wait_all
 from .path import Path
 from .path_warning import PathWarning
-from .peer import Peer, Prepared, RemoteRegion
+from .peer import Peer, Prepared, RemoteRegion, RemoteWord
 from .private import PrivateMapping, local_memory
 from .region import Region, Word
-from .remote_word import RemoteWord
 
 __all__ = [
     "Handle",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tensorwire import _core
 
+from .buffers import describe
 from .open_node import OpenNode
 from .path import Path, path_to
 
@@ -80,3 +81,35 @@ class Connection:
             ValueError: the reason is too long or has control characters.
         """
         self._node.core.close_peer(self._core, reason)
+
+    def succeed(self, successor: Connection) -> None:
+        """Makes `successor` what is behind this object, whose connection was lost.
+
+        For a process that another one has succeeded as the same Node (`Node(incarnation=)`,
+        `Node.restore`): connect to it, and hand over what `connect` returned. From then on all that
+        is asked of this object, and of RemoteRegions, RemoteWords, RemoteMailboxes and Prepareds
+        that came from it, goes to the successor. Their memory stays mapped where it was, and looked
+        up from then on it is mapped there too. Regions that were not restored are stale.
+
+        Transfers and waits that were under way when the connection was lost have failed, and what
+        `allocate` got belonged to the old connection; neither is taken up again. Both objects can
+        be used afterwards, and mixed. It may be called again after each further loss, on this
+        object alone.
+
+        Any thread may call it while others use this object: each of their calls goes to the old
+        connection, which fails it, or to the new one.
+
+        Args:
+            successor: connected to a Node of the same name and incarnation, from the same Node
+                here. If it was lost meanwhile, so is this object.
+
+        Raises:
+            TypeError: not a Peer.
+            ValueError: this peer is not lost, `successor` is of another Node there or here, or is
+                this very connection. Nothing has changed then.
+            UnavailableError: one of the two is not reached over shared memory.
+            ClosedError: the Node was closed; or this is a forked child.
+        """
+        if not isinstance(successor, Connection):
+            raise TypeError(f"a Peer is succeeded by a Peer, not by {describe(successor)}")
+        self._core.succeed(successor._core)

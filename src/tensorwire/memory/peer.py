@@ -24,6 +24,7 @@ from .arguments import (
     check_word_memory,
     name_text,
     word_offset,
+    word_value,
 )
 from .buffers import PLAIN, as_local, check_batch, describe, index_vector, placed, size_bytes
 from .connection import Connection
@@ -31,7 +32,8 @@ from .gpu import OnStream, current_stream, on_stream
 from .handle import Handle, access_name
 from .mapped_view import MappedView
 from .private import PrivateMapping
-from .remote_word import RemoteWord, Signal, check_signal
+
+Signal = tuple["RemoteWord", int]
 
 
 class Peer(Connection):
@@ -128,7 +130,7 @@ class Peer(Connection):
         pieces, order = self._pieces(local, remote, stream)
         if signal is None:
             return self._core.write(*pieces, None, 0, 0, inline_limit(), order)
-        word, value = check_signal(signal, self)
+        word, value = _check_signal(signal, self)
         return self._core.write(*pieces, word._core, word.offset, value, inline_limit(), order)
 
     def read(self, local: Any, remote: Any, *, stream: Any = None) -> Transfer:
@@ -151,14 +153,14 @@ class Peer(Connection):
 
     def signal(self, word: RemoteWord, value: int, after: Sequence[Transfer] = ()) -> Transfer:
         """Raises a word of this peer; see `RemoteWord.set`."""
-        return check_signal((word, value), self)[0].set(value, after)
+        return _check_signal((word, value), self)[0].set(value, after)
 
     def fetch_add(self, word: RemoteWord, value: int = 1) -> Transfer:
         """Starts an atomic addition; `Transfer.value` is the old value once it is complete.
 
         See `RemoteWord.fetch_add`, which also waits.
         """
-        check_signal((word, 0), self)
+        _check_signal((word, 0), self)
         return self._core.fetch_add(word._core, word.offset, addend(value))
 
     def prepare_write(self, local: Any, remote: Any) -> Prepared:
@@ -183,38 +185,6 @@ class Peer(Connection):
         pieces, order = self._pieces(local, remote, None)
         gpu = -1 if order is None else order[1]
         return Prepared(self, is_write, self._core.prepare(is_write, *pieces), gpu)
-
-    def succeed(self, successor: Peer) -> None:
-        """Makes `successor` what is behind this object, whose connection was lost.
-
-        For a process that another one has succeeded as the same Node (`Node(incarnation=)`,
-        `Node.restore`): connect to it, and hand over what `connect` returned. From then on all that
-        is asked of this object, and of RemoteRegions, RemoteWords, RemoteMailboxes and Prepareds
-        that came from it, goes to the successor. Their memory stays mapped where it was, and looked
-        up from then on it is mapped there too. Regions that were not restored are stale.
-
-        Transfers and waits that were under way when the connection was lost have failed, and what
-        `allocate` got belonged to the old connection; neither is taken up again. Both objects can
-        be used afterwards, and mixed. It may be called again after each further loss, on this
-        object alone.
-
-        Any thread may call it while others use this object: each of their calls goes to the old
-        connection, which fails it, or to the new one.
-
-        Args:
-            successor: connected to a Node of the same name and incarnation, from the same Node
-                here. If it was lost meanwhile, so is this object.
-
-        Raises:
-            TypeError: not a Peer.
-            ValueError: this peer is not lost, `successor` is of another Node there or here, or is
-                this very connection. Nothing has changed then.
-            UnavailableError: one of the two is not reached over shared memory.
-            ClosedError: the Node was closed; or this is a forked child.
-        """
-        if not isinstance(successor, Peer):
-            raise TypeError(f"a Peer is succeeded by a Peer, not by {describe(successor)}")
-        self._core.succeed(successor._core)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
         owner = remote.peer
@@ -344,7 +314,7 @@ class RemoteRegion(MappedView):
         target = self._core, self._offset, self.size_bytes
         if signal is None:
             return self._write_one(local, *target, None, 0, 0, inline_limit(), order)
-        word, value = check_signal(signal, self.peer)
+        word, value = _check_signal(signal, self.peer)
         return self._write_one(
             local, *target, word._core, word.offset, value, inline_limit(), order
         )
@@ -381,7 +351,7 @@ class RemoteRegion(MappedView):
             if not 0 <= offset <= size_bytes - array.nbytes:
                 raise ValueError(f"{array.nbytes} bytes at {offset} are not within {self!r}")
             places.append(first + offset)
-        word, value = (None, 0) if signal is None else check_signal(signal, self.peer)
+        word, value = (None, 0) if signal is None else _check_signal(signal, self.peer)
         return self.peer._core.write(
             list(local),
             [self._core] * len(places),
@@ -481,6 +451,60 @@ class RemoteRegion(MappedView):
         self.peer._core.free(self._core, timeout_s)
 
 
+class RemoteWord:
+    """A 64-bit word in a peer's region: a signal that one process raises, or a shared counter.
+
+    Use a word for one of the two. As a signal it has one writer and only grows, so that a repeated
+    signal is harmless; as a counter it is changed by `fetch_add` only.
+    """
+
+    __slots__ = ("_core", "offset", "peer")
+
+    def __init__(self, peer: Peer, core: _core.RemoteRegion, offset: int) -> None:
+        self.peer = peer
+        self._core = core
+        self.offset = offset
+
+    def __repr__(self) -> str:
+        return f"<RemoteWord at byte {self.offset} of {self._core.name!r} at {self.peer.name!r}>"
+
+    def set(self, value: int, after: Sequence[Transfer] = ()) -> Transfer:
+        """Raises the word to `value`, once all transfers in `after` are complete.
+
+        A lower value changes nothing. If one of `after` fails, the word is not touched and this
+        transfer fails with the same error.
+
+        Args:
+            value: 0 to 2**64 - 1.
+            after: transfers of the same Node, to any of its peers.
+
+        Raises:
+            ValueError: the value does not fit, or a transfer belongs to another Node.
+            ClosedError, PeerLostError, StaleHandleError, PermissionError: as for
+                `RemoteRegion.write`.
+        """
+        return self.peer._core.signal(self._core, self.offset, word_value(value), after)
+
+    def fetch_add(self, value: int = 1, timeout_s: float | None = None) -> int:
+        """Adds to the word, modulo 2**64, in one atomic step, and returns the value before.
+
+        `value` is -2**63 to 2**63 - 1.
+
+        Executed by a CPU of the host that owns the memory, which must be alive. After an error it
+        is unknown whether the addition took place; protocols that must count exactly once use
+        signals.
+
+        Raises:
+            TimeoutError: the answer did not come in time; it may still be added.
+            ValueError: the value does not fit.
+            ClosedError, PeerLostError, StaleHandleError, PermissionError: as for
+                `RemoteRegion.write`.
+        """
+        transfer = self.peer._core.fetch_add(self._core, self.offset, addend(value))
+        transfer.wait(timeout_s)
+        return transfer.value
+
+
 class Prepared:
     """A batch that was checked and resolved once and can be started any number of times.
 
@@ -551,5 +575,24 @@ class Prepared:
             return self._core.start(indices, None, 0, 0, inline_limit(), order)
         if not self._is_write:
             raise ValueError("a read cannot signal; when it is complete, raise the word yourself")
-        word, value = check_signal(signal, self.peer)
+        word, value = _check_signal(signal, self.peer)
         return self._core.start(indices, word._core, word.offset, value, inline_limit(), order)
+
+
+def _check_signal(signal: Any, peer: Peer) -> Signal:
+    """Checks a `signal=` argument and returns (word, value)."""
+    try:
+        word, value = signal
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"signal is (RemoteWord, value), not {signal!r}") from error
+    if type(word) is not RemoteWord:
+        raise TypeError(
+            f"signal is (RemoteWord, value), and its first part is {type(word).__name__}; "
+            "get one by remote.word(offset)"
+        )
+    if word.peer._core is not peer._core and not word.peer._core.follows(peer._core):
+        raise ValueError(
+            f"the signal's word is at {word.peer.name!r} and the transfer goes to {peer.name!r}; "
+            "they must be at the same peer"
+        )
+    return word, word_value(value)
