@@ -17,10 +17,6 @@
 namespace tensorwire {
 namespace {
 
-// How long the thread leaves the loop to waiters that come and go before it drives itself; and
-// where none but they needed it, from one time that they took it back to the next: to hand it over
-// costs two threads more than a wait does.
-constexpr int64_t kParkNs = 1'000'000, kQuietParkNs = 8'000'000;
 constexpr int kMaxEvents = 64;
 constexpr int kQuickLooks = 3;
 

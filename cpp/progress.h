@@ -195,7 +195,11 @@ class Progress {
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<uint32_t> park_word_{0};  // futex
   std::atomic<int> park_state_{0};
-  std::atomic<int64_t> park_ns_{1'000'000};
+  // How long the thread leaves the loop to waiters that come and go before it drives itself; and
+  // where none but they needed it, from one time that they took it back to the next: to hand it
+  // over costs two threads more than a wait does.
+  static constexpr int64_t kParkNs = 1'000'000, kQuietParkNs = 8'000'000;
+  std::atomic<int64_t> park_ns_{kParkNs};
   std::atomic<uint64_t> served_{0};  // times that anything but a waiter needed the loop
   uint64_t served_before_ = 0;       // when the thread gave it away last; the thread only
   std::atomic<int> backlog_{0};      // streams with bytes that the kernel did not take yet
