@@ -110,7 +110,8 @@ class _Answers:
     def read(self, data: bytes, link: CallLink | None = None) -> Any:
         """The user's response; the link is that of a call of the runtime."""
         if not data.startswith(MAGIC):
-            return self._reader.inside(data)
+            plain = self._reader.plain
+            return data if plain is None else plain(data)
         needed = None if link is None else link.awaits_messages
         return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
 

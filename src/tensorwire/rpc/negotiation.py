@@ -383,6 +383,7 @@ class AttachmentKeeper:
 
     Attributes:
         attachment: the latest, which may be lost; None: there was none.
+        carries: calls may go by the runtime, where the server has it.
         plain_bytes: while there is none, requests that are shorter may be sent as they are, without
             asking for one. 0: none may.
     """
@@ -395,6 +396,7 @@ class AttachmentKeeper:
     ) -> None:
         self._new_client = new_client
         self._terms = terms
+        self.carries = terms.runtime.limits is not None
         self._explain = explain
         self._lock = threading.Lock()
         self.attachment: RpcAttachment | None = None
@@ -406,11 +408,6 @@ class AttachmentKeeper:
         self._closed = False
         self._reason = "no call was made yet"
         _KEEPERS.add(self)
-
-    @property
-    def carries(self) -> bool:
-        """Calls may go by the runtime, where the server has it."""
-        return self._terms.runtime.limits is not None
 
     @property
     def carried_reason(self) -> str:

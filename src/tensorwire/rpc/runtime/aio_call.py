@@ -104,7 +104,7 @@ class AioCall:
         self.outflow = outflow
         self.refused = False
         self._client = client
-        self._deadline = deadline
+        self.deadline = deadline
         self._receive = receive
         self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
         self._initial: Metadata | None = None
@@ -262,7 +262,7 @@ class AioCall:
         return self._code is not None
 
     def time_remaining(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         if self._code is not None:

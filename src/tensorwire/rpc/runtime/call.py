@@ -47,6 +47,7 @@ _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
 PLAIN_END_BYTES = len(PLAIN_END)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
+_OK = grpc.StatusCode.OK
 
 
 class ClientEnd(Protocol):
@@ -91,12 +92,14 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         outflow: of its requests, if they are a stream.
 
     Attributes:
-        outflow: as given.
+        number, deadline, outflow: as given.
+        kept: its client keeps it, until it has ended.
         refused: it has ended because the server refuses to carry it out here.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
     finished = False
+    kept = False
     refused = False
     _second: Any = None
     _bytes = 0
@@ -128,7 +131,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self.number = number
         self.outflow = outflow
         self._client = client
-        self._deadline = deadline
+        self.deadline = deadline
         self._deserialize = deserialize
         self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
         self._again = again
@@ -227,7 +230,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         except BaseException:
             self.end_here(grpc.StatusCode.CANCELLED, "the thread was interrupted", cancelled=True)
             raise
-        code, details = grpc.StatusCode.OK, body.details
+        code, details = _OK, body.details
         if isinstance(response, NoResponse):
             (code, details), response = response, None
         self.conclude(code, details, body.initial, body.trailing, response)
@@ -272,12 +275,15 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         if self._alarm is not None:
             self._alarm.action = None
         self._stop_messages()
-        self._tell(code)
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(code)
         self._code = code
         with self._client.mutex:
             callbacks, self._callbacks = self._callbacks, None
         self.finish()
-        self._client.unkeep(self)
+        if self.kept:
+            self._client.unkeep(self)
         if self._unattended:
             self._client.reader.unwatch()
             if self._hurries:
@@ -365,9 +371,9 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         """Lets it end though nobody waits for it. To be called before it begins."""
         self._unattended = True
         self._client.reader.watch()
-        if self._deadline is not None:
+        if self.deadline is not None:
             late = weakref.WeakMethod(self.deadline_passed)
-            self._alarm = DEADLINES.add(self._deadline, partial(call_weakly, late))
+            self._alarm = DEADLINES.add(self.deadline, partial(call_weakly, late))
 
     def __del__(self) -> None:
         # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
@@ -394,7 +400,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         try:
             # Whoever sends the requests may end it too.
             whole = self.outflow is None
-            if not self._client.reader.wait(self, self._deadline, whole=whole):
+            if not self._client.reader.wait(self, self.deadline, whole=whole):
                 self.deadline_passed()
                 while not self.finished:  # it is ending at this moment
                     self.wait(1.0)
@@ -409,7 +415,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         return self._code is None
 
     def time_remaining(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         with self._client.mutex:
@@ -469,6 +475,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         return None if self._code is grpc.StatusCode.OK else self
 
     def result(self, timeout: float | None = None) -> Any:
+        if self.finished and self._code is _OK:
+            return self._response
         error = self._outcome(timeout)
         if error is None:
             return self._response

@@ -163,7 +163,9 @@ class CarriedMethod:
             return None
         deadline = None if timeout is None else time.monotonic() + timeout
         remaining = no_deadline if deadline is None else partial(_left, deadline)
-        traced = observed.watched("client", self._arity, self._method)
+        traced = None
+        if observed.OBSERVER is not None:
+            traced = observed.watched("client", self._arity, self._method)
         link = CarriedLink(attachment, number, remaining, always, self._ended, traced)
         deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
         if traced is not None:
@@ -198,7 +200,11 @@ class CarriedLink(CallLink):
         ended: Ended,
         traced: Any,
     ) -> None:
-        super().__init__(attachment, number, remaining, needed)
+        # As of the base, whose call of its own takes longer than that.
+        self.attachment = attachment
+        self.call = number
+        self.needed = needed
+        self._remaining = remaining
         self._ended = ended
         self.traced = traced
         self._began_ns = 0 if traced is None else traced.begin()

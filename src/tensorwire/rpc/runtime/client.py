@@ -46,12 +46,11 @@ class ClientCall(Protocol):
 
     Attributes:
         number: of the call.
+        deadline: of time.monotonic, None if it has none.
     """
 
     number: Number
-
-    def time_remaining(self) -> float | None:
-        """Seconds to its deadline, None if it has none."""
+    deadline: float | None
 
     def head(self, initial: Metadata) -> None:
         """Initial metadata came ahead."""
@@ -128,8 +127,10 @@ class AnyClient:
             streams: it takes any number of responses.
         """
         self._calls[call.number[0]] = weakref.ref(call)
-        left = call.time_remaining()
-        timeout_us = NO_DEADLINE if left is None else min(int(left * 1e6), NO_DEADLINE - 1)
+        timeout_us = NO_DEADLINE
+        if call.deadline is not None:
+            left_us = int(max(call.deadline - time.monotonic(), 0.0) * 1e6)
+            timeout_us = min(left_us, NO_DEADLINE - 1)
         most = self.limits.send_bytes
         if message is not None and 0 <= most < len(message):
             call.conclude(
@@ -287,7 +288,8 @@ class RuntimeClient(AnyClient):
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""
         self._kept[id(call)] = call
-        if call.finished:
+        call.kept = True
+        if call.finished:  # perhaps before it knew
             self.unkeep(call)
 
     def unkeep(self, call: RuntimeCall) -> None:

@@ -13,6 +13,7 @@ import grpc
 from .frames import Metadata, as_metadata
 
 _LOG = logging.getLogger("tensorwire.rpc")
+_OK = grpc.StatusCode.OK
 _NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 _END_OF_TIME_S = float((1 << 63) // 10**9)
 
@@ -158,7 +159,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
         return self._trailing
 
     def abort(self, code: Any, details: str) -> None:
-        if code is grpc.StatusCode.OK:
+        if code is _OK:
             _LOG.error("abort() called with StatusCode.OK; returning UNKNOWN")
             code, details = grpc.StatusCode.UNKNOWN, ""
         self._code = code
@@ -184,6 +185,8 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
 
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
         """How the call ends: as the servicer has said, and where it said nothing, like this."""
+        if self._code is None and code is _OK:
+            return 0, details.encode() if self._details is None else self._details
         chosen = code if self._code is None else self._code
         number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
         return number, details.encode() if self._details is None else self._details

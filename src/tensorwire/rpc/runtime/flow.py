@@ -28,9 +28,11 @@ class Waiter:
 
     Attributes:
         finished: it has come about.
+        has_work: something is left to do for who waits, before it comes about.
         latches: of the threads that wait for it.
     """
 
+    has_work = False
     _work: list[Callable[[], object]] | None = None
 
     def __init__(self) -> None:
@@ -43,14 +45,10 @@ class Waiter:
         for latch in list(self.latches):
             open_latch(latch)
 
-    @property
-    def has_work(self) -> bool:
-        """Something is left to do for who waits, before it comes about."""
-        return bool(self._work)
-
     def leave(self, work: Callable[[], object]) -> None:
         """Leaves work to who waits for it, and wakes them. Once."""
         self._work = [work]
+        self.has_work = True
         for latch in list(self.latches):
             open_latch(latch)
 
@@ -59,7 +57,8 @@ class Waiter:
         try:
             work = self._work.pop() if self._work else None
         except IndexError:
-            return
+            work = None
+        self.has_work = False
         if work is not None:
             work()
 

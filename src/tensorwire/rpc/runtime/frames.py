@@ -150,7 +150,8 @@ def call_frames(
     block = _encoded(metadata) if metadata else b""
     size = _CALL_HEADER.size + len(method) + len(block) + len(first)
     head = _CALL_HEADER.pack(size, CALL, flags, 0, *number, timeout_us, len(method), len(metadata))
-    return [b"".join((head, method, block, first)), *_message_frames(number, others)]
+    begin = b"".join((head, method, block, first))
+    return [begin, *_message_frames(number, others)] if others else [begin]
 
 
 def _message_frames(number: Number, pieces: Sequence[memoryview]) -> Iterator[bytes]:

@@ -9,11 +9,7 @@ from ..attachment import RpcAttachment
 from ..envelope import MAGIC
 from ..fields import may_have_tensors
 from ..outgoing import CallLink, SentMessage, Serializer
-from ..threshold import LEAST_BYTES
 from . import observed
-
-_SMALL_BYTES = LEAST_BYTES // 2
-"""No threshold is below it, but the user's own."""
 
 
 def leaving(
@@ -45,14 +41,8 @@ def leaving(
         sent = SentMessage(message, link(), last=last)
         return observed.serialize(traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
-    if type(data) is bytes and _is_small(len(data), attachment) and not data.startswith(MAGIC):
+    # What is small can only travel inside, in frames.
+    if type(data) is bytes and len(data) < attachment.small_bytes and not data.startswith(MAGIC):
         return data, None
     sent = SentMessage(message, link(), last=last)
     return sent.serialize(lambda _: data), sent
-
-
-def _is_small(size_bytes: int, attachment: RpcAttachment) -> bool:
-    """Whether it can only travel inside, in frames."""
-    if size_bytes > _SMALL_BYTES or size_bytes >= attachment.threshold_bytes:
-        return False
-    return attachment.limits.fixed_bytes is None

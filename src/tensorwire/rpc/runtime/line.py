@@ -67,6 +67,7 @@ class Line:
         patient: whoever sends may wait a millisecond for what was sent before.
 
     Attributes:
+        is_over: nothing arrives any more.
         may_nest: the thread that reads sleeps, or runs a user's code: that code may read too.
         writer: the thread that writes what it sends, 0 if none does.
     """
@@ -93,15 +94,10 @@ class Line:
         self._writing = threading.RLock()
         self._blocked = False
         self._holder = 0
-        self._over = False
+        self.is_over = False
         self._ending = threading.Lock()
         self.may_nest = False
         self.writer = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing arrives any more."""
-        return self._over
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames behind those that were sent before; nobody waits for it."""
@@ -126,7 +122,7 @@ class Line:
     @property
     def takes_calls(self) -> bool:
         """The other end is there, and does not leave what is sent waiting here."""
-        return not self._over and len(self._outbox) <= _MOST_WAITING
+        return not self.is_over and len(self._outbox) <= _MOST_WAITING
 
     def flush(self) -> None:
         """Writes what was sent, unless another thread does that, or there is no room."""
@@ -188,7 +184,7 @@ class Line:
     def drain(self, timeout_s: float) -> None:
         """Waits, at most so long, until what was sent is at the other end."""
         until = time.monotonic() + timeout_s
-        while self._outbox and not self._over and time.monotonic() < until:
+        while self._outbox and not self.is_over and time.monotonic() < until:
             time.sleep(0.001)
         with self._writing:
             try:
@@ -219,8 +215,8 @@ class Line:
             most_backlog: whose other end takes nothing is read no further than to so many frames
                 for it; None: it is.
         """
-        while not self._over:
-            while most_backlog is not None and self.backlog > most_backlog and not self._over:
+        while not self.is_over:
+            while most_backlog is not None and self.backlog > most_backlog and not self.is_over:
                 await asyncio.sleep(LOOK_S)
             try:
                 await self._word.reached(self._reader.awaited, peer=self._peer)
@@ -283,7 +279,7 @@ class Line:
 
     def _is_first_to_end(self) -> bool:
         with self._ending:
-            before, self._over = self._over, True
+            before, self.is_over = self.is_over, True
         return not before
 
 
@@ -352,7 +348,8 @@ class SharedReader:
                     finally:
                         self._leader = 0
                         self._turn.release()
-                        self._pass_on()
+                        if self._followers or self._watched > 0:
+                            self._pass_on()
                     if self._line.is_over and not (waiter.finished or waiter.has_work):
                         time.sleep(0.001)  # another thread is telling everybody
                 elif self._leader == me:

@@ -127,6 +127,7 @@ class IncomingCall:
         awaited: who is told when the first request of a stream has come, if anybody is.
         first: the first one of a stream of requests, if it was taken already.
         cancelled: it has ended otherwise than by its servicer.
+        once: it is unary at the client, which can make it again by grpcio.
 
     Args:
         end: of the line it came by.
@@ -146,6 +147,7 @@ class IncomingCall:
         if body.timeout_us != NO_DEADLINE:
             self.deadline = time.monotonic() + body.timeout_us / 1e6
         self.takes_stream = takes_stream
+        self.once = not (streams or takes_stream)
         self.pieces: list[bytes] = []
         self.bytes = 0
         self.whole = False
@@ -158,11 +160,6 @@ class IncomingCall:
         self._end = end
         self._token = [True]
         self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def once(self) -> bool:
-        """It is unary at the client, which can make it again by grpcio."""
-        return self.requests is None and not self.takes_stream
 
     def is_active(self) -> bool:
         """The call goes on."""

@@ -362,7 +362,7 @@ class Service(AnyService):
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
         """See `AnyService`."""
-        if self._is_refused(call):
+        if self._stopping and self._is_refused(call):
             return
         context = contextvars.Context()
         details = CallDetails(call.method, call.metadata)
@@ -379,7 +379,7 @@ class Service(AnyService):
         if call.once and (handled.takes_stream or handled.gives_stream):
             call.refuse()  # grpcio says what comes of that
             return
-        if not self._may_run():
+        if self._most is not None and not self._may_run(self._most):
             call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
             return
         if call.deadline is not None:
@@ -415,12 +415,10 @@ class Service(AnyService):
         self._ran()
         call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
 
-    def _may_run(self) -> bool:
+    def _may_run(self, most: int) -> bool:
         """Counts a call, unless there are as many as there may be; `_ran` follows."""
-        if self._most is None:
-            return True
         with self._lock:
-            if self._running >= self._most:
+            if self._running >= most:
                 return False
             self._running += 1
         return True
@@ -444,8 +442,10 @@ class Service(AnyService):
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """In a thread of the user's."""
-        traced = observed.watched("server", handled.arity, call.method)
-        began_ns = 0 if traced is None else traced.begin()
+        traced, began_ns = None, 0
+        if observed.OBSERVER is not None:
+            traced = observed.watched("server", handled.arity, call.method)
+            began_ns = 0 if traced is None else traced.begin()
         context = CallContext(end.caller, call)
         performance = Performance(
             end.attachment, call, context, handled, traced, self.limits.send_bytes
@@ -462,7 +462,8 @@ class Service(AnyService):
             if traced is not None:
                 outcome = "answered" if performance.answered else "not answered"
                 traced.ended(began_ns, "over" if handled.gives_stream else outcome)
-            self._ran()
+            if self._most is not None:
+                self._ran()
 
 
 def nobody() -> bool:
