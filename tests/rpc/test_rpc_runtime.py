@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -22,9 +22,11 @@ from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wa
 
 from tensorwire import Node, rpc
 from tensorwire.rpc import negotiation, tensors
-from tensorwire.rpc.attachment import LAST_GENERATION
+from tensorwire.rpc.attachment import LAST_GENERATION, RpcAttachment
+from tensorwire.rpc.outgoing import CallLink, always, no_deadline
 from tensorwire.rpc.runtime import frames, line, ring
 from tensorwire.rpc.runtime.callbacks import Callbacks
+from tensorwire.rpc.runtime.carry import CarriedLink
 from tensorwire.rpc.runtime.context import CallContext
 from tensorwire.rpc.runtime.deadlines import Deadlines
 from tensorwire.rpc.runtime.server import ServerEnd
@@ -952,3 +954,10 @@ def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, thres
             thread.join(20)
         wait_for(lambda: got == [message])
     server.stop(None)
+
+
+def test_the_link_of_a_carried_call_has_all_of_a_link() -> None:
+    """It sets what the base sets itself, since nearly every call makes one."""
+    given = cast(RpcAttachment, None), (1, 2), no_deadline, always
+    plain, carried = vars(CallLink(*given)), vars(CarriedLink(*given, print, None))
+    assert plain == {name: carried[name] for name in plain}

@@ -42,8 +42,8 @@ CALLS = 1024
 LAST_GENERATION = (1 << 32) - 1
 """The highest of a call's number: it travels in 4 bytes."""
 
-_SMALL_BYTES = LEAST_BYTES // 2
-"""No threshold of rendezvous is below it, but the user's own."""
+_SMALL_BYTES = LEAST_BYTES // 2 + 1
+"""From here on messages may be near a threshold of rendezvous that is not the user's own."""
 _RECENT = 8
 _GRACE_S = 2.0
 _UNNUMBERED_S, _LONGEST_UNNUMBERED_S = 10.0, 600.0
@@ -54,7 +54,6 @@ _RENDEZVOUS = "rendezvous"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
 """All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
-_ENDS: weakref.WeakSet[RpcAttachment] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class RpcAttachment:
         self._node = node
         self._board = board
         self._is_client = is_client
-        self._forked = False
+        self._pid = os.getpid()
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
         self.leases_here = Inbox(node, self._other_board)
         self.leases_there = LeasePool(peer, board, lent_bytes)
@@ -163,17 +162,12 @@ class RpcAttachment:
         self._unnumbered = count()
         self._frees_idle_at = 0.0
         ATTACHMENTS[id] = self
-        _ENDS.add(self)
         JANITOR.watch(self)
-
-    def forked(self) -> None:
-        """In a forked child, where none of it is mapped."""
-        self._forked = True
 
     @property
     def lost(self) -> bool:
         """The other end, or the way to it, is gone; or this is a forked child."""
-        return self._forked or self.peer.lost
+        return self.peer.lost or self._pid != os.getpid()
 
     def arrays_threshold(self, *, by_runtime: bool) -> int:
         """From how many bytes the arrays of a message go ahead of it."""
@@ -271,7 +265,7 @@ class RpcAttachment:
 
     def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the other end may never see; see `Pool.retire`."""
-        if self._forked:
+        if self._pid != os.getpid():
             return  # the memory is the parent's, and not mapped here
         self.leases_there.retire(leases, call)
         if self.rendezvous is not None:
@@ -304,7 +298,7 @@ class RpcAttachment:
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
         self.unmarked_bytes = 0
-        if not self._forked:  # a lock may be held for ever in a forked child
+        if self._pid == os.getpid():  # a lock may be held for ever in a forked child
             if self.runtime is not None:
                 self.runtime.close(lost=self.peer.lost)
             if self.rendezvous is not None:
@@ -394,10 +388,3 @@ class RpcAttachment:
 def _place(call: tuple[int, int]) -> int:
     return 8 * (1 + SLOTS + call[0])
 
-
-def _forked() -> None:
-    for each in list(_ENDS):
-        each.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

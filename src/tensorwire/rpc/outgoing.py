@@ -75,7 +75,7 @@ class CallLink:
         remaining: Callable[[], float | None],
         needed: Callable[[], bool],
     ) -> None:
-        self.attachment = attachment
+        self.attachment = attachment  # CarriedLink sets these too
         self.call = call
         self.needed = needed
         self._remaining = remaining

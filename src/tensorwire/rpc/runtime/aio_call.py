@@ -84,7 +84,7 @@ class AioCall:
         outflow: of its requests, if they are a stream.
 
     Attributes:
-        number, outflow: as given.
+        number, deadline, outflow: as given.
         refused: it has ended because the server refuses to carry it out here.
         is_kept: it is carried out where its caller forgets it; else it is cancelled then.
     """

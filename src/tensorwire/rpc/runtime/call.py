@@ -72,7 +72,7 @@ class ClientEnd(Protocol):
         """A call has ended, or goes on by grpcio."""
 
     def keep(self, call: RuntimeCall) -> None:
-        """A call goes on though its caller may forget it."""
+        """A call goes on though its caller may forget it; sets its `kept`, so `unkeep` follows."""
 
     def unkeep(self, call: RuntimeCall) -> None:
         """A call has ended, after `finish`."""

@@ -200,7 +200,7 @@ class CarriedLink(CallLink):
         ended: Ended,
         traced: Any,
     ) -> None:
-        # As of the base, whose call of its own takes longer than that.
+        # As the base does, whose call of its own takes longer than that.
         self.attachment = attachment
         self.call = number
         self.needed = needed

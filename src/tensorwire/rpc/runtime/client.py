@@ -287,8 +287,8 @@ class RuntimeClient(AnyClient):
 
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""
-        self._kept[id(call)] = call
         call.kept = True
+        self._kept[id(call)] = call
         if call.finished:  # perhaps before it knew
             self.unkeep(call)
 
