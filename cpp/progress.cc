@@ -487,6 +487,7 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
   if (bound > 0) {
     if (!deadline.never()) bound = std::min(bound, deadline.left_ns());
     auto end = began + std::chrono::nanoseconds(bound);
+    int given = 0;
     do {
       for (int i = 0; i < (polls == Polls::kGpu ? 1 : 16); ++i) {
         if (ready(argument)) return leave(true);
@@ -495,7 +496,7 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
       // Words that peers on other hosts raise arrive through the loop. A round calls the system,
       // and to look whether a GPU is done does not.
       if (lead() && !(polls == Polls::kGpu && look_quickly())) drive_once(0);
-      if (paced && !leave_core()) break;
+      if (paced && !leave_core(given)) break;
     } while (Clock::now() < end);
   }
 

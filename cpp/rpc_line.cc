@@ -11,6 +11,9 @@ namespace tensorwire::rpc {
 namespace {
 
 constexpr uint64_t kTellBytes = kRingBytes / 4;
+// Of frames that came together. They are of many calls at a time, which keep the cores busy: to be
+// woken costs each little, and to look at a socket meanwhile costs more.
+constexpr uint64_t kCrowdFrames = 3;
 
 void check_usable(const Region& memory) {
   if (!memory.mapping->usable()) {
@@ -70,7 +73,8 @@ LineEnd::LineEnd(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, Rem
   check_size(*this->memory, *this->other);
 }
 
-LineReader::LineReader(LineEnd end) : end_(std::move(end)) {
+LineReader::LineReader(LineEnd end)
+    : end_(std::move(end)), mapped_(end_.peer->transport() == "shm") {
   if (!end_.memory->mapping->add_view(true)) {
     throw Error(Code::kClosed, "the Node is closed and its memory given back");
   }
@@ -79,7 +83,8 @@ LineReader::LineReader(LineEnd end) : end_(std::move(end)) {
 LineReader::~LineReader() { end_.memory->mapping->drop_view(); }
 
 bool LineReader::wait(Deadline deadline) {
-  return end_.node->wait_word(*end_.memory, 0, awaited(), deadline, end_.peer, &pace_);
+  Pace* pace = mapped_ || frames_ < kCrowdFrames ? &pace_ : nullptr;
+  return end_.node->wait_word(*end_.memory, 0, awaited(), deadline, end_.peer, pace);
 }
 
 void LineReader::copy(uint64_t from, uint64_t size) {
@@ -103,6 +108,7 @@ void LineReader::take() {
     }
     copy(taken_, size);
     taken_ = end;
+    frames_ = 0;
     if (end - told_ >= kTellBytes) {
       told_ = end;
       end_.peer->signal({end_.other.get(), kTakenOffset, end}, {});
@@ -118,6 +124,7 @@ std::optional<FrameHeader> LineReader::next(std::span<const char>& body) {
   FrameHeader header = first_frame(left);
   body = left.subspan(sizeof header, header.size - sizeof header);
   at_ += header.size;
+  ++frames_;
   return header;
 }
 

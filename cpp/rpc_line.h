@@ -89,8 +89,10 @@ class LineReader {
   void copy(uint64_t from, uint64_t size);
 
   const LineEnd end_;
+  const bool mapped_;  // what arrives is there when the other end has written it
   Pace pace_;
   std::string bytes_;
+  uint64_t frames_ = 0;  // that were taken last
   size_t at_ = 0;
   uint64_t taken_ = 0, told_ = 0;
 };

@@ -109,6 +109,10 @@ std::atomic<int64_t> crowded_until{0};
 
 // Others want the cores: until when nobody polls whose Pace would have him, and for how long that
 // was said.
+// Who came back later than this gave his core to another thread; who has done so that often in one
+// wait switches to and fro for nothing, which costs both more than to be woken once.
+constexpr int64_t kGivenNs = 2'000;
+constexpr int kMostGiven = 2;
 constexpr int64_t kGoneNs = 1'000'000, kLongestWantedNs = 32 * kLookNs;
 std::atomic<int64_t> wanted_until{0}, wanted_for{kLookNs};
 std::atomic<bool> several{false};  // cores; see spin_bound_ns, which every waiter asks first
@@ -157,10 +161,11 @@ void Pace::took(int64_t ns) {
   usual_ns_.store(usual, std::memory_order_relaxed);
 }
 
-bool leave_core() {
+bool leave_core(int& given) {
   int64_t began = now_ns();
   ::sched_yield();
   int64_t now = now_ns();
+  if (now - began > kGivenNs && ++given >= kMostGiven) return false;
   if (now - began < kGoneNs) return true;
   int64_t last = wanted_until.load(std::memory_order_relaxed);
   int64_t before = wanted_for.load(std::memory_order_relaxed);

@@ -40,6 +40,6 @@ class Pace {
 // Lets whoever wants this core have it; perhaps that is the peer that is waited for. False if it
 // was gone for so long that nobody here should poll for a while: first for 50 ms, and twice as long
 // each time that it happens again soon.
-bool leave_core();
+bool leave_core(int& given);
 
 }  // namespace tensorwire

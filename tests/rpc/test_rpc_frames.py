@@ -173,3 +173,10 @@ def test_a_long_message_is_copied_once(kind: str) -> None:
         tracemalloc.stop()
     assert sum(map(len, made)) > len(message)
     assert peak < 1.2 * len(message)
+
+
+@given(st.binary(max_size=100))
+def test_a_plain_end_is_an_end(message: bytes) -> None:
+    assert [frames.plain_end_frame((3, 9), message)] == frames.end_frames(
+        (3, 9), 0, message=message
+    )

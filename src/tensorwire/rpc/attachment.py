@@ -387,4 +387,3 @@ class RpcAttachment:
 
 def _place(call: tuple[int, int]) -> int:
     return 8 * (1 + SLOTS + call[0])
-

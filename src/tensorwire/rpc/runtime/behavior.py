@@ -20,7 +20,14 @@ from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding, drop
 from .context import CallContext
 from .flow import Waiter
-from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
+from .frames import (
+    MOST_METADATA_BYTES,
+    PIECE_BYTES,
+    Metadatum,
+    as_metadata,
+    end_frames,
+    plain_end_frame,
+)
 from .leaving import leaving
 from .served import Handled, IncomingCall
 
@@ -136,7 +143,8 @@ class Performance:
                     data, self._find, holdings, needed=self.call.is_active
                 )
             else:
-                request = self.handled.reader.inside(data)
+                plain = self.handled.reader.plain
+                request = data if plain is None else plain(data)
         except RefusedError as error:
             refuse_payload(self.call, error)
             return None
@@ -182,7 +190,10 @@ class Performance:
                 self.finish(_Code.OK, "")
         else:
             rest = None if message is None or message.staging is None else message.finish
-            self.finish(_Code.OK, "", data, rest)
+            if self.context.plain and len(data) <= PIECE_BYTES:  # as nearly all small ones
+                self.call.finish((plain_end_frame(self.call.number, data),), rest=rest)
+            else:
+                self.finish(_Code.OK, "", data, rest)
         self.answered = True
 
     def _respond_all(self, responses: Any) -> None:

@@ -183,10 +183,13 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
     def details(self) -> Any:
         return self._details
 
+    @property
+    def plain(self) -> bool:
+        """The servicer has said nothing of how the call ends."""
+        return self._code is None and self._details is None and self._trailing is None
+
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
         """How the call ends: as the servicer has said, and where it said nothing, like this."""
-        if self._code is None and code is _OK:
-            return 0, details.encode() if self._details is None else self._details
         chosen = code if self._code is None else self._code
         number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
         return number, details.encode() if self._details is None else self._details

@@ -228,6 +228,17 @@ def end_frames(
     return frames
 
 
+def plain_end_frame(number: Number, message: bytes) -> bytes:
+    """As `end_frames`, of a call that ended well with this response and nothing else.
+
+    Args:
+        number: of the call.
+        message: of no more than `PIECE_BYTES`.
+    """
+    size = HEADER.size + _END_BYTES + len(message)
+    return b"".join((HEADER.pack(size, END, WHOLE, 0, *number), PLAIN_END, message))
+
+
 def head_frame(number: Number, initial: Metadata) -> bytes:
     """Initial metadata that go ahead of the response."""
     return _frame(HEAD, 0, number, (_COUNT.pack(len(initial)), _encoded(initial)))
