@@ -11,9 +11,9 @@ namespace tensorwire::rpc {
 namespace {
 
 constexpr uint64_t kTellBytes = kRingBytes / 4;
-// Of frames that came together. They are of many calls at a time, which keep the cores busy: to be
-// woken costs each little, and to look at a socket meanwhile costs more.
-constexpr uint64_t kCrowdFrames = 3;
+// So many calls that come together keep the cores busy: to be woken costs each of them little, and
+// to look at a socket meanwhile costs more.
+constexpr uint64_t kCrowd = 3;
 
 void check_usable(const Region& memory) {
   if (!memory.mapping->usable()) {
@@ -74,7 +74,7 @@ LineEnd::LineEnd(std::shared_ptr<Node> node, std::shared_ptr<Region> memory, Rem
 }
 
 LineReader::LineReader(LineEnd end)
-    : end_(std::move(end)), mapped_(end_.peer->transport() == "shm") {
+    : end_(std::move(end)), by_socket_(end_.peer->transport() == "tcp") {
   if (!end_.memory->mapping->add_view(true)) {
     throw Error(Code::kClosed, "the Node is closed and its memory given back");
   }
@@ -83,7 +83,7 @@ LineReader::LineReader(LineEnd end)
 LineReader::~LineReader() { end_.memory->mapping->drop_view(); }
 
 bool LineReader::wait(Deadline deadline) {
-  Pace* pace = mapped_ || frames_ < kCrowdFrames ? &pace_ : nullptr;
+  Pace* pace = by_socket_ && calls_ >= kCrowd ? nullptr : &pace_;
   return end_.node->wait_word(*end_.memory, 0, awaited(), deadline, end_.peer, pace);
 }
 
@@ -108,7 +108,7 @@ void LineReader::take() {
     }
     copy(taken_, size);
     taken_ = end;
-    frames_ = 0;
+    calls_ = 0;
     if (end - told_ >= kTellBytes) {
       told_ = end;
       end_.peer->signal({end_.other.get(), kTakenOffset, end}, {});
@@ -124,7 +124,7 @@ std::optional<FrameHeader> LineReader::next(std::span<const char>& body) {
   FrameHeader header = first_frame(left);
   body = left.subspan(sizeof header, header.size - sizeof header);
   at_ += header.size;
-  ++frames_;
+  if (header.kind == kCall || header.kind == kEnd) ++calls_;
   return header;
 }
 

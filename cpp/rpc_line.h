@@ -39,7 +39,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 16);
 
-inline constexpr uint8_t kMessage = 2, kProbe = 8, kLastKind = 10;
+inline constexpr uint8_t kCall = 1, kMessage = 2, kEnd = 3, kProbe = 8, kLastKind = 10;
 inline constexpr uint8_t kMore = 1, kAllFlags = 31;
 inline constexpr uint32_t kPieceBytes = 48 << 10;
 // At most one method, two blocks of metadata and one piece.
@@ -89,10 +89,10 @@ class LineReader {
   void copy(uint64_t from, uint64_t size);
 
   const LineEnd end_;
-  const bool mapped_;  // what arrives is there when the other end has written it
+  const bool by_socket_;
   Pace pace_;
   std::string bytes_;
-  uint64_t frames_ = 0;  // that were taken last
+  uint64_t calls_ = 0;  // that begin or end in what was taken last
   size_t at_ = 0;
   uint64_t taken_ = 0, told_ = 0;
 };

@@ -107,12 +107,13 @@ constexpr int64_t kLookNs = 50'000'000;
 constexpr int64_t kCrowdedNs = 3 * kLookNs;  // a look may miss it
 std::atomic<int64_t> crowded_until{0};
 
-// Others want the cores: until when nobody polls whose Pace would have him, and for how long that
-// was said.
-// Who came back later than this gave his core to another thread; who has done so that often in one
-// wait switches to and fro for nothing, which costs both more than to be woken once.
+// A core that comes back later than this has probably run another thread. Who gives it away so
+// often in one wait had better sleep: to switch to and fro costs both more than to be woken once.
 constexpr int64_t kGivenNs = 2'000;
 constexpr int kMostGiven = 2;
+
+// Others want the cores: until when nobody polls whose Pace would have him, and for how long that
+// was said.
 constexpr int64_t kGoneNs = 1'000'000, kLongestWantedNs = 32 * kLookNs;
 std::atomic<int64_t> wanted_until{0}, wanted_for{kLookNs};
 std::atomic<bool> several{false};  // cores; see spin_bound_ns, which every waiter asks first
@@ -164,9 +165,8 @@ void Pace::took(int64_t ns) {
 bool leave_core(int& given) {
   int64_t began = now_ns();
   ::sched_yield();
-  int64_t now = now_ns();
-  if (now - began > kGivenNs && ++given >= kMostGiven) return false;
-  if (now - began < kGoneNs) return true;
+  int64_t now = now_ns(), gone = now - began;
+  if (gone < kGoneNs) return gone <= kGivenNs || ++given < kMostGiven;
   int64_t last = wanted_until.load(std::memory_order_relaxed);
   int64_t before = wanted_for.load(std::memory_order_relaxed);
   int64_t next = now - last < kLongestWantedNs ? std::min(2 * before, kLongestWantedNs) : kLookNs;

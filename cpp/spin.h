@@ -27,7 +27,7 @@ class Pace {
  public:
   // How long to poll: somewhat longer than is usual, where that is usually as long as a few
   // wake-ups at both ends; else, and where cores are wanted by others, 0. Call leave_core()
-  // meanwhile.
+  // meanwhile, until it says false.
   int64_t bound_ns() const;
   // One wait is over.
   void took(int64_t ns);
@@ -37,9 +37,10 @@ class Pace {
   static constexpr int64_t kLongestNs = 1'000'000;
 };
 
-// Lets whoever wants this core have it; perhaps that is the peer that is waited for. False if it
-// was gone for so long that nobody here should poll for a while: first for 50 ms, and twice as long
-// each time that it happens again soon.
+// Lets whoever wants this core have it; perhaps that is the peer that is waited for. given: how
+// often it went to another thread in this wait; 0 when that begins. False: stop polling. Either
+// that was the second time, or the core was gone for so long that nobody here should poll for a
+// while: first for 50 ms, and twice as long each time that it happens again soon.
 bool leave_core(int& given);
 
 }  // namespace tensorwire

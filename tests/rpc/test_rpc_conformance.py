@@ -698,6 +698,30 @@ def test_rich_status_and_server_side_codes(ends: Ends) -> None:
     assert isinstance(error, grpc.Call)
 
 
+@pytest.mark.parametrize("size_bytes", [0, 5, (48 << 10) - 1, 48 << 10, (48 << 10) + 1])
+@pytest.mark.parametrize("said", ["code", "details", "trailing", "none", "nothing"])
+def test_a_call_that_ends_well_and_says_more(ends: Ends, said: str, size_bytes: int) -> None:
+    def method(request: bytes, context: Any) -> bytes:
+        if said == "code":
+            context.set_code(grpc.StatusCode.OK)
+        elif said == "details":
+            context.set_details("all is well")
+        elif said == "trailing":
+            context.set_trailing_metadata((("key", "value"),))
+        elif said == "none":
+            context.set_trailing_metadata(())
+        return request
+
+    ends.methods = {"/t/m": UU(method)}
+    message = bytes(number % 251 for number in range(size_bytes))
+    answer, call = ends.serve().channel().unary_unary("/t/m").with_call(message)
+    assert answer == message
+    assert call.code() is grpc.StatusCode.OK
+    assert call.details() == ""  # of OK nobody gets any
+    trailing = [(key, value) for key, value in call.trailing_metadata() if key == "key"]
+    assert trailing == ([("key", "value")] if said == "trailing" else [])
+
+
 def test_many_at_a_time(four: Any) -> None:
     call = four.unary_unary("/t/uu")
     messages = [bytes([number]) * 5000 for number in range(100)]

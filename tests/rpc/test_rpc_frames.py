@@ -175,8 +175,8 @@ def test_a_long_message_is_copied_once(kind: str) -> None:
     assert peak < 1.2 * len(message)
 
 
-@given(st.binary(max_size=100))
-def test_a_plain_end_is_an_end(message: bytes) -> None:
-    assert [frames.plain_end_frame((3, 9), message)] == frames.end_frames(
-        (3, 9), 0, message=message
-    )
+@given(NUMBERS, st.sampled_from((0, 1, 100, frames.PIECE_BYTES - 1, frames.PIECE_BYTES)))
+def test_a_plain_end_is_an_end(number: frames.Number, size_bytes: int) -> None:
+    message = bytes(range(256)) * (size_bytes // 256) + bytes(size_bytes % 256)
+    plain = frames.plain_end_frame(number, message)
+    assert [plain] == frames.end_frames(number, 0, message=message)

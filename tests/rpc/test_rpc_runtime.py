@@ -198,7 +198,9 @@ def test_an_end_that_cannot_be_sent(
 
     def method(request: bytes, context: Any) -> bytes:
         context.set_trailing_metadata(trailing)
-        context.set_details(details)
+        if details:  # which nobody gets of OK
+            context.set_code(grpc.StatusCode.ABORTED)
+            context.set_details(details)
         return b"x"
 
     both.methods = {"/t/m": UU(method), "/t/way": UU(way)}

@@ -260,6 +260,8 @@ def finish(
         message: the only response, None if there is none or it has left.
         rest: sends what is left of the message.
     """
+    if number == 0:
+        details = b""  # as in gRPC, whose client gets none of OK
     metadata = as_metadata(trailing, reserved=True)
     if metadata is None:
         number, metadata = _Code.INTERNAL.value[0], ()
