@@ -29,7 +29,7 @@ from test_rpc_rendezvous import (
 )
 
 from tensorwire import rpc
-from tensorwire.rpc import rendezvous
+from tensorwire.rpc import outgoing, rendezvous
 from tensorwire.rpc.attachment import THRESHOLDS
 from tensorwire.rpc.threshold import LEAST_BYTES
 
@@ -209,14 +209,14 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Senders of asyncio stop behind the first chunk of a message, until the list is empty."""
-    stops, run_later = [True], rendezvous.Staging.run_later
+    stops, finish_later = [True], outgoing.SentMessage.finish_later
 
-    async def stalling(staging: Any, needed: Any) -> None:
-        while stops:
+    async def stalling(message: Any) -> None:
+        while stops and message.staging is not None:
             await asyncio.sleep(0.01)
-        await run_later(staging, needed)
+        await finish_later(message)
 
-    monkeypatch.setattr(rendezvous.Staging, "run_later", stalling)
+    monkeypatch.setattr(outgoing.SentMessage, "finish_later", stalling)
     yield stops
     stops.clear()
 

@@ -94,6 +94,65 @@ def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
     run_plain({"/t/m": SU(count)}, test)
 
 
+CUT: dict[str, Any] = {
+    **AS_THEY_ARE,
+    "rendezvous": {**RUNTIME_SHM, "threshold_bytes": 1 << 16},
+}
+
+
+# grpc.aio takes a message of 1 MB at once, and fails a write while a longer one is under way.
+@pytest.mark.parametrize(
+    ("ends", "size"),
+    [(ends, size) for ends in CUT for size in (1_000_000, 4_000_000)[: 1 + (ends != "grpcio")]],
+)
+def test_a_response_whose_write_is_cancelled_is_sent_whole(ends: str, size: int) -> None:
+    """The client would take what is written next for the rest of it."""
+
+    async def answer(request: bytes, context: Any) -> None:
+        await context.write(b"a" * size)
+        for letter in (b"b", b"c"):  # the second waits for its turn
+            writing = asyncio.ensure_future(context.write(letter * size))
+            await asyncio.wait((writing,), timeout=0.02)
+            writing.cancel()
+            await asyncio.wait((writing,))
+        if request:
+            await context.write(b"d" * 100)
+
+    async def test(channel: Any) -> None:
+        for request in (b"more", b""):
+            call = channel.unary_stream("/t/m")(request)
+            await asyncio.sleep(0.3)
+            found = [(each[:1], len(each)) async for each in call if each.strip(each[:1]) == b""]
+            assert found[:2] == [(b"a", size), (b"b", size)]
+            assert found[2:] in whole[request]
+            assert await call.code() is grpc.StatusCode.OK
+
+    last = (b"d", 100)
+    whole = {b"more": ([(b"c", size), last], [last]), b"": ([(b"c", size)], [])}
+    runner(CUT[ends], CUT[ends])({"/t/m": US(answer)}, test)
+
+
+@pytest.mark.parametrize("ends", [each for each in CUT if each != "grpcio"])
+def test_messages_that_several_tasks_write_are_whole(ends: str) -> None:
+    """In `grpc.aio` such a write fails; here one leaves after the other."""
+    sizes = [1_000_000, 10, 2_000_000, 300_000]
+    messages = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+
+    async def exchange(requests: AsyncIterator[bytes], context: Any) -> None:
+        found = [each async for each in requests]
+        await asyncio.gather(*(context.write(each) for each in found))
+
+    async def test(channel: Any) -> None:
+        call = channel.stream_stream("/t/m")()
+        writing = asyncio.gather(*(call.write(each) for each in messages))
+        await asyncio.sleep(0)
+        await call.done_writing()
+        await writing
+        assert [each async for each in call] == messages
+
+    runner(CUT[ends], CUT[ends])({"/t/m": SS(exchange)}, test)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("arity", ["us", "ss"])

@@ -6,6 +6,7 @@ tensorwire: no attachment, no memory at the receiver, a payload that is too smal
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -333,11 +334,9 @@ class SentMessage:
         return self.staging is not None
 
     async def finish_later(self) -> None:
-        """As `finish`, without blocking the event loop."""
-        staging, self.staging = self.staging, None
-        assert not isinstance(staging, PushedArrays)
-        if staging is not None:
-            await staging.run_later(self.link.awaits_messages)
+        """As `finish`, without blocking the event loop; can be begun again if it is cancelled."""
+        while self.finish_some():
+            await asyncio.sleep(0)
 
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""

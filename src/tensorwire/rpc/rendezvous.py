@@ -204,11 +204,6 @@ class Staging:
             return False
         return self.left and needed()
 
-    async def run_later(self, needed: Callable[[], bool]) -> None:
-        """As `run`, in an event loop, where others have their turn in between."""
-        while self.run_some(needed):
-            await asyncio.sleep(0)
-
 
 class Dispatch(NamedTuple):
     """A message that the receiver is to read, or that is pushed to it.

@@ -25,6 +25,7 @@ from . import observed
 from .aio_context import AioContext, SyncContext
 from .behavior import finish, refuse_payload
 from .context import Caller
+from .flow import Waiter
 from .loop import LoopWaiter
 from .served import IncomingCall, behavior_of
 
@@ -74,6 +75,8 @@ class AioPerformance:
         self._link = CallLink(attachment, call.number, at_once, call.is_active)
         self._link.patience_s = 0.0  # of the event loop
         self._link.offers = self._link.in_loop = True
+        self._turn = asyncio.Lock()
+        self._rest: asyncio.Task[None] | None = None
         self.context = AioContext(caller, call, self)
         self.answered = False
 
@@ -143,7 +146,7 @@ class AioPerformance:
         data, message = await self._serialize(response)
         if call.takes_stream:  # and gives credits
             call.stream_responses()
-            await self._send(data)
+            await self._send(call.lots(data, LoopWaiter), message)
             self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
@@ -161,6 +164,9 @@ class AioPerformance:
                 responses = self._from_thread(behavior(request, context))
             async for response in responses:
                 await self.context.write(response)
+        if self._rest is not None:
+            async with self._turn:
+                await self._finish_rest()
         self.context.check()
         self.finish(_Code.OK, "")
         self.answered = True
@@ -214,19 +220,38 @@ class AioPerformance:
             self._call.settle()
 
     async def write(self, response: Any) -> None:
-        """See `Messages`."""
-        data, message = await self._serialize(response)
-        await self._send(data)
-        await message.finish_later()
+        """See `Messages`.
+
+        Of messages that several tasks write, one leaves after the other. One whose task is
+        cancelled while it leaves is sent to its end, as by `grpc.aio`: the client would take what
+        comes next for the rest of it.
+        """
+        async with self._turn:
+            await self._finish_rest()
+            data, message = await self._serialize(response)
+            lots = self._call.lots(data, LoopWaiter)
+            try:
+                await self._send(lots, message)
+            except asyncio.CancelledError:
+                self._rest = asyncio.get_running_loop().create_task(self._send(lots, message))
+                raise
         await asyncio.sleep(0)  # others have their turn, however much there is to send
 
-    async def _send(self, data: bytes) -> None:
-        for lot in self._call.lots(data, LoopWaiter):
-            if isinstance(lot, list):
-                self._call.send_frames(lot)
-            else:
+    async def _finish_rest(self) -> None:
+        """Waits until a message whose task was cancelled has left."""
+        if self._rest is not None:
+            await asyncio.wait((self._rest,))
+            rest, self._rest = self._rest, None
+            rest.result()
+
+    async def _send(self, lots: Iterator[list[bytes] | Waiter], message: SentMessage) -> None:
+        for lot in lots:
+            if not isinstance(lot, list):
                 assert isinstance(lot, LoopWaiter)
                 await lot.wait()
+            elif not self._call.send_frames(lot):
+                return
+        await message.finish_later()
 
     def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
         """Ends the call as its servicer has said, or else with a status."""

@@ -540,6 +540,7 @@ class _Writer(AioCall):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._written: tuple[CallLink, Any, Any] | None = None
+        self._turn = asyncio.Lock()  # of those who write: pieces of two messages would be one
 
     def write_with(self, link: CallLink, serializer: Any, traced: Any) -> None:
         """Its requests will be written."""
@@ -553,7 +554,8 @@ class _Writer(AioCall):
         if self._done_writing_flag:
             raise asyncio.InvalidStateError("RPC is half closed: done_writing was called")
         try:
-            sent = await self._send(request, *self._written)
+            async with self._turn:
+                sent = await self._send(request, *self._written)
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -565,7 +567,9 @@ class _Writer(AioCall):
             raise grpc.aio.UsageError("the requests of this call come from an iterable")
         if not self.done() and not self._done_writing_flag:
             self._done_writing_flag = True
-            self._client.send((last_frame(self.number),))
+            async with self._turn:
+                if not self.done():
+                    self._client.send((last_frame(self.number),))
 
 
 class AioUnaryUnary(_OneResponse, grpc.aio.UnaryUnaryCall):
