@@ -74,26 +74,41 @@ LAUNCHER = [row.name for row in DEATH.all_rows()]
 SUMS = {row.name for row in SUM.rows}
 # Sums are server 0's alone; of two servers the second one has the table. The second norm is that of
 # an average that was kept, and with it rows of the table, which do not outlive a server.
-AT_0 = [(0, name, 2) for name in NAMES if name in SUMS]
-AT_0 += [(0, row.name, times) for phase in (NORMS, CELL) for row in phase.rows for times in (1, 3)]
-AT_1 = [(1, name, 3 if name in NORM_ROWS else 2) for name in NAMES if name not in SUMS]
-# The number of servers, and the kills of one job: which server, at which row, at which visit of it.
-Kills = tuple[tuple[int, str, int], ...]
-CASES: list[tuple[int, Kills]] = [(1, ((0, name, 1),)) for name in NAMES]
-CASES += [(2, tuple(filter(None, each))) for each in itertools.zip_longest(AT_0, AT_1)]
+AT_0 = [("server-0", name, 2) for name in NAMES if name in SUMS]
+NORMS_AND_CELLS = [row.name for phase in (NORMS, CELL) for row in phase.rows]
+AT_0 += [("server-0", name, times) for name in NORMS_AND_CELLS for times in (1, 3)]
+AT_1 = [("server-1", name, 3 if name in NORM_ROWS else 2) for name in NAMES if name not in SUMS]
+HALF = (len(NAMES) + 1) // 2
+ALONE = [("server-0", name, 1) for name in NAMES[:HALF]]
+ITS_SUCCESSOR = [("server-0+1", name, 1) for name in NAMES[HALF:]]
+# The number of servers, and the kills of one job: which process, at which row and visit of it.
+Kills = tuple[tuple[str, str, int], ...]
+CASES: list[tuple[int, Kills]] = [
+    (servers, tuple(filter(None, each)))
+    for servers, (first, second) in ((1, (ALONE, ITS_SUCCESSOR)), (2, (AT_0, AT_1)))
+    for each in itertools.zip_longest(first, second)
+]
 
 
-@pytest.mark.parametrize(("servers", "kills"), CASES)
+def told(servers: int, kills: Kills) -> str:
+    return f"{servers}: " + ", ".join(f"{process} at {name}" for process, name, _ in kills)
+
+
+@pytest.mark.parametrize(
+    ("servers", "kills"), [pytest.param(*case, id=told(*case)) for case in CASES]
+)
 def test_killed_at_a_place(
     place: Place, whole: Callable[[int], set[str]], servers: int, kills: Kills
 ) -> None:
     # At the end of the last store workers may have left before the server is killed.
     stores = 3 if any(name.startswith("store.") for _, name, _ in kills) else 2
-    fails = [f"server-{server}:{name}:{times}:kill" for server, name, times in kills]
+    fails = [f"{process}:{name}:{times}:kill" for process, name, times in kills]
     digests, said = run(place, servers, ",".join(fails), stores=stores)
-    for server, *_ in kills:
-        assert f"server {server} (pid" in said, "the place was not reached"
-    assert said.count("takes its place (restart 1)") == len(kills), said
+    for process, *_ in kills:
+        server, _, successor = process.removeprefix("server-").partition("+")
+        died = rf"server {server} \(pid \d+\) was killed .* \(restart {1 + int(successor or 0)}\)"
+        assert re.search(died, said), f"the place was not reached: {said}"
+    assert said.count("takes its place") == len(kills), said
     assert digests == whole(stores)
 
 
