@@ -56,12 +56,15 @@ def test_memory_page(
     assert f"\n{transports} " in printed
 
 
-def test_rpc_page(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/rpc.md"])
+def test_rpc_pages(repository: Path, tmp_path: Path, page: str) -> None:
+    """The only `python` block; what it prints is in the text behind it."""
     pytest.importorskip("grpc")
-    (block,) = blocks(repository / "docs" / "rpc.md")
+    (block,) = blocks(repository / page)
     program = tmp_path / "rpc_page.py"
     program.write_text(block)
-    run(program)
+    printed = run(program).strip()
+    assert not printed or f"It prints `{printed}`" in (repository / page).read_text()
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
@@ -99,3 +102,22 @@ def test_commands_exist(repository: Path) -> None:
     known = set(re.findall(r"^([a-z-]+)(?:-%)?:", makefile, re.MULTILINE))
     assert verbs
     assert verbs <= known
+
+
+def test_files_to_begin_with_exist(repository: Path) -> None:
+    """Each file of that table is in one of the folders of its row."""
+    text = (repository / "ARCHITECTURE.md").read_text()
+    rows = re.findall(
+        r"^\| (`.*) \| (.*) \|$", text.partition("## Where to begin")[2], re.MULTILINE
+    )
+    rows = [
+        (folders, files) for folders, files in rows if (repository / folders.split("`")[1]).is_dir()
+    ]
+    assert len(rows) > 10
+    for folders, files in rows:
+        found = {
+            each.name
+            for folder in re.findall(r"`(.*?)`", folders)
+            for each in (repository / folder).iterdir()
+        }
+        assert set(re.findall(r"`(.*?)`", files)) <= found

@@ -54,13 +54,13 @@ def DistributedOptimizer(
     closed, and its state is gone. So a notebook's cell can be run again.
 
     Args:
-        optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
-            schedulers, hooks and `isinstance` go on working.
+        optimizer: any of torch that makes one update per step (`docs/optimizers.md`); it may have
+            state. The same object is returned; schedulers, hooks and `isinstance` go on working.
         model: has all parameters of the optimizer; dense, floating, on the CPU or one CUDA device
             (see `docs/gpu-training.md`). A `Split` where processes
             share a model, on the CPU, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
-            optimizer is then SGD without momentum and weight decay.
+            optimizer is then plain SGD, Adagrad or SparseAdam, or see `sparse`.
         mode: that of the job, which `tw.init(mode=…)` was told; another one is an error.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
