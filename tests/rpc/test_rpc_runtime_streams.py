@@ -55,6 +55,32 @@ def test_memory_of_a_slow_reader_is_bounded(both: Ends) -> None:
     assert sum(len(each) for each in call) == 999 * size
 
 
+def test_responses_that_several_threads_call_back_are_whole(both: Ends) -> None:
+    """In grpcio such a response fails; here one leaves after the other."""
+    both.system.our_channel = {**WIRES[both.system.name], **PLAIN}
+    both.system.our_server = {**WIRES[both.system.name], **PLAIN}
+    messages = [bytes([65 + i]) * size for i, size in enumerate([1_000_000, 10, 2_000_000, 10])]
+
+    def answer(request: bytes, context: Any, respond: Any) -> None:
+        def work() -> None:
+            threads = [threading.Thread(target=respond, args=(each,)) for each in messages]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            respond(None)
+
+        threading.Thread(target=work).start()
+
+    answer.experimental_non_blocking = True  # type: ignore[attr-defined]
+    both.methods = {"/t/us": US(answer)}
+    got = []
+    for each in both.serve().channel().unary_stream("/t/us")(b""):
+        got.append(each)
+        time.sleep(0.05)  # so that the window is used up
+    assert sorted(got) == sorted(messages)
+
+
 def test_a_message_that_is_longer_than_the_window(both: Ends) -> None:
     both.system.our_channel = {**WIRES[both.system.name], **PLAIN}
     both.system.our_server = {**WIRES[both.system.name], **PLAIN}

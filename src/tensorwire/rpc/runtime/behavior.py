@@ -5,6 +5,7 @@ The order of things, what they raise and what it is called are grpcio's: see its
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -94,7 +95,7 @@ class Performance:
         if handled.gives_stream:
             self.call.stream_responses()
             if calls_back:
-                more = (self.respond,)
+                more = (partial(self._respond_in_turn, threading.Lock()),)
         try:
             response = behavior(request, self.context, *more)
         except Exception as error:
@@ -208,6 +209,11 @@ class Performance:
             self.respond(response)
             if response is None or not self.call.is_active():
                 return
+
+    def _respond_in_turn(self, turn: threading.Lock, response: Any) -> None:
+        """As `respond`, of any thread: pieces of two long messages would be taken for one."""
+        with turn:
+            self.respond(response)
 
     def respond(self, response: Any) -> None:
         """Sends one of several responses; None: there are no more."""
