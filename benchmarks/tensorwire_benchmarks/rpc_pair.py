@@ -312,16 +312,17 @@ class Driver:
     ) -> tuple[list[float], float, float]:
         """Many threads call for so long: (seconds of each call, CPU time here, CPU time there).
 
-        The CPU time is that of all threads, by calls.
+        Each calls once at least. The CPU time is that of all threads, by calls.
         """
         payload = np.arange(size_bytes, dtype=np.uint8)
 
         def work(operation: Callable[[], object]) -> list[float]:
-            times = []
-            while time.perf_counter() < until:
+            times, ended = [], time.perf_counter()
+            while not times or ended < until:
                 began = time.perf_counter()
                 operation()
-                times.append(time.perf_counter() - began)
+                ended = time.perf_counter()
+                times.append(ended - began)
             return times
 
         with contextlib.ExitStack() as by_hand, ThreadPoolExecutor(clients) as pool:
