@@ -317,7 +317,8 @@ class Driver:
         payload = np.arange(size_bytes, dtype=np.uint8)
 
         def work(operation: Callable[[], object]) -> list[float]:
-            times, ended = [], time.perf_counter()
+            times = list[float]()
+            ended = time.perf_counter()
             while not times or ended < until:
                 began = time.perf_counter()
                 operation()

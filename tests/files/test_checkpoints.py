@@ -438,7 +438,7 @@ def test_savers_that_are_killed_at_random_instants(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is one checkpoint at any time, whole: the one of the last that came to its end."""
-    savers, size = 20, 40 * (4 << 18)
+    savers, size = 12, 40 * (4 << 18)
     # What is kept of a few of them leaves no room for the next ones.
     monkeypatch.setenv("TENSORWIRE_CHECKPOINT_MEMORY", str(3 * size))
     with training(folder, "--workers", "1", PAUSE="0.02") as job:
