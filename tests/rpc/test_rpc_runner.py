@@ -297,22 +297,31 @@ def test_a_handler_of_a_signal_comes_as_soon_as_a_lock_is_taken(both: Ends, lock
     owner = client.reader if lock == "_turn" else client.line
     got: list[bytes] = []
 
-    class Interrupted:
+    def handler(taken: bool) -> None:
+        if taken and not got:
+            got.append(b"")
+            try:
+                got.append(call(b"of the handler"))
+            except RuntimeError:
+                got.append(b"let another thread do that")
+
+    class Turn(dict[int, object]):
+        def setdefault(self, key: int, mine: object) -> Any:
+            has = super().setdefault(key, mine)
+            handler(has is mine)
+            return has
+
+    class Writing:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
-            self.release, self.locked = inner.release, getattr(inner, "locked", None)
+            self.release, self._is_owned = inner.release, inner._is_owned
 
         def acquire(self, blocking: bool) -> bool:
             taken: bool = self.inner.acquire(blocking=blocking)
-            if taken and not got:
-                got.append(b"")
-                try:
-                    got.append(call(b"of the handler"))
-                except RuntimeError:
-                    got.append(b"let another thread do that")
+            handler(taken)
             return taken
 
-    setattr(owner, lock, Interrupted(getattr(owner, lock)))
+    setattr(owner, lock, Turn() if lock == "_turn" else Writing(client.line._writing))
     thread = threading.Thread(target=lambda: got.append(call(b"of the thread")), daemon=True)
     thread.start()
     thread.join(LONG_S)

@@ -534,6 +534,7 @@ def _forked() -> None:
     """In a forked child, all of whose calls say of which attachment they are."""
     for each in list(_KEEPERS):
         each.plain_bytes = 0
+        each._lock = threading.Lock()  # a thread that is not here may have it
         if each.attachment is not None:
             each.attachment.unmarked_bytes = 0
 

@@ -1,7 +1,7 @@
 """Calls of a client that go by a line, as grpcio's callers know them.
 
-An answer is read by the thread that waits for it. What becomes of a call is decided once, by
-whoever takes its token: its answer, its deadline, a cancellation or the end of the line.
+An answer is read by the thread that waits for it. What becomes of a call is decided once, by what
+ends it first: its answer, its deadline, a cancellation or the end of the line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from ..envelope import MAGIC
 from ..janitor import JANITOR
 from .callbacks import Callbacks
 from .deadlines import DEADLINES, Deadline
-from .flow import Inflow, Outflow, TooLongError, Waiter
+from .flow import Outflow, Waiter
 from .frames import (
     CANCEL,
     MORE,
@@ -34,7 +34,6 @@ from .frames import (
     FrameError,
     Metadata,
     Number,
-    credit_frame,
     parse_end,
     short_frame,
 )
@@ -62,7 +61,7 @@ class ClientEnd(Protocol):
 
     reader: SharedReader
     limits: MessageLimits
-    mutex: threading.Lock
+    mutex: threading.RLock
     callbacks: Callbacks
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -135,7 +134,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._deserialize = deserialize
         self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
         self._again = again
-        self._token = [True]
+        self._endings: dict[int, object] = {}  # at most one; it is that of who ends the call
         self._pieces: list[bytes] = []
         self._callbacks: list[Callable[[], None]] | None = []
 
@@ -227,13 +226,13 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             return
         try:
             response = self._message_of(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            code, details = _OK, body.details
+            if isinstance(response, NoResponse):
+                (code, details), response = response, None
+            self.conclude(code, details, body.initial, body.trailing, response)
         except BaseException:
             self.end_here(grpc.StatusCode.CANCELLED, "the thread was interrupted", cancelled=True)
             raise
-        code, details = _OK, body.details
-        if isinstance(response, NoResponse):
-            (code, details), response = response, None
-        self.conclude(code, details, body.initial, body.trailing, response)
 
     def _message_of(self, data: bytes) -> Any:
         """The user's response, or a `NoResponse`."""
@@ -258,11 +257,27 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         *,
         cancelled: bool = False,
     ) -> bool:
-        """Ends the call; False if it had ended."""
+        """Ends the call; False if it had ended. What interrupts that comes behind the end."""
+        ending = code, details, initial, trailing, response, cancelled
         try:
-            self._token.pop()
-        except IndexError:
-            return False
+            if self._endings.setdefault(0, ending) is not ending:
+                return False
+            self._conclude(*ending)
+        except BaseException:
+            if self._endings.get(0) is ending:
+                self._conclude(*ending)  # what was done already is not done again
+            raise
+        return True
+
+    def _conclude(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        initial: Metadata,
+        trailing: Metadata,
+        response: Any,
+        cancelled: bool,
+    ) -> None:
         if not self._forgotten:
             self._client.forget(self)
         if self._initial is None:
@@ -285,12 +300,12 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         if self.kept:
             self._client.unkeep(self)
         if self._unattended:
+            self._unattended = False
             self._client.reader.unwatch()
             if self._hurries:
                 self._client.reader.unhurry()
         if callbacks:
             self._client.callbacks.call(callbacks)
-        return True
 
     def _stop_messages(self) -> None:
         """The call has ended: nobody waits for messages, nor to send them, any more."""
@@ -311,9 +326,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             self._tell(None)
             self._client.callbacks.call([self._make_again])
             return
-        try:
-            self._token.pop()
-        except IndexError:
+        mine = object()
+        if self._endings.setdefault(0, mine) is not mine:
             return
         self._client.forget(self)
         self._tell(None)
@@ -330,7 +344,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             self.conclude(grpc.StatusCode.UNAVAILABLE, f"the channel is closed: {error}")
             return
         self._second = second
-        if self._token:
+        if not self._endings:
             second.add_done_callback(self._take_over)
         else:
             second.cancel()
@@ -359,8 +373,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
 
     def leave_to_grpcio(self) -> None:
         """It has not begun, and will not."""
-        if self._token:
-            self._token.pop()
+        if not self._endings:
+            self._endings[0] = None
             self._tell(None)
 
     def deadline_passed(self) -> None:
@@ -378,7 +392,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
     def __del__(self) -> None:
         # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
         # anywhere, with any lock.
-        if self._token:
+        if not self._endings:
             JANITOR.soon(self.cancel)
 
     def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
@@ -505,87 +519,6 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         return f'{text}\tdetails = "{self._details}"\n>'
 
     __str__ = __repr__
-
-
-class StreamCall(RuntimeCall):
-    """A call with a stream of responses, which is their iterator too.
-
-    Args: as of `RuntimeCall`.
-    """
-
-    def __init__(self, client: ClientEnd, *given: Any, **named: Any) -> None:
-        super().__init__(client, *given, **named)
-        self._inflow = Inflow(client.limits.receive_bytes)
-        self._end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None
-
-    def message(self, frame: Frame) -> None:
-        if frame.flags not in (MORE, WHOLE):
-            raise FrameError(f"a piece of a response with the flags {frame.flags}")
-        self.head(())
-        self._add(frame.body, frame.flags)
-
-    def _add(self, data: bytes, flags: int) -> bool:
-        try:
-            credit = self._inflow.add(data, flags)
-        except TooLongError as error:
-            self._too_long(error.args[0])
-            return False
-        if credit:
-            self._client.send((credit_frame(self.number, credit),))
-        return True
-
-    def _too_long(self, size: int) -> None:
-        # Behind the responses that came before it, as in grpcio.
-        if self._end is None:
-            self._client.send((short_frame(CANCEL, self.number),))
-            self._end = *self._excess(size), (), ()
-            if self._inflow.close(drop=False):
-                self.conclude(*self._end)
-
-    def answered(self, frame: Frame) -> None:
-        if self._end is not None:
-            return  # on its way when a response was too long
-        body = parse_end(frame.body)
-        code, details = status_of(body)
-        if frame.flags & REFUSED:
-            code, details = grpc.StatusCode.UNAVAILABLE, "the server refuses the call"
-        elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
-            return
-        self.head(body.initial)
-        self._end = code, details, body.initial, body.trailing
-        # As in grpcio, a stream ends when all that came before its end is taken.
-        if self._inflow.close(drop=False):
-            self.conclude(*self._end)
-
-    def _stop_messages(self) -> None:
-        super()._stop_messages()
-        self._inflow.close()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        taken = self._inflow.take()
-        while isinstance(taken, Waiter):
-            self._client.reader.wait(taken, None)
-            taken = self._inflow.take()
-        if taken is None:
-            self.wait()
-            if self._code is grpc.StatusCode.OK:
-                raise StopIteration
-            raise self
-        response = self._message_of(taken)
-        credit, was_last = self._inflow.settle()
-        if isinstance(response, NoResponse):
-            self.end_here(*response)
-            raise self
-        if credit:
-            self._client.send((credit_frame(self.number, credit),))
-        if was_last and self._end is not None:
-            self.conclude(*self._end)
-        return response
-
-    next = __next__
 
 
 def _nothing(data: bytes) -> None:

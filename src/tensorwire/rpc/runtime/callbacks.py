@@ -26,7 +26,7 @@ class Callbacks:
     """The thread, which starts with the first callback. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may end a call in here
         self._queue: _Queue | None = None
         self._stopped = False
 
@@ -36,11 +36,11 @@ class Callbacks:
             queue = self._queue
             if queue is None:
                 queue = SimpleQueue()
+                if not self._stopped:
+                    self._queue = queue
                 threading.Thread(
                     target=_run, args=(queue,), name="tensorwire-rpc-callbacks", daemon=True
                 ).start()
-                if not self._stopped:
-                    self._queue = queue
             queue.put(callbacks)
             if self._queue is None:  # of a call that went on elsewhere: nobody ends the thread
                 queue.put(None)
@@ -56,8 +56,12 @@ class Callbacks:
 
 def _run(queue: _Queue) -> None:
     while (callbacks := queue.get()) is not None:
-        call_all(callbacks)
-        del callbacks
+        for each in callbacks:
+            try:
+                call_all((each,))
+            except BaseException:  # sys.exit(): there are callbacks of other calls
+                _LOG.exception("a callback of a call failed")
+        del callbacks, each
 
 
 def call_all(callbacks: Sequence[Callable[[], object]]) -> None:

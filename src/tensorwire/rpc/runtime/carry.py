@@ -15,12 +15,13 @@ from ..outgoing import CallLink, SentMessage, always, no_deadline
 from ..tensors import delivered
 from ..threshold import LEAST_BYTES
 from . import observed
-from .call import RuntimeCall, StreamCall
+from .call import RuntimeCall
 from .client import RuntimeClient
 from .flow import Outflow
 from .frames import Metadata, as_metadata
 from .leaving import leaving
 from .requests import RequestSender
+from .stream_call import StreamCall
 from .threads import THREADS
 
 LONGEST_S = 1e9

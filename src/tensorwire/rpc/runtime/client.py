@@ -10,6 +10,7 @@ from typing import Protocol
 
 import grpc
 
+from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import RpcAttachment
@@ -163,7 +164,13 @@ class AnyClient:
         if call is None or call.number != frame.number:
             return
         if frame.kind == END:
-            call.answered(frame)
+            try:
+                call.answered(frame)
+            except (FrameError, TensorwireError):
+                raise
+            except BaseException as error:  # it may be forgotten, and `over` does not find it then
+                self._conclude(call, f"a thread was interrupted that read for all: {error!r}")
+                raise
         elif frame.kind == MESSAGE:
             call.message(frame)
         elif frame.kind == CREDIT:
@@ -277,7 +284,7 @@ class RuntimeClient(AnyClient):
     ) -> None:
         super().__init__(node, memory, other, peer, limits)
         self.reader = SharedReader(self.line)
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()
         self._kept: dict[int, RuntimeCall] = {}
         self.callbacks = Callbacks()
 

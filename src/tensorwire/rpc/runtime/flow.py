@@ -33,7 +33,8 @@ class Waiter:
     """
 
     has_work = False
-    _work: list[Callable[[], object]] | None = None
+    _work: Callable[[], object] | None = None
+    _takers: dict[int, object]
 
     def __init__(self) -> None:
         self.finished = False
@@ -47,20 +48,31 @@ class Waiter:
 
     def leave(self, work: Callable[[], object]) -> None:
         """Leaves work to who waits for it, and wakes them. Once."""
-        self._work = [work]
+        self._takers, self._work = {}, work
+        self._offer()
+
+    def _offer(self) -> None:
         self.has_work = True
         for latch in list(self.latches):
             open_latch(latch)
 
     def work(self) -> None:
-        """Does what was left, unless another thread does."""
+        """Does what was left, unless another thread does. What interrupts it leaves it again."""
+        work, mine = self._work, object()
+        if work is None:
+            return
+        takers = self._takers
         try:
-            work = self._work.pop() if self._work else None
-        except IndexError:
-            work = None
-        self.has_work = False
-        if work is not None:
-            work()
+            # Taken so, and not from a list, that also who is interrupted right here knows of it.
+            if takers.setdefault(0, mine) is mine:
+                self.has_work = False
+                work()
+                self._work = None  # it leads back here
+        except BaseException:
+            if takers.get(0) is mine and not self.finished:
+                takers.clear()
+                self._offer()
+            raise
 
     def block(self) -> None:
         """Sleeps until another thread finishes it."""
@@ -90,7 +102,7 @@ class Outflow:
     """
 
     def __init__(self, *, limited: bool = True) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left = WINDOW_BYTES
         self._limited = limited
         self._waiter: Waiter | None = None
@@ -107,8 +119,12 @@ class Outflow:
             if self._left > 0 or self._closed or not self._limited:
                 self._left -= size_bytes + _OVERHEAD_BYTES
                 return None
-            if self._waiter is None:
-                self._waiter = new()
+            if self._waiter is None or self._waiter.finished:
+                made = new()  # a handler of a signal may come in there
+                if self._left > 0 or self._closed:
+                    made.finished = True  # to be asked for again
+                    return made
+                self._waiter = made
             return self._waiter
 
     def grant(self, size_bytes: int) -> None:
@@ -123,8 +139,8 @@ class Outflow:
                 raise FrameError(f"a credit of {size_bytes} bytes for what was not sent")
             if self._left <= 0:
                 return
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
+            waiter = self._waiter
+        if waiter is not None and not waiter.finished:
             waiter.finish()
 
     def lots(
@@ -156,8 +172,8 @@ class Outflow:
         """Nobody waits any more: the call is over."""
         with self._lock:
             self._closed = True
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
+            waiter = self._waiter
+        if waiter is not None and not waiter.finished:
             waiter.finish()
 
 
@@ -171,7 +187,7 @@ class Inflow:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._most_bytes = most_bytes
         self._messages: deque[tuple[list[bytes], int]] = deque()
         self._pieces: list[bytes] = []
@@ -204,7 +220,7 @@ class Inflow:
                 if self._pieces or data:
                     raise FrameError("a stream that ends in the middle of a message")
                 self._ended = True
-                waiter, self._waiter = self._waiter, None
+                waiter = self._waiter
             else:
                 if self._open <= 0:
                     raise FrameError("more of a stream than there was credit for")
@@ -221,11 +237,11 @@ class Inflow:
                 if flags == WHOLE:
                     self._messages.append((self._pieces, self._cost))
                     self._pieces, self._bytes, self._cost = [], 0, 0
-                    waiter, self._waiter = self._waiter, None
+                    waiter = self._waiter
                 elif not self._messages:  # it is the next one in turn, however long it is
                     self._owed, self._cost = self._owed + self._cost, 0
             credit = self._credit()
-        if waiter is not None:
+        if waiter is not None and not waiter.finished:
             waiter.finish()
         return credit
 
@@ -244,8 +260,12 @@ class Inflow:
             elif self._ended:
                 return None
             else:
-                if self._waiter is None:
-                    self._waiter = new()
+                if self._waiter is None or self._waiter.finished:
+                    made = new()  # a handler of a signal may come in there
+                    if self._ended or self._messages:
+                        made.finished = True  # to be asked for again
+                        return made
+                    self._waiter = made
                 return self._waiter
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -285,8 +305,8 @@ class Inflow:
             if drop:
                 self._messages.clear()
             self._pieces = []
-            waiter, self._waiter = self._waiter, None
+            waiter = self._waiter
             drained = not self._messages and not self._taking
-        if waiter is not None:
+        if waiter is not None and not waiter.finished:
             waiter.finish()
         return drained

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -97,6 +99,7 @@ class Line:
         self.is_over = False
         self._ending = threading.Lock()
         self.may_nest = False
+        self._unhandled = False  # perhaps: whoever read was interrupted before he handled it
         self.writer = 0
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -126,22 +129,34 @@ class Line:
 
     def flush(self) -> None:
         """Writes what was sent, unless another thread does that, or there is no room."""
-        me = threading.get_ident()
-        while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
-            # It may have become so since; or a handler of a signal, while this thread writes.
-            if self._blocked or self.writer == me:
-                self._writing.release()
-                return
-            self.writer = me
-            try:
-                self._blocked = not self._write_out()
-                if self._blocked:
-                    threading.Thread(
-                        target=self._write_later, name="tensorwire-rpc-send", daemon=True
-                    ).start()
-            finally:
+        writing, me, starting = self._writing, threading.get_ident(), False
+        # A handler of a signal, when this thread was about to write.
+        within = writing._is_owned()  # type: ignore[attr-defined]
+        try:
+            while self._outbox and not self._blocked and self.writer != me:
+                if not writing.acquire(blocking=False):
+                    return
+                if not self._blocked:  # it may have become so since
+                    self.writer = me
+                    self._blocked = starting = not self._write_out()
+                    if starting:
+                        threading.Thread(
+                            target=self._write_later, name="tensorwire-rpc-send", daemon=True
+                        ).start()
+                        starting = False
+                    self.writer = 0
+                writing.release()
+        except BaseException as error:  # wherever: others may have left their frames to this thread
+            if within:
+                raise  # as it will there
+            while writing._is_owned():  # type: ignore[attr-defined]
                 self.writer = 0
-                self._writing.release()
+                writing.release()
+            if starting:
+                self._give_up(error)
+            elif self._outbox:
+                THREADS.run(self.flush)
+            raise
 
     def _write_out(self) -> bool:
         """Writes what there is room for; False if something is left."""
@@ -194,9 +209,13 @@ class Line:
 
     def read(self, timeout_s: float | None) -> None:
         """Waits for something to arrive and has it handled. One thread at a time."""
-        self.may_nest = True  # a handler of a signal runs in here
+        if self._unhandled:
+            self.read_now()
+            return
+        self._unhandled = self.may_nest = True  # a handler of a signal runs in here
         try:
             if not self._reader.read(timeout_s):
+                self._unhandled = False
                 return
         except FrameError as error:
             self.may_nest = False
@@ -229,7 +248,7 @@ class Line:
 
     def read_now(self) -> None:
         """Has handled what there is, first what this thread was about to handle already."""
-        self.may_nest = False
+        self.may_nest, self._unhandled = False, True
         try:
             self._reader.take()
         except TensorwireError as error:
@@ -246,6 +265,7 @@ class Line:
         try:
             while (frame := take()) is not None:
                 arrived(frame)
+            self._unhandled = False
         except TensorwireError as error:
             self.end(str(error))
         except FrameError as error:
@@ -297,11 +317,16 @@ class SharedReader:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._turn = threading.Lock()
+        self.forked()
+        _READERS.add(self)
+
+    def forked(self) -> None:
+        """Begins; again in a child, where nobody is who had the turn, and the line is over."""
+        self._turn: dict[int, object] = {}  # at most one: what who has it has put here
         self._leader = 0
         self._led_for: Waiter | None = None
         self._inside: set[int] = set()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a handler of a signal may come back in here
         self._followers: dict[int, threading.Lock] = {}
         self._watched = 0
         self._hurried = 0
@@ -322,34 +347,35 @@ class SharedReader:
             RuntimeError: this thread was handling frames or writing, and something has interrupted
                 it that waits too.
         """
-        chosen, me, doubts = False, threading.get_ident(), 0
+        # Owes: the turn is free, or about to be, and nobody else has been told. Whatever interrupts
+        # this thread, and wherever: it has the turn if `mine` is there.
+        owes, me, doubts, mine = False, threading.get_ident(), 0, object()
         # A handler of a signal may come when this thread has the turn, and could not say so yet.
         nested = me in self._inside
-        self._inside.add(me)
         try:
+            self._inside.add(me)
             while not waiter.finished:
                 if waiter.has_work:
-                    if chosen:  # it may take long
-                        chosen = False
+                    if owes:  # it may take long
                         self._pass_on()
+                        owes = False
                     waiter.work()
                     continue
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
-                    return False
+                    break
                 if self._line.writer == me:
                     raise RuntimeError(_INTERRUPTED)
-                if self._turn.acquire(blocking=False):
+                if self._turn.setdefault(0, mine) is mine:
                     self._leader = me
-                    chosen = False
+                    owes = True
                     self._led += 1
-                    try:
-                        self._lead(waiter, until, whole=whole)
-                    finally:
-                        self._leader = 0
-                        self._turn.release()
-                        if self._followers or self._watched > 0:
-                            self._pass_on()
+                    self._lead(waiter, until, whole=whole)
+                    self._leader = 0
+                    self._turn.clear()
+                    if self._followers or self._watched > 0:
+                        self._pass_on()
+                    owes = False
                     if self._line.is_over and not (waiter.finished or waiter.has_work):
                         time.sleep(0.001)  # another thread is telling everybody
                 elif self._leader == me:
@@ -358,15 +384,24 @@ class SharedReader:
                     doubts += 1
                     if doubts > _MOST_DOUBTS:
                         raise RuntimeError(_INTERRUPTED)
-                    chosen = self._follow(waiter, LOOK_S if left is None else min(left, LOOK_S))
+                    owes = True
+                    owes = self._follow(waiter, LOOK_S if left is None else min(left, LOOK_S))
                 else:
-                    chosen, doubts = self._follow(waiter, left), 0
-            return True
+                    owes, doubts = True, 0
+                    owes = self._follow(waiter, left)
+            if owes:  # the turn was not taken
+                self._pass_on()
+                owes = False
+            return waiter.finished
         finally:
+            if self._turn.get(0) is mine:
+                self._leader = 0
+                self._turn.clear()
+                owes = True
+            if owes:
+                self._pass_on()
             if not nested:
                 self._inside.discard(me)
-            if chosen:  # and the turn not taken
-                self._pass_on()
             if waiter.has_work and not waiter.finished:  # this thread was interrupted
                 THREADS.run(waiter.work)
 
@@ -422,22 +457,18 @@ class SharedReader:
         latch = threading.Lock()
         latch.acquire()
         mine = id(latch)
-        interrupted = True
         try:
             with self._mutex:
                 self._followers[mine] = latch
             waiter.latches.append(latch)
             # Whoever finishes it, or gives up the turn, from here on finds the latch.
-            if not (waiter.finished or waiter.has_work) and self._turn.locked():
+            if not (waiter.finished or waiter.has_work) and self._turn:
                 most = threading.TIMEOUT_MAX
                 latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
-            interrupted = False
         finally:
-            waiter.latches[:] = [each for each in waiter.latches if each is not latch]
-            with self._mutex:
+            with self._mutex:  # first: a turn that is passed on to nobody is lost
                 chosen = self._followers.pop(mine, None) is None
-            if chosen and interrupted:
-                self._pass_on()
+            waiter.latches[:] = [each for each in waiter.latches if each is not latch]
         return chosen
 
     def _pass_on(self) -> None:
@@ -445,8 +476,9 @@ class SharedReader:
         if not self._followers and self._watched <= 0:
             return  # who comes from here on finds the turn free
         with self._mutex:
-            if self._followers:
-                open_latch(self._followers.pop(next(iter(self._followers))))
+            for mine, latch in self._followers.items():
+                open_latch(latch)  # before it is forgotten: this thread may be interrupted
+                self._followers.pop(mine, None)
                 return
             wanted = self._watched > 0
         if wanted:
@@ -491,14 +523,25 @@ class SharedReader:
             self._wanted.clear()
             while self._watched > 0 and not line.is_over:
                 led = self._led
-                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn.locked()):
+                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn):
                     continue
-                if not self._turn.acquire(blocking=False):
+                if self._turn.setdefault(0, self) is not self:
                     break  # whoever has it passes it on
                 self._leader = threading.get_ident()
                 try:
                     line.read(_SLICE_S)
                 finally:
                     self._leader = 0
-                    self._turn.release()
+                    self._turn.clear()
                 self._pass_on()
+
+
+_READERS: weakref.WeakSet[SharedReader] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for each in list(_READERS):
+        each.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -20,7 +20,7 @@ class Threads:
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may have work in here
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._idle = 0
 
