@@ -1,5 +1,7 @@
 #include "service.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 
 #include "text.h"
@@ -52,6 +54,15 @@ class Answer : public FrameSource {
   std::shared_ptr<std::atomic<size_t>> answering_;
   uint64_t sent_ = 0;
 };
+
+// Whether so many descriptors are in use that the others had better be left to the process. The
+// kernel gives the lowest free number.
+bool leaves_few(int descriptor) {
+  rlimit most{};
+  if (descriptor < 0 || ::getrlimit(RLIMIT_NOFILE, &most) != 0) return false;
+  return most.rlim_cur != RLIM_INFINITY &&
+         static_cast<rlim_t>(descriptor) >= most.rlim_cur - most.rlim_cur / 4;
+}
 
 }  // namespace
 
@@ -294,6 +305,11 @@ void Service::allocate(const Header& header, std::string_view name) {
   auto region =
       regions_.allocate(header.total, std::string(name), access_of(header), shareable_, peer_);
   try {
+    if (leaves_few(region->mapping->descriptor())) {
+      throw Error(Code::kBusy,
+                  "the process there has three quarters of its descriptors in use, and leaves the "
+                  "others to itself (each region takes one; see ulimit -n there)");
+    }
     grant(header, region);
   } catch (const Error&) {
     free_region_(region);

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire import Node
+from tensorwire import Node, TimeoutError
 from tensorwire.rpc import leases
 from tensorwire.rpc.leases import SLOTS, Lease, LeasePool
 
@@ -110,3 +110,31 @@ def test_memory_that_is_idle_for_long_is_freed(
     assert used.memory.peer.allocate(6 * KIB64) is not None, "the other end has it back"
     leasing.give_back(used)
     assert leasing.take(2 * KIB64) is used
+
+
+def test_a_receiver_that_does_not_answer_is_not_asked_for_a_while(
+    leasing: Leasing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of many messages would wait for it, one after the other."""
+    asked: list[float] = []
+    inner = leasing.pool._allocate
+
+    def silent(size_bytes: int, serial: int, answer_s: float) -> Any:
+        asked.append(answer_s)
+        raise TimeoutError("no answer")
+
+    def take(size_bytes: int) -> Lease[Any] | None:
+        return leasing.pool.take(size_bytes, (0, 1), 0.0, lambda: True, answer_s=0.05)
+
+    used = leasing.take(KIB64)
+    monkeypatch.setattr(leasing.pool, "_allocate", silent)
+    assert [take(2 * KIB64) for _ in range(5)] == [None] * 5
+    assert asked == [0.05]
+    assert leasing.pool.failure == "no answer"
+    assert leasing.pool.leased_bytes == KIB64
+    leasing.give_back(used)  # it does again
+    assert take(2 * KIB64) is None
+    assert len(asked) == 2
+    time.sleep(leases._PAUSES * 0.05)
+    monkeypatch.setattr(leasing.pool, "_allocate", inner)
+    assert take(2 * KIB64) is not None

@@ -21,7 +21,7 @@ from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc import outgoing, tensors
 from tensorwire.rpc.inbox import Landed
 from tensorwire.rpc.janitor import Janitor
-from tensorwire.rpc.negotiation import MARK, OPEN
+from tensorwire.rpc.terms import MARK, OPEN
 
 BIG = bytes(range(256)) * 4096  # 1 MiB
 UNLIMITED = [("grpc.max_receive_message_length", -1)]

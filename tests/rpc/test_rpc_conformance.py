@@ -146,6 +146,8 @@ def test_metadata_that_is_not_valid(four: Any) -> None:
     four.unary_unary("/t/uu")(b"first")
     with pytest.raises((ValueError, TypeError)):
         four.unary_unary("/t/uu")(b"x", metadata=(("Upper", "case"), ("a",)))
+    with pytest.raises(TypeError):
+        four.unary_unary("/t/uu")(b"x", metadata=(("key-bin", "text"),))
 
 
 @pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])

@@ -92,6 +92,7 @@ def test_metadata_that_are_valid_stay(entries: tuple[Metadatum, ...]) -> None:
         [("a",)],
         [("a", 1)],
         [("a-bin", 1)],
+        [("a-bin", "text")],
         5,
         [("a", "x" * 17_000)],
     ],

@@ -19,7 +19,8 @@ from ends import Ends
 from tensorwire import rpc
 from tensorwire.rpc.attachment import Limits
 from tensorwire.rpc.host import host_id
-from tensorwire.rpc.negotiation import DeclinedError, Registry, Terms
+from tensorwire.rpc.registry import DeclinedError, Registry
+from tensorwire.rpc.terms import Terms
 
 
 def test_errors_of_users_are_logged_where_grpcio_logs_them(

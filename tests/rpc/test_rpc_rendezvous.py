@@ -20,10 +20,10 @@ from tensorwire.rpc import envelope as envelopes
 from tensorwire.rpc.attachment import THRESHOLDS
 from tensorwire.rpc.host import host_id
 from tensorwire.rpc.inbox import GivenUpError
-from tensorwire.rpc.negotiation import MARK, OPEN, RUNTIME_VERSION
 from tensorwire.rpc.rendezvous import CHUNK_BYTES, Rendezvous
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall
+from tensorwire.rpc.terms import MARK, OPEN, RUNTIME_VERSION
 from tensorwire.rpc.threshold import LEAST_BYTES, Threshold
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]

@@ -21,7 +21,7 @@ from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import Node, rpc
-from tensorwire.rpc import negotiation, tensors
+from tensorwire.rpc import negotiation, registry, tensors
 from tensorwire.rpc.attachment import LAST_GENERATION, RpcAttachment
 from tensorwire.rpc.outgoing import CallLink, always, no_deadline
 from tensorwire.rpc.runtime import frames, line, ring
@@ -896,19 +896,20 @@ def test_a_ring_of_another_size(
     both: Ends, side: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no attachment then, and nothing of one stays."""
-    inner, made = negotiation.make_ring, []
+    inner = registry.make_ring
 
     def make_ring(node: Node) -> Any:
-        made.append("client" if made else "server")  # which is asked first
-        return node.allocate(size, name=ring.RING) if made[-1] == side else inner(node)
+        return node.allocate(size, name=ring.RING)
 
-    monkeypatch.setattr(negotiation, "make_ring", make_ring)
-    monkeypatch.setattr(negotiation, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(registry if side == "server" else negotiation, "make_ring", make_ring)
+    for module in (registry, negotiation):
+        monkeypatch.setattr(module, "CONNECT_S", 1.0)
+    assert (registry.make_ring is inner) == (side == "client")
     both.methods = {"/t/way": UU(way)}
     channel = both.serve().channel()
-    registry = both.server._registry
+    there = both.server._registry
     assert channel.unary_unary("/t/way")(b"") == b"grpcio"
-    wait_for(lambda: not registry._waiting and not registry.attachments)
+    wait_for(lambda: not there._waiting and not there.attachments)
 
 
 @pytest.mark.parametrize("how", ["call", "future", "callback"])

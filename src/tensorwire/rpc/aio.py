@@ -31,12 +31,12 @@ from .factories import as_limits, chosen_transports, secure_transports
 from .inbox import RefusedError
 from .incoming import Reader
 from .janitor import JANITOR
-from .negotiation import Terms
 from .originals import make, original
 from .outgoing import PLAIN, SentMessage
 from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer
 from .small import SmallRequests
+from .terms import Terms
 
 _LOG = logging.getLogger("tensorwire.rpc")
 

@@ -29,10 +29,11 @@ from .envelope import NO_ATTACHMENT, mark
 from .fields import may_have_tensors
 from .janitor import JANITOR
 from .methods import call_is_confirmed
-from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
+from .negotiation import AttachmentKeeper
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
 from .runtime.aio_client import METHOD, AioClient
 from .tensors import delivered
+from .terms import MARK, OPEN, Terms
 
 _NEGOTIATE_S = 5.0
 _LOOK_S = 0.2

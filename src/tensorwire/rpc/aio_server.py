@@ -22,14 +22,15 @@ from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .factories import as_limits, as_number, chosen_transports, server_terms
 from .incoming import Reader, find_only
-from .negotiation import MARK, OPEN, DeclinedError, Registry, check_mark
 from .originals import make, original
 from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
+from .registry import DeclinedError, Registry, check_mark
 from .runtime.aio_service import AioService
 from .runtime.context import Caller
 from .runtime.options import kept, offer
 from .runtime.served import ARITIES
 from .server import DRAIN_S, is_encrypted, outside_host, reader_of
+from .terms import MARK, OPEN
 from .unmarked import AioUnmarkedCalls, UnmarkedHandlers
 
 

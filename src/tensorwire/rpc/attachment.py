@@ -1,7 +1,7 @@
 """What a client and a server share: a Node at each end, joined to each other alone.
 
 An attachment belongs to one channel and one server. The client asks for it over gRPC itself
-(`negotiation.py`) and gets a secret that nobody else has; both then know each other's memory. It
+(`registry.py`) and gets a secret that nobody else has; both then know each other's memory. It
 ends with the peer.
 """
 
@@ -284,16 +284,24 @@ class RpcAttachment:
                 with contextlib.suppress(ValueError):  # another thread has seen that too
                     recent.remove(each)
 
-    def tell_full(self, size_bytes: int) -> None:
-        """A message travels inside, for lack of memory for it; the first one is told."""
-        if not self._told_full:
-            self._told_full = True
-            _LOG.warning(
-                "a message of %d bytes travels in gRPC: of the memory that both ends have for what "
-                "travels beside it (pool_bytes: %d there, %d here) so much was not free in time; "
-                "arrays and messages that are kept are in it, copies are not. This is told once.",
-                size_bytes, self._lent_bytes, self.limits.pool_bytes,
-            )  # fmt: skip
+    def tell_full(self, size_bytes: int, failure: str = "") -> None:
+        """A message travels inside, for lack of memory for it; the first one is told.
+
+        Args:
+            size_bytes: of the message.
+            failure: why there was no new memory; "" if the limits allow no more.
+        """
+        if self._told_full:
+            return
+        self._told_full = True
+        why = failure or (
+            "of the memory that both ends have for what travels beside it "
+            f"(pool_bytes: {self._lent_bytes} there, {self.limits.pool_bytes} here) so much was "
+            "not free in time; arrays and messages that are kept are in it, copies are not"
+        )
+        _LOG.warning(
+            "a message of %d bytes travels in gRPC: %s. This is told once.", size_bytes, why
+        )
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from .negotiation import REFUSED
+from .terms import REFUSED
 
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""

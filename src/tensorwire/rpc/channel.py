@@ -14,7 +14,8 @@ from .attachment import RpcAttachment
 from .calls import explain
 from .janitor import JANITOR
 from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
-from .negotiation import AttachmentKeeper, Terms
+from .negotiation import AttachmentKeeper
+from .terms import Terms
 
 
 class RpcChannel(grpc.Channel):

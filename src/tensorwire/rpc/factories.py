@@ -12,11 +12,12 @@ from typing import Any
 from .agent import ChannelAgent
 from .attachment import Limits
 from .channel import RpcChannel
-from .negotiation import Registry, Terms
 from .originals import make, original
+from .registry import Registry
 from .runtime.options import kept, offer
 from .runtime.server import Service
 from .server import Interceptor, RpcServer
+from .terms import Terms
 from .threshold import chosen_threshold
 
 _DEFAULT = Limits()

@@ -1,6 +1,7 @@
 """Tells hosts apart, by what both ends of an attachment say of theirs."""
 
 import os
+import resource
 from collections.abc import Container
 from pathlib import Path
 
@@ -19,6 +20,21 @@ def host_id() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:  # a kernel without namespaces
         return boot
+
+
+def descriptors_are_scarce() -> bool:
+    """Whether three quarters of the descriptors that this process may have are in use.
+
+    The others are for connections: without attachments gRPC works, without descriptors it does not.
+    A new descriptor is the lowest free number (open(2)).
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)
+    except OSError:
+        return True
+    os.close(lowest)
+    return most != resource.RLIM_INFINITY and 4 * lowest >= 3 * most
 
 
 def no_way(theirs: Container[object], ours: Container[object], near: bool) -> str:

@@ -32,6 +32,8 @@ ALIGNMENT = 64
 _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
 _FREED_AT_ONCE = 16
+_PAUSES = 10
+"""A receiver that does not answer is not asked for so many times as long as was waited for it."""
 
 
 class Leased(Protocol):
@@ -92,6 +94,10 @@ class Pool(Generic[Memory]):
         self._bytes = 0
         self._serial = 0
         self._refused = False
+        # Why there was no new memory last; and until when the receiver is not asked again, unless
+        # it has given some back since, as it did not answer.
+        self.failure = ""
+        self._silent = (-1, 0.0)
         self._in_vain = -1  # the credits that there were when somebody had waited for more
         # The same of calls that used as much as they may, and of these which.
         self._calls_in_vain: tuple[int, set[tuple[int, int]]] = (-1, set())
@@ -224,7 +230,7 @@ class Pool(Generic[Memory]):
         for each in freed:  # first, as the new memory is to be where it was
             self._free(each)
         if slot is None:
-            self._refused = True
+            self._refused, self.failure = True, ""
             return None, bool(self._used)
         new = self._make(slot, serial, size_bytes, answer_s)
         if new is None:
@@ -235,11 +241,17 @@ class Pool(Generic[Memory]):
         self, slot: int, serial: int, size_bytes: int, answer_s: float
     ) -> Lease[Memory] | None:
         """New memory for a slot that is reserved; None: there is none, and it is free again."""
+        seen, until = self._silent
         try:
+            if seen == self._count.value and time.monotonic() < until:
+                raise TimeoutError(self.failure)
             return Lease(slot, serial, self._allocate(size_bytes, serial, answer_s))
         except PeerLostError:
             raise
-        except (TensorwireError, MemoryError):  # used up, or it does not answer
+        except (TensorwireError, MemoryError) as error:  # used up, or it does not answer
+            self.failure = str(error)
+            if isinstance(error, TimeoutError) and time.monotonic() >= until:
+                self._silent = self._count.value, time.monotonic() + _PAUSES * answer_s
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)

@@ -21,12 +21,13 @@ from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import MAGIC, NO_ATTACHMENT, mark
 from .incoming import Reader
-from .negotiation import MARK, OPEN, AttachmentKeeper
+from .negotiation import AttachmentKeeper
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .small import SmallRequests
 from .tensors import delivered
+from .terms import MARK, OPEN
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _NEGOTIATE_S = 5.0

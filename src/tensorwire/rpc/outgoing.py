@@ -354,7 +354,9 @@ class SentMessage:
     ) -> bytes | None:
         if offer is None:
             if self.link.needed():
-                attachment.tell_full(size_bytes)
+                rendezvous = attachment.rendezvous
+                assert rendezvous is not None
+                attachment.tell_full(size_bytes, rendezvous.offers.failure)
             return None
         link, lease = self.link, offer.lease
         self._own(attachment, lease)
@@ -404,15 +406,16 @@ class SentMessage:
         sources: list[NDArray[np.uint8]] = list(beside.values())
         sizes = [each.nbytes for each in sources]
         offsets, size = place(sizes)
+        answer_s = min(_ANSWER_S, max(patience_s, 1.0))
         lease = attachment.leases_there.take_idle(size, link.call)
         if lease is None:
             attachment.look_at_recent()  # the other end may wait for memory, too
             lease = attachment.leases_there.take(
-                size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
+                size, link.call, link.left_s(patience_s), link.needed, link.left_s(answer_s)
             )
         if lease is None:
             if link.needed():
-                attachment.tell_full(size)
+                attachment.tell_full(size, attachment.leases_there.failure)
             return None
         self._own(attachment, lease)
         if link.ended:

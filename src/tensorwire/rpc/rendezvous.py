@@ -30,6 +30,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion, Word
 from tensorwire.memory.fresh import FreshBytes
 
 from .envelope import BODY, OFFERED_VERSION, PUSHED_VERSION, Envelope, offer_name
+from .host import descriptors_are_scarce
 from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
 from .leases import SLOTS, AnyLease, Lease, Pool
 from .pushing import OF_A_CALL, Pushing
@@ -120,6 +121,11 @@ class OfferPool(Pool[Offered]):
         self._node = node
 
     def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Offered:
+        if descriptors_are_scarce():
+            raise MemoryError(
+                "this process has three quarters of its descriptors in use, and leaves the others "
+                "to connections; see ulimit -n"
+            )
         return Offered(self._node.allocate(size_bytes, name=offer_name(serial), access="r"))
 
     def _free(self, memory: Offered) -> None:

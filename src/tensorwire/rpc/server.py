@@ -22,12 +22,13 @@ from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .inbox import RefusedError
 from .incoming import Reader, find_only
-from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage
+from .registry import DeclinedError, Registry, check_mark
 from .runtime.context import Caller
 from .runtime.served import arity_of, behavior_of
 from .runtime.server import Service
 from .tensors import Holding, drop
+from .terms import MARK, OPEN, REFUSED
 from .unmarked import UnmarkedHandlers, copy_attributes
 
 DRAIN_S = 1.0

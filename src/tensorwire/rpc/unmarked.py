@@ -18,8 +18,8 @@ from .attachment import THRESHOLDS, RpcAttachment
 from .envelope import MAGIC
 from .fields import may_have_tensors
 from .incoming import Reader
-from .negotiation import Registry
 from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
+from .registry import Registry
 from .runtime.served import arity_of, behavior_of
 
 OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"

@@ -47,6 +47,7 @@ _LARGE_BYTES = 1 << 16
 PLAIN_END_BYTES = len(PLAIN_END)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
 _OK = grpc.StatusCode.OK
+_ENDED: dict[int, object] = {0: None}
 
 
 class ClientEnd(Protocol):
@@ -100,6 +101,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
     finished = False
     kept = False
     refused = False
+    _endings: dict[int, object] = _ENDED  # of one that could not be made
     _second: Any = None
     _bytes = 0
     _whole = False

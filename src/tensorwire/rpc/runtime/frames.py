@@ -78,8 +78,6 @@ def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
             if not _KEY.fullmatch(key) or (key.startswith("grpc-") and not reserved):
                 return None
             if key.endswith("-bin"):
-                if isinstance(value, str):
-                    value = value.encode()
                 if not isinstance(value, bytes):
                     return None
                 size += len(value)

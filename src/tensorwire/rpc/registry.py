@@ -1,0 +1,277 @@
+"""The server's end of what clients ask for: it makes attachments, and knows those there are."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import replace
+from typing import Any
+
+from tensorwire.errors import TensorwireError
+from tensorwire.memory import Node, Region
+
+from .agent import read_token, token_of
+from .attachment import (
+    CALLS,
+    LAST_GENERATION,
+    Limits,
+    RpcAttachment,
+    make_board,
+    make_rendezvous_board,
+)
+from .envelope import VERSION
+from .host import descriptors_are_scarce, host_id, no_way
+from .janitor import JANITOR
+from .runtime.context import Caller
+from .runtime.ring import RING, checked, make_ring
+from .runtime.server import AnyService
+from .terms import (
+    CONNECT_S,
+    READY,
+    RUNTIME_VERSION,
+    Terms,
+    as_list,
+    decode,
+    encode,
+    least_limit,
+    read_limit,
+    told_limit,
+    whole_number,
+)
+
+_NO_ROOM = TensorwireError, MemoryError, RuntimeError, OSError
+"""What is raised where there are no descriptors, no memory or no threads any more."""
+
+
+class DeclinedError(Exception):
+    """The server has tensorwire and gives no attachment; it says why."""
+
+
+class Registry:
+    """The attachments of a server. Any thread may use it.
+
+    Args:
+        terms: of the server.
+        most: attachments at a time; clients beyond get plain gRPC.
+        service: carries out calls that do not come by grpcio, None if there are to be none.
+
+    Attributes:
+        knows_agents: calls without a mark are looked at too.
+    """
+
+    def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
+        self.knows_agents = False
+        self._agents: dict[str, RpcAttachment] = {}
+        self._service = service
+        self._terms = terms
+        self._most = most
+        self._lock = threading.Lock()
+        self._attachments: dict[bytes, RpcAttachment] = {}
+        self._waiting: dict[bytes, Node] = {}
+        self._closed = False
+
+    def find(self, id: bytes) -> RpcAttachment | None:
+        """The attachment of an id."""
+        return self._attachments.get(id)
+
+    def of_agent(self, metadata: Any) -> RpcAttachment | None:
+        """The attachment of the channel that a call without a mark comes from, by its metadata."""
+        token = read_token(metadata)
+        attachment = None if token is None else self._agents.get(token)
+        return None if attachment is None or attachment.lost else attachment
+
+    @property
+    def limits(self) -> Limits:
+        """Of the server."""
+        return self._terms.limits
+
+    @property
+    def attachments(self) -> list[RpcAttachment]:
+        """Those that have both ends."""
+        return list(self._attachments.values())
+
+    @property
+    def awaited(self) -> bool:
+        """A client has not given back payload that it was sent: perhaps it has not come to it."""
+        return any(each.awaited for each in self.attachments if not each.lost)
+
+    def listen(self, host: str) -> None:
+        """Lets clients of other hosts reach this server by a host, unless terms name one."""
+        if not self._terms.listen:
+            self._terms = replace(self._terms, listen=host)
+
+    def open(
+        self,
+        request: bytes,
+        caller: Caller | None = None,
+        *,
+        encrypted: bool,
+        token: str | None = None,
+    ) -> bytes:
+        """Makes this end of an attachment, for whoever connects to it with its secret.
+
+        Args:
+            request: of the client.
+            caller: the client, if its calls may go by the runtime.
+            encrypted: the connection is; then payload stays on this host.
+            token: of the client's user agent, as it arrives here.
+
+        Raises:
+            DeclinedError: there is none for this client.
+            ValueError: the request says nothing that can be understood.
+        """
+        asked = decode(request)
+        lent_bytes = whole_number(asked, "pool_bytes")
+        most_bytes = read_limit(asked) if "most_bytes" in asked else None
+        wanted = asked.get("transports")
+        agent = token_of(asked["agent"]) if "agent" in asked else None
+        if agent != token or not self.knows_agents:
+            agent = None  # it was changed on the way
+        if VERSION not in as_list(asked.get("versions")):
+            raise DeclinedError(f"this server knows version {VERSION}")
+        near = asked.get("host") == host_id() != ""
+        allowed = {each for each in self._terms.transports if each in as_list(wanted)}
+        if encrypted:
+            allowed &= {"shm", *self._terms.plaintext_transports}
+        if not near:
+            allowed.discard("shm")
+        transports = [each for each in self._terms.transports if each in allowed]
+        listen = "127.0.0.1" if near else self._terms.listen
+        if not transports or not listen:
+            raise DeclinedError(no_way(as_list(wanted), self._terms.transports, near))
+        with self._lock:
+            if self._closed or len(self._attachments) + len(self._waiting) >= self._most:
+                raise DeclinedError(f"this server has {self._most} attachments")
+            if descriptors_are_scarce():
+                raise DeclinedError(
+                    "the server has most of its descriptors in use, and keeps the others for "
+                    "connections; see ulimit -n there"
+                )
+            id, secret = secrets.token_bytes(16), secrets.token_bytes(32)
+            try:
+                node = Node(
+                    id.hex(),
+                    listen=f"[{listen}]:0" if ":" in listen else f"{listen}:0",
+                    secret=secret,
+                    transports=transports,
+                    quota_bytes=self._terms.limits.pool_bytes,
+                    max_peers=1,
+                )
+            except ValueError as error:
+                raise DeclinedError(
+                    f"the server's host for payload is not known: name it by listen= ({error})"
+                ) from error
+            except _NO_ROOM as error:
+                raise DeclinedError(f"the server has no room for it: {error}") from error
+            self._waiting[id] = node
+        try:
+            board = make_board(node)
+            runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
+            service = self._service if runs and caller is not None else None
+            ring = None if service is None else make_ring(node)
+            meeting = None
+            if service is not None and most_bytes is not None:
+                framed = least_limit(service.limits.send_bytes, most_bytes)
+                meeting = make_rendezvous_board(node), framed
+            threading.Thread(
+                target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
+                args=(id, node, board, lent_bytes, service, ring, caller, meeting, agent),
+            ).start()  # fmt: skip
+        except BaseException as error:
+            self._give_up(id, node)
+            if isinstance(error, _NO_ROOM):
+                raise DeclinedError(f"the server has no room for it: {error}") from error
+            raise
+        JANITOR.watch(self)
+        return encode(
+            version=VERSION,
+            attachment=id.hex(),
+            secret=secret.hex(),
+            address=node.address,
+            transports=transports,
+            pool_bytes=self._terms.limits.pool_bytes,
+            runtime=0 if service is None else RUNTIME_VERSION,
+            unmarked=agent is not None,
+            **({} if meeting is None or service is None else told_limit(service.limits)),
+        )
+
+    def _complete(
+        self,
+        id: bytes,
+        node: Node,
+        board: Region,
+        lent_bytes: int,
+        service: AnyService | None,
+        ring: Region | None,
+        caller: Caller | None,
+        meeting: tuple[Region, int] | None,
+        agent: str | None,
+    ) -> None:
+        """In a thread of its own, until the client has connected or does not come."""
+        try:
+            attachment = RpcAttachment(
+                id,
+                node,
+                board,
+                node.accept(CONNECT_S),
+                self._terms.limits,
+                lent_bytes=lent_bytes,
+                is_client=False,
+            )
+            if service and ring and caller:
+                peer = attachment.peer
+                other = checked(peer.wait_region(RING, timeout_s=CONNECT_S))
+                if meeting is not None:
+                    attachment.add_rendezvous(*meeting)
+                end = service.attach(attachment, caller, node, ring, other, peer)
+                attachment.runtime = end
+                end.start()
+            with self._lock:
+                self._waiting.pop(id, None)
+                if not self._closed:
+                    self._attachments[id] = attachment
+                    if agent is not None:
+                        self._agents[agent] = attachment
+                    node.allocate(8, name=READY)
+                    return
+        except _NO_ROOM:
+            pass  # the client gets plain gRPC
+        self._give_up(id, node)
+
+    def _give_up(self, id: bytes, node: Node) -> None:
+        with self._lock:
+            self._waiting.pop(id, None)
+        node.close()
+
+    def look(self) -> bool:
+        """For the janitor: forgets attachments whose client is gone."""
+        with self._lock:
+            for id, attachment in list(self._attachments.items()):
+                if attachment.lost:
+                    del self._attachments[id]
+                    for token, each in list(self._agents.items()):
+                        if each is attachment:
+                            del self._agents[token]
+                    JANITOR.soon(attachment.close)
+            return bool(self._attachments or self._waiting)
+
+    def close(self) -> None:
+        """Ends all attachments; calling it again does nothing."""
+        with self._lock:
+            self._closed = True
+            nodes = list(self._waiting.values())
+            attachments = list(self._attachments.values())
+            self._waiting.clear()
+            self._attachments.clear()
+            self._agents.clear()
+        for node in nodes:
+            node.close()
+        for attachment in attachments:
+            attachment.close()
+
+
+def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcAttachment | None:
+    """The attachment that a call names, if it is one of this server and its number can be one."""
+    if mark is None or mark[1] >= CALLS or mark[2] > LAST_GENERATION:
+        return None
+    return registry.find(mark[0])

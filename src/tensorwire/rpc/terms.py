@@ -1,0 +1,101 @@
+"""What the two ends tell each other when they join their memory, and what each lets payload do.
+
+docs/rpc-wire.md has the messages. Knows no gRPC objects.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .agent import ChannelAgent
+from .attachment import Limits
+from .runtime.options import MessageLimits, Offer
+
+OPEN = "/tensorwire.rpc.Attachment/Open"
+"""The reserved method."""
+MARK = "tensorwire-attachment-bin"
+"""Key of the metadata by which a call says which attachment it is of."""
+REFUSED = "tensorwire-refused"
+"""Key of the trailing metadata of a call that was refused before the servicer ran."""
+
+RUNTIME_VERSION = 5
+"""Of the frames of `runtime`."""
+
+CONNECT_S = 5.0
+READY = "ready"
+"""Name of the region that a server makes when it has entered an attachment."""
+_MOST_BYTES = 4096
+
+NO_RUNTIME = Offer(None, "it is not offered on such a channel")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one end lets payload do.
+
+    Attributes:
+        limits: see there.
+        transports: by which it may travel, of those of a Node. Empty: not at all.
+        listen: the host that clients on other hosts reach this server by; "" for none.
+        plaintext_transports: by which payload of an encrypted connection may travel too.
+        runtime: whether calls go by the runtime, where the other end has it too.
+        agent: of the channel; None: a server knows its calls by their marks alone.
+    """
+
+    limits: Limits
+    transports: tuple[str, ...]
+    listen: str = ""
+    plaintext_transports: tuple[str, ...] = ()
+    runtime: Offer = NO_RUNTIME
+    agent: ChannelAgent | None = None
+
+
+def encode(**values: Any) -> bytes:
+    """What one end tells the other."""
+    return json.dumps(values).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """What the other end tells; ValueError if it cannot be understood."""
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes are too many")
+    try:
+        values = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError("it is no object")
+    return values
+
+
+def whole_number(values: dict[str, Any], name: str) -> int:
+    """A field of a message that is a number from 0 up; ValueError if it is none."""
+    value = values.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def told_limit(limits: MessageLimits) -> dict[str, int]:
+    """What tells the other end that messages may travel by rendezvous: the longest it may frame."""
+    return {"most_bytes": limits.receive_bytes}
+
+
+def read_limit(values: dict[str, Any]) -> int:
+    """The other end's `most_bytes`; ValueError if it is none."""
+    value = values.get("most_bytes")
+    if type(value) is not int or not -1 <= value < 1 << 62:
+        raise ValueError(f"most_bytes is {value!r}")
+    return value
+
+
+def least_limit(one: int, other: int) -> int:
+    """The lower one of two limits, each negative for none."""
+    return max(one, other) if one < 0 or other < 0 else min(one, other)
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list that the other end tells; empty if it is none."""
+    return value if isinstance(value, list) else []
