@@ -266,14 +266,16 @@ def one_makes_one_means(job: tw.Job) -> None:
     job.mean(1.0)
 
 
+SUMS = "mean(), sum(), barrier() or load()"
+
 DISAGREEMENTS = {
     "one_closes_one_steps": "close(), add_param_group() or edit() in worker 0, step() in worker 1",
     "another_order": "calls close(), add_param_group() or edit() of another optimizer while",
-    "one_closes_one_means": "worker 1 calls mean() or barrier() while worker 0 calls close()",
+    "one_closes_one_means": f"worker 1 calls {SUMS} while worker 0 calls close()",
     "one_closes_one_makes": "worker 1 makes another optimizer or changes its parameter groups whil",
     "one_closes_one_leaves": "has left the job, others have not",
     "steps_in_another_order": "calls step() of another optimizer while worker",
-    "one_makes_one_means": "worker 1 calls mean() or barrier() while worker 0 makes an optimizer",
+    "one_makes_one_means": f"worker 1 calls {SUMS} while worker 0 makes an optimizer",
 }
 
 

@@ -71,6 +71,49 @@ def clipped_by_torch(job: tw.Job) -> None:
     opt.step()
 
 
+@case("UnavailableError", "'0.weight' and '2.weight' of the model share memory")
+def tied_by_data(job: tw.Job) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    model[2].weight.data = model[0].weight.data.t()
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@case("UnavailableError", "'0.weight' and 'shown' of the model share memory")
+def buffer_of_a_parameter(job: tw.Job) -> None:
+    model = net()
+    model.register_buffer("shown", model[0].weight.detach()[1:])
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@case("TypeError", "of several models make one, as torch.nn.ModuleList(models)")
+def several_models(job: tw.Job) -> None:
+    models = [net(), net()]
+    opt = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
+    tw.DistributedOptimizer(opt, models)  # type: ignore[arg-type]
+
+
+@case("TypeError", "inner is wrapped in DistributedDataParallel")
+def wrapped(job: tw.Job) -> None:
+    class DistributedDataParallel(nn.Sequential):
+        """As torch's, which needs a process group."""
+
+    DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
+    model = nn.Sequential()
+    model.add_module("inner", DistributedDataParallel(net()))
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@case("UnavailableError", "as SGD(model.parameters(), …)")
+def zero_redundancy(job: tw.Job) -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """As torch's, which needs a process group."""
+
+    model = net()
+    opt = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)
+    opt.optim = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    tw.DistributedOptimizer(opt, model)
+
+
 @case("RuntimeError", "parameter '2.weight' was changed outside step()")
 def parameter_changed(job: tw.Job) -> None:
     model, opt = ready(job)
@@ -517,7 +560,7 @@ DISAGREEMENTS: dict[str, str] = {
     "other_rate": "a hyper-parameter (learning rate, …) is 0.1 in worker 0, 1.1 in worker 1",
     "other_call": "synchronize()",
     "fewer_steps": "same number of steps",
-    "mean_for_step": "calls mean() or barrier() while",
+    "mean_for_step": "calls mean(), sum(), barrier() or load() while",
     "optimizer_for_step": "makes another optimizer",
     "no_optimizer_here": "left while others make an optimizer",
     "raises": "worker 1",
@@ -644,7 +687,9 @@ def test_mean_after_another_has_left(team: Team) -> None:
     outcomes, codes = team._run(one_leaves_before_mean, ())
     assert outcomes[0].kind == "RuntimeError"
     assert "worker 1 (pid " in outcomes[0].text
-    assert "has left the job, and others call mean() or barrier()" in outcomes[0].text
+    assert (
+        "has left the job, and others call mean(), sum(), barrier() or load()" in outcomes[0].text
+    )
     assert codes == [1]
 
 

@@ -461,7 +461,10 @@ def disagrees(job: tw.Job) -> None:
 
 def test_workers_that_wait_for_each_other_are_told(team: Team) -> None:
     for each in team.failures(disagrees, mode="async"):
-        assert "worker 1 calls mean() or barrier() while worker 0 calls close()" in each.text
+        assert (
+            "worker 1 calls mean(), sum(), barrier() or load() while worker 0 calls close()"
+            in each.text
+        )
 
 
 def left(job: tw.Job) -> None:

@@ -379,7 +379,7 @@ class Supervisor:
             code = process.code or 1
             when = "" if started else " before the workers were started"
             if self._restarts.has_left(process):
-                when = " after it had left the job, when its training was complete"
+                when = " after it had left the job"
             text = f"{_named(process)} {process.ending()}{when}{self._restarts.obstacle(process)}"
             if culprit := self._reports.culprit(process, self._running):
                 process, code = culprit, 1

@@ -182,8 +182,8 @@ class CollectiveServer:
                     raise
                 time.sleep(0.02)
             raise PeerLostError(
-                f"{called(member.workers[rank])} has left the job, and others call mean() "
-                "or barrier(): every worker makes the same calls"
+                f"{called(member.workers[rank])} has left the job, and others call mean(), sum(), "
+                "barrier() or load(): every worker makes the same calls"
             ) from None
 
 
@@ -343,7 +343,7 @@ class Collective:
             raise consequence(self._text())
         if int(answer[:8].view(np.int64)[0]) != question.kind:
             raise ValueError(
-                "the workers call mean() or barrier() with different values. None stands for one "
+                "the workers call mean() or sum() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
         question.parts = int(answer[8:16].view(np.int64)[0])

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .job import Job, current_job
+from .model_checks import check_model, tell_of_model
 from .model_index import model_index_of
 from .replica.arithmetic import APPLIERS, check_possible
 from .replica.closed import ClosedReplica
@@ -141,6 +142,7 @@ def DistributedOptimizer(
             "made of it"
         )
     own = model if index is None else model.module
+    check_model(own)
     _close_replaced(job, optimizer)
     core = Replica(
         job.session,
@@ -158,6 +160,8 @@ def DistributedOptimizer(
     )
     if index is not None:
         model.trained_by(core)
+    if job.rank == 0:
+        tell_of_model(own, job.slices)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.

@@ -40,6 +40,8 @@ Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 
 _present: Session | None = None
+_left: set[tuple[str, ...]] = set()
+"""The servers of jobs that this process has left."""
 
 
 def present_session() -> Session | None:
@@ -101,6 +103,12 @@ class Session:
         self.member: WorkerMember | None = None
         self._collective: Collective | None = None
         if world.servers:
+            if tuple(world.servers) in _left:
+                raise RuntimeError(
+                    "this process has left its job, which cannot be joined again: one run of "
+                    "`tensorwire run` is one job. Call tw.init() once, and opt.close() before the "
+                    "next model's optimizer is made"
+                )
             self.member = WorkerMember.join(world)
             if self.member.takeovers is not None:
                 self.taking = Taking(self.member.takeovers)
@@ -432,4 +440,5 @@ class Session:
         if self._machines is not None:
             self._machines.close()
         if self.member is not None:
+            _left.add(tuple(self._world.servers))
             self.member.close(goodbye)

@@ -231,8 +231,8 @@ class Leader:
         summing = [r for r in self._slices.keys() - waiting if self._calls.is_summing(r)]
         if summing and len(summing) + len(waiting) == len(self._slices):
             raise DisagreementError(
-                f"worker {summing[0]} calls mean() or barrier() while worker {min(waiting)} "
-                f"calls {name}"
+                f"worker {summing[0]} calls mean(), sum(), barrier() or load() while worker "
+                f"{min(waiting)} calls {name}"
             )
 
     def described(self) -> Mapping[str, object]:

@@ -212,8 +212,8 @@ class Server:
                 waiting = self.calls.is_summing(rank)
                 if wants is not None and waiting and late.value < value:
                     raise DisagreementError(
-                        f"worker {rank} calls mean() or barrier() while worker {wants} makes an "
-                        "optimizer or changes its parameter groups"
+                        f"worker {rank} calls mean(), sum(), barrier() or load() while worker "
+                        f"{wants} makes an optimizer or changes its parameter groups"
                     ) from None
 
     def _described(self) -> Iterator[dict[str, Any]]:

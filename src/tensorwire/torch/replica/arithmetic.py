@@ -249,6 +249,13 @@ class Arithmetic:
 def check_possible(optimizer: torch.optim.Optimizer) -> None:
     """Raises UnavailableError for an optimizer that nobody can apply in a distributed step."""
     cls, name = plain_class_of(optimizer), _name_of(optimizer)
+    if cls.__name__ == "ZeroRedundancyOptimizer":
+        inner = type(getattr(optimizer, "optim", optimizer)).__name__
+        raise UnavailableError(
+            f"{name} deals out the optimizer's state over a process group of its own, and servers "
+            f"do that here: give DistributedOptimizer its optimizer_class itself, as {inner}"
+            "(model.parameters(), …)"
+        )
     closure = inspect.signature(inspect.unwrap(cls.step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnavailableError(

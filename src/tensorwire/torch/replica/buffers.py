@@ -6,6 +6,7 @@ result does not depend on who computes which slice.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -44,13 +45,16 @@ class Buffers:
         self.kind, self._model = kind, model
         self._session = session
         self._owners: list[tuple[nn.Module, str, str]] = []
+        self._empty: list[tuple[nn.Module, str, str]] = []  # of which nobody can be told
         seen: set[int] = set()
         for prefix, module in model.named_modules() if declared else ():
             for name, buffer in module._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if whole is not None and full not in whole.buffers:
                     continue  # a constant of the trace
-                if buffer is not None and id(buffer) not in seen and buffer.numel():
+                if (buffer is None or not buffer.numel()) and kind != "local":
+                    self._empty.append((module, name, full))
+                elif buffer is not None and id(buffer) not in seen and buffer.numel():
                     seen.add(id(buffer))
                     self._owners.append((module, name, full))
                     if 0 in buffer.stride():  # expanded: cannot be written to
@@ -82,7 +86,10 @@ class Buffers:
             buffer = module._buffers[name]
             shape = self._shapes.setdefault(full, None if buffer is None else buffer.shape)
             if buffer is None or buffer.shape != shape:
-                raise RuntimeError(f"buffer {full!r} was removed or has another shape now")
+                raise RuntimeError(
+                    f"buffer {full!r} was removed or has another shape now: give it its shape "
+                    "before DistributedOptimizer, or close() the optimizer and make another one"
+                )
             found.append(buffer)
         return found
 
@@ -122,6 +129,19 @@ class Buffers:
 
     def push(self, store: Store, slice_index: int) -> None:
         """Sends the buffers after a slice's forward and backward."""
+        for module, name, full in self._empty:
+            if (buffer := module._buffers.get(name)) is not None and buffer.numel():
+                self._empty = []
+                if self._session.rank == 0:
+                    print(
+                        f"tensorwire: buffer {full!r} had no elements when its optimizer was made, "
+                        "and takes no part: each worker goes on with its own. If that depends on "
+                        "the data, give it its shape before DistributedOptimizer, as by one "
+                        "forward()",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                break
         if self.kind == "local" or not self._owners:
             return
         if self.kind == "broadcast" and slice_index != 0:

@@ -362,7 +362,9 @@ class Reducer:
         return RuntimeError(
             f"the gradient of {state.name} was changed after it had left for the servers. To clip "
             "use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for loss scaling "
-            "tw.GradScaler; to read or edit averaged gradients call opt.synchronize() first"
+            "tw.GradScaler; to read or edit averaged gradients call opt.synchronize() first; what "
+            "averages them by itself, as DistributedDataParallel or an all_reduce, is to be left "
+            "out"
         )
 
     def _looks_different(self, state: GradientState, left: Left) -> bool:
