@@ -364,6 +364,20 @@ def too_few_samples(job: tw.Job) -> None:
     job.loader([], batch_size=1)  # type: ignore[arg-type]
 
 
+@case("ValueError", "norm_type is 1: call opt.synchronize()")
+def another_norm(job: tw.Job) -> None:
+    _, opt = ready(job)
+    tw.clip_grad_norm_(opt, 1.0, norm_type=1)
+
+
+@case("TypeError", "itertools.islice(data, job.replica, None, job.replicas)")
+def shard_of_a_stream(job: tw.Job) -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        """Without a length."""
+
+    job.shard(Stream())
+
+
 @case("ValueError", "sampler= cannot be given")
 def own_sampler(job: tw.Job) -> None:
     job.loader([1, 2, 3], batch_size=1, sampler=[0, 1])  # type: ignore[arg-type]

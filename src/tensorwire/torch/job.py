@@ -397,9 +397,11 @@ class Job:
             if self._progress is progress:
                 self._progress = None
 
-    def log(self, **values: float) -> None:
+    def log(self, **values: float | torch.Tensor) -> None:
         """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
-        plain = {name: float(value) for name, value in values.items()}
+        plain = {
+            k: float(v.detach() if isinstance(v, torch.Tensor) else v) for k, v in values.items()
+        }
         self.statistics.values.update(plain)
         if self._progress:
             self._progress.show(plain)

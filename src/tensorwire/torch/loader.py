@@ -124,6 +124,12 @@ class ShardOfData(Subset[Any]):
 
 def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
     """See `Job.shard`."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            "job.shard needs a dataset with a length; of others take every "
+            "job.replicas-th sample yourself, as by itertools.islice(data, job.replica, None, "
+            "job.replicas)"
+        )
     if session.taking is not None:
         return ShardOfData(dataset, session)
     size = len(dataset)  # type: ignore[arg-type]
@@ -189,7 +195,11 @@ class Loader:
                 raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
         for name in ("sampler", "batch_sampler", "generator"):
             if options.get(name) is not None:
-                raise ValueError(f"the job chooses the samples; {name}= cannot be given")
+                raise ValueError(
+                    f"the job chooses the samples, so that each is in one slice; {name}= cannot be "
+                    "given. Of a part give torch.utils.data.Subset(dataset, indices); for another "
+                    "order or weights iterate a DataLoader of your own, other samples per worker"
+                )
         self._session, self._begin_pass = session, begin_pass
         self._shuffle, self._accumulate = shuffle, accumulate
         self._name = session.position.name_of_next_loader()

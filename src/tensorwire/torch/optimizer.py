@@ -394,7 +394,7 @@ def edit(model: nn.Module | Split) -> Iterator[None]:
         yield
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scales the averaged gradient down to `max_norm` (2-norm); what `step()` applies is clipped.
 
     As `torch.nn.utils.clip_grad_norm_`, on the servers: `.grad` itself is left as it is. All
@@ -404,15 +404,21 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         parameters: the distributed optimizer, the model, or all parameters of the optimizer. Of a
             model whose parameters several distributed optimizers train, the norm is that of all.
         max_norm: a positive number. Infinity changes nothing: only the norm is computed.
+        norm_type: 2, the only one that servers compute.
 
     Returns:
         The norm before clipping, the same on all workers.
 
     Raises:
-        ValueError: `max_norm` is 0, negative or NaN; or these are not all parameters of one
-            distributed optimizer or of several.
+        ValueError: `max_norm` is 0, negative or NaN; another norm is asked for; or these are not all
+            parameters of one distributed optimizer or of several.
     """
     _check_norm(max_norm)
+    if norm_type != 2.0:
+        raise ValueError(
+            f"servers compute the 2-norm, and norm_type is {norm_type!r}: call opt.synchronize(), "
+            "then torch.nn.utils.clip_grad_norm_, on all workers"
+        )
     cores = _cores_of(parameters)
     if len(cores) == 1:
         return torch.tensor(cores[0].clip(float(max_norm)))

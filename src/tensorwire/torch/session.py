@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tensorwire.errors import TensorwireError, consequence
+from tensorwire.errors import TensorwireError, UnavailableError, consequence
 from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
 from tensorwire.memory import Node
 from tensorwire.parameters import (
@@ -103,13 +103,16 @@ class Session:
         self.member: WorkerMember | None = None
         self._collective: Collective | None = None
         if world.servers:
-            if tuple(world.servers) in _left:
-                raise RuntimeError(
+            try:
+                self.member = WorkerMember.join(world)
+            except UnavailableError as error:
+                if tuple(world.servers) not in _left:
+                    raise
+                raise UnavailableError(
                     "this process has left its job, which cannot be joined again: one run of "
                     "`tensorwire run` is one job. Call tw.init() once, and opt.close() before the "
-                    "next model's optimizer is made"
-                )
-            self.member = WorkerMember.join(world)
+                    f"next model's optimizer is made ({error})"
+                ) from error
             if self.member.takeovers is not None:
                 self.taking = Taking(self.member.takeovers)
             if self.member.history is not None:
