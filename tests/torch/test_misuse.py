@@ -373,7 +373,8 @@ def another_norm(job: tw.Job) -> None:
 @case("TypeError", "itertools.islice(data, job.replica, None, job.replicas)")
 def shard_of_a_stream(job: tw.Job) -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
-        """Without a length."""
+        def __iter__(self) -> Any:
+            return iter(range(9))
 
     job.shard(Stream())
 

@@ -32,7 +32,7 @@ from .ending import (
     tell_of_no_step,
 )
 from .loader import Loader, checked_seed, generator_of, shard_of
-from .means import mean_of
+from .means import as_number, mean_of
 from .modes import check_slices, place_in, told_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
@@ -399,9 +399,7 @@ class Job:
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
-        plain = {
-            k: float(v.detach() if isinstance(v, torch.Tensor) else v) for k, v in values.items()
-        }
+        plain = {name: as_number(value) for name, value in values.items()}
         self.statistics.values.update(plain)
         if self._progress:
             self._progress.show(plain)

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 
+def as_number(value: Any) -> float:
+    """A number, or a tensor of one element, which may require a gradient."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
 def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight: float) -> Any:
     """See `Job.mean`; `sum_up` adds up over all workers."""
     if not (weight >= 0 and math.isfinite(weight)):

@@ -410,8 +410,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
         The norm before clipping, the same on all workers.
 
     Raises:
-        ValueError: `max_norm` is 0, negative or NaN; another norm is asked for; or these are not all
-            parameters of one distributed optimizer or of several.
+        ValueError: `max_norm` is 0, negative or NaN; another norm is asked for; or these are
+            not all parameters of one distributed optimizer or of several.
     """
     _check_norm(max_norm)
     if norm_type != 2.0:
