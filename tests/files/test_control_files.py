@@ -221,6 +221,8 @@ def test_what_is_refused(folder: Path) -> None:
         assert commit(good, npy(np.full(3, np.inf, np.float32))) == errno.EDOM
         assert commit(good + b"\nnan\n", npy(np.full(3, np.nan, np.float32))) is None
         assert commit(good, bias) == errno.EBUSY  # once in a pause
+        assert code_of(job.go_on) == errno.EBUSY  # what is written would be gone
+        files.pipe("control/commit", b"discard")
         job.go_on()
         wait_until(lambda: np.isnan(array(files, "params/2.bias.npy")).all())
     finally:
@@ -296,6 +298,7 @@ def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
         assert files.cat("control/commit") == b"0.bias.npy\n2.bias.npy\n"
         commit = f"version {version}".encode()
         assert code_of(lambda: files.pipe("control/commit", commit)) == errno.ETIMEDOUT
+        files.pipe("control/commit", b"discard")
         job.go_on()
         version = job.pause()
         assert files.cat("control/commit") == b""

@@ -15,6 +15,7 @@ from tensorwire.files.drafts import Drafts, DraftWriting
 from tensorwire.files.npy import npy_header
 from tensorwire.files.owner import JobOwner
 from tensorwire.files.reader import JobReader
+from tensorwire.files.tree import Tree
 from tensorwire.files.tree_items import Changes, Folder
 from tensorwire.membership import ScaleError
 from tensorwire.parameters import AVERAGE_ONLY, TensorSpec
@@ -58,6 +59,7 @@ class FakeTree:
     def __init__(self) -> None:
         self.owner, self.changes, self.reader = FakeOwner(), Changes(), FakeReader()
         self.told = self.owner.told
+        self.uncommitted: list[str] = []
 
     def version(self) -> int:
         return 12
@@ -73,7 +75,7 @@ class FakeTree:
         return [(0, 5)]
 
     def written(self) -> list[str]:
-        return ["a"]
+        return self.uncommitted
 
     def discard_written(self) -> None:
         self.told.append("discard")
@@ -91,7 +93,9 @@ def write(tree: FakeTree, name: str, text: str, offset: int = 0) -> None:
 
 
 def test_what_it_shows() -> None:
-    folder = folder_of(FakeTree())
+    tree = FakeTree()
+    tree.uncommitted = ["a"]
+    folder = folder_of(tree)
     found = {name: folder.child(name).open().read() for name in folder.names()}
     assert found == {
         "state": b"running 12\n",
@@ -117,6 +121,7 @@ def test_what_it_shows() -> None:
         ("snapshot", "take", ("take", 0, True)),
         ("snapshot", "take values\n", ("take", 0, False)),
         ("snapshot", "release 5", ("release", 5)),
+        ("commit", "nan; version 4", ("commit", 4, True)),
         ("scale", "workers 3", ({"workers": {"count": 3, "drain": []}}, 300.0)),
         (
             "scale",
@@ -280,8 +285,43 @@ def test_drafts() -> None:
     assert code_of(lambda: drafts.commit(owner, 7, False, "commit")) == errno.ENODATA
     held[0] = 9  # another pause
     assert file.read(0, 1) is None
+    assert code_of(lambda: file.write(0, b"x")) == errno.ESTALE
+    assert code_of(lambda: file.truncate(0)) == errno.ESTALE
+    file = writing()
     file.write(0, b"x")
     assert file.read(0, 1000) == b"x" + whole[1:]
     held[0] = None
     assert code_of(lambda: file.write(0, b"x")) == errno.EROFS
     assert code_of(lambda: drafts.commit(owner, 9, False, "commit")) == errno.EROFS
+
+
+def test_what_is_written_and_not_committed_is_not_lost_without_a_word() -> None:
+    tree = FakeTree()
+    tree.uncommitted = ["a"]
+    assert code_of(lambda: write(tree, "pause", "0")) == errno.EBUSY
+    assert tree.told == []
+    tree.uncommitted = []
+    write(tree, "pause", "0")
+    assert tree.told == ["go on"]
+
+
+def test_a_snapshot_is_held_as_often_as_it_is_taken() -> None:
+    """And it has the optimizer's state if one of them asked for it."""
+    closed: list[Any] = []
+
+    def snapshot(store: int, *, whole: bool) -> Any:
+        made = SimpleNamespace(version=5, whole=whole)
+        made.close = lambda: closed.append(made)
+        return made
+
+    tree = Tree(SimpleNamespace(snapshot=snapshot, address="127.0.0.1:1"))  # type: ignore[arg-type]
+    assert [tree.take(whole=whole) for whole in (False, True, False)] == [5, 5, 5]
+    assert [each.whole for each in closed] == [False, False]
+    assert tree._snapshots[0, 5].whole
+    tree.release(5)
+    tree.release(5)
+    assert tree.taken() == [(0, 5)]
+    tree.release(5)
+    assert tree.taken() == []
+    assert [each.whole for each in closed] == [False, False, True]
+    assert code_of(lambda: tree.release(5)) == errno.ENOENT

@@ -23,6 +23,7 @@ from tensorwire.membership import (
     StatusRegion,
     read_status,
     reader_name,
+    running_file_workers,
     running_servers,
     shown_command,
     try_lock,
@@ -53,6 +54,34 @@ def test_a_job_is_listed_while_its_server_lives(folder: Path) -> None:
     first.close()
     assert running_servers() == []
     assert list(folder.iterdir()) == []
+
+
+def test_a_socket_that_a_killed_process_left_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of one that lives, or that somebody listens at."""
+
+    def listen(pid: int) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.bind(f"file-worker-{pid}-abcd1234.socket")
+        made.listen(1)
+        return made
+
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    folder.mkdir(mode=0o700)
+    monkeypatch.chdir(folder)
+    listen(os.getpid()).close()
+    left = listen(gone)
+    (folder / "file-worker-x.socket").write_text("")
+    assert running_file_workers() == []
+    assert len(list(folder.iterdir())) == 3
+    left.close()
+    assert running_file_workers() == []
+    names = sorted(each.name for each in folder.iterdir())
+    assert names == [f"file-worker-{os.getpid()}-abcd1234.socket", "file-worker-x.socket"]
 
 
 def test_what_a_killed_server_left_is_removed(folder: Path) -> None:

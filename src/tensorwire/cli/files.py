@@ -329,6 +329,10 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
         with failures.told("target", last):
             raise refuse(errno.ENOTDIR, last)
         raise click.exceptions.Exit(1)
+    if not (target if target.is_dir() else target.parent).is_dir():
+        with failures.told("target", last):
+            raise refuse(errno.ENOENT, str(target.parent), "there is no such folder here")
+        raise click.exceptions.Exit(1)
     with _Trees(secret_file) as trees:
         for text in sources:
             address, path = _job_place(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -96,6 +97,13 @@ def _pause(tree: Controlled, path: str, text: str) -> None:
         case ["1", seconds] if (wait_s := _seconds(seconds)) is not None:
             tree.owner.pause(wait_s)
         case ["0"]:
+            if names := tree.written():
+                raise refuse(
+                    errno.EBUSY,
+                    path,
+                    f"params/{names[0]}.npy is written and not committed, and would be gone: write "
+                    "'version V' into control/commit, or 'discard'",
+                )
             tree.owner.go_on()
         case _:
             raise _senseless(path, text, "'1', '1 SECONDS' or '0'")
@@ -167,7 +175,7 @@ def _scale(tree: Controlled, path: str, text: str) -> None:
 
 def _lines(path: str, text: str, *many: str) -> list[str]:
     """Those with something in them; what is told twice, but what `many` names, makes no sense."""
-    lines = [line for each in text.split("\n") if (line := each.strip())]
+    lines = [line for each in re.split("[\n;]", text) if (line := each.strip())]
     names = [name for line in lines if (name := line.split()[0]) not in many]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise refuse(errno.EINVAL, path, f"it says {twice!r} twice")

@@ -134,7 +134,7 @@ class DraftWriting(FileWriting):
         if not is_written(tensor):
             text = "it is a frozen parameter, or a buffer that each worker keeps for itself"
             raise refuse(errno.EROFS, path, text)
-        drafts.begin(path)
+        self._version = drafts.begin(path)
         self._most = spec.size_bytes + room_of(spec.dtype, spec.stored_shape)
 
     def write(self, offset: int, data: Any) -> int:
@@ -161,7 +161,9 @@ class DraftWriting(FileWriting):
         return bytes(self._file()[start:stop]) if self._drafts.has(self._tensor) else None
 
     def _file(self, empty: bool = False) -> bytearray:
-        self._drafts.begin(self._path)
+        if self._drafts.begin(self._path) != self._version:
+            text = "the job has gone on since this file was opened: open it again"
+            raise refuse(errno.ESTALE, self._path, text)
         if self._drafts.has(self._tensor) or empty:
             return self._drafts.file(self._tensor, None)
         return self._drafts.file(self._tensor, self._present())

@@ -218,6 +218,9 @@ class TensorwireFileSystem(AbstractFileSystem):
             writing.truncate(0)
             return WritableStream(WritableFile(writing), _BUFFER_BYTES)
         if mode != "rb":
+            if is_checkpoint(path):
+                text = f"files of a checkpoint are opened by 'rb' or 'wb', and not by {mode!r}"
+                raise refuse(errno.EINVAL, path, text)
             raise _read_only(path)
         return BufferedFile(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
 

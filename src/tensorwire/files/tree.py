@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,6 +62,8 @@ class Tree:
     def __init__(self, reader: JobReader) -> None:
         self.reader = reader
         self._snapshots: dict[tuple[int, int], ReaderSnapshot] = {}
+        self._takes: Counter[tuple[int, int]] = Counter()
+        self._taking = threading.Lock()
         self._seen: dict[int, float] = {}
         self.changes = Changes()
         self.gradients = GradientFolders(reader.address)
@@ -137,22 +141,36 @@ class Tree:
     def take(self, store: int = 0, whole: bool = True) -> int:
         """Takes a snapshot and holds it, under snapshots/; returns its version.
 
+        Taken several times at one version it is one folder, which stays until it was released as
+        often, and has the optimizer's state if one of them asked for it.
+
         Args:
             store: number of the store.
             whole: with the optimizer's state.
         """
         with as_os_errors("snapshots"):
             snapshot = self.reader.snapshot(store, whole=whole)
-        held = self._snapshots.setdefault((store, snapshot.version), snapshot)
-        if held is not snapshot:
-            snapshot.close()
+        key = store, snapshot.version
+        with self._taking:
+            before = self._snapshots.get(key)
+            if before is None or (snapshot.whole and not before.whole):
+                self._snapshots[key] = snapshot
+            self._takes[key] += 1
+        if before is not None:
+            (before if self._snapshots.get(key) is snapshot else snapshot).close()
         return snapshot.version
 
     def release(self, version: int, store: int = 0) -> None:
         """Gives a snapshot back that `take` holds; raises ENOENT if it does not."""
-        snapshot = self._snapshots.pop((store, version), None)
-        if snapshot is None:
-            raise refuse(errno.ENOENT, f"snapshots/{version}", "this process does not hold it")
+        key = store, version
+        with self._taking:
+            if key not in self._snapshots:
+                raise refuse(errno.ENOENT, f"snapshots/{version}", "this process does not hold it")
+            self._takes[key] -= 1
+            if self._takes[key] > 0:
+                return  # somebody else has taken it too
+            snapshot = self._snapshots.pop(key)
+            del self._takes[key]
         with as_os_errors(f"snapshots/{version}"):
             snapshot.close()
 

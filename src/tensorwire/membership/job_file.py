@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,8 +136,31 @@ def running_file_workers() -> list[RunningFileWorker]:
 
 
 def _told(kind: type[Told]) -> list[Told]:
-    paths = runtime_folder().glob(f"{_PREFIXES[kind]}*")
-    return [each for path in paths for each in _read(path, kind)]
+    found = list[Told]()
+    for path in runtime_folder().glob(f"{_PREFIXES[kind]}*"):
+        if path.suffix == ".socket":
+            _remove_dead(path)
+        else:
+            found += _read(path, kind)
+    return found
+
+
+def _remove_dead(path: Path) -> None:
+    """Removes a socket that a process has left which was killed; its name has the process."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(path.stem.rpartition("-")[0].rpartition("-")[2])
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)  # a path may be too long
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+                    channel.setblocking(False)
+                    channel.connect(f"/proc/self/fd/{folder}/{path.name}")
+            except ConnectionRefusedError:
+                path.unlink()
+            finally:
+                os.close(folder)
 
 
 def _read(path: Path, kind: type[Told]) -> Iterator[Told]:

@@ -178,9 +178,10 @@ class Server:
         """Waits until all workers want store number `value`; False when all have left instead."""
         while True:
             self._watch()
-            self.member.tell_readers(list(self._described()))
-            if self.door is not None:
-                self.door.tell(lambda: list(self._described()))
+            if not self._was_opened(value - 1):  # else there are stores that it has to restore yet
+                self.member.tell_readers(list(self._described()))
+                if self.door is not None:
+                    self.door.tell(lambda: list(self._described()))
             if self.member.all_left():
                 return False
             # In a place without a worker from the beginning nobody wants anything.
