@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import numpy as np  # noqa: E402
 import rpc_serving  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc import registry  # noqa: E402
+from tensorwire.rpc import janitor, registry  # noqa: E402
 from tensorwire.rpc.attachment import Limits  # noqa: E402
 from tensorwire.rpc.registry import DeclinedError, Registry  # noqa: E402
 from tensorwire.rpc.terms import Terms, encode  # noqa: E402
@@ -91,7 +92,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
     before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patched:
         if what == "thread":
-            patched.setattr(registry.threading, "Thread", Thread)
+            patched.setattr(registry, "threading", SimpleNamespace(Thread=Thread))
         else:
             patched.setattr(registry, "make_board", no_memory)
         for _ in range(3):
@@ -106,3 +107,26 @@ def test_a_request_that_is_nested_too_deeply_is_refused() -> None:
     found = Registry(Terms(Limits(), ("shm", "tcp")), 2)
     with pytest.raises(ValueError, match="nested"):
         found.open(b"[" * 3000, encrypted=False)
+
+
+def test_the_janitor_begins_when_a_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on whatever its work raises: nothing would be given back any more."""
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    class Looked:
+        def look(self) -> bool:
+            looks.set()
+            raise SystemExit
+
+    made, looked, looks = janitor.Janitor(), Looked(), threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(janitor, "threading", SimpleNamespace(Thread=Thread))
+        with pytest.raises(RuntimeError):
+            made.watch(looked)
+    for _ in range(3):
+        looks.clear()
+        made.watch(looked)
+        assert looks.wait(20)

@@ -63,7 +63,11 @@ class Janitor:
             self._watched.add(watched)
             start, self._started = not self._started, True
         if start:  # a finalizer may run in it, and come to here, before that returns
-            threading.Thread(target=self._run, name="tensorwire-rpc", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="tensorwire-rpc", daemon=True).start()
+            except BaseException:  # no thread is left, or this one is interrupted
+                self._started = False
+                raise
         if asleep:
             self._queue.put(_wake)
 
@@ -98,7 +102,7 @@ def _wake() -> None:
 def _attempt(work: Callable[[], object]) -> object:
     try:
         return work()
-    except Exception:
+    except BaseException:  # whatever it is, there is other work
         _LOG.exception("giving memory back failed")
         return True
 
