@@ -153,6 +153,28 @@ def test_messages_that_several_tasks_write_are_whole(ends: str) -> None:
     runner(CUT[ends], CUT[ends])({"/t/m": SS(exchange)}, test)
 
 
+@pytest.mark.parametrize("ends", [each for each in CUT if each != "grpcio"])
+def test_an_end_of_requests_that_is_cancelled_cancels_the_call(ends: str) -> None:
+    """As a write that is; the server would wait for the end."""
+    go = asyncio.Event()
+
+    async def wait(requests: AsyncIterator[bytes], context: Any) -> None:
+        await go.wait()
+
+    async def test(channel: Any) -> None:
+        call = channel.stream_stream("/t/m")()
+        writing = [asyncio.ensure_future(call.write(bytes(3_000_000))) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        assert not all(each.done() for each in writing)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call.done_writing(), 0.1)
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        await asyncio.wait(writing)
+        go.set()
+
+    runner(CUT[ends], CUT[ends])({"/t/m": SS(wait)}, test)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("arity", ["us", "ss"])

@@ -74,6 +74,7 @@ class Tree:
     def close(self) -> None:
         """Gives back the snapshots that `take` holds, and ends the connections. Idempotent."""
         self._snapshots.clear()
+        self._takes.clear()
         self._drafts.clear()
         self.gradients.close()
         self.owner.close()
@@ -152,12 +153,14 @@ class Tree:
             snapshot = self.reader.snapshot(store, whole=whole)
         key = store, snapshot.version
         with self._taking:
-            before = self._snapshots.get(key)
-            if before is None or (snapshot.whole and not before.whole):
+            needless = self._snapshots.get(key)
+            if needless is None or (snapshot.whole and not needless.whole):
                 self._snapshots[key] = snapshot
+            else:
+                needless = snapshot
             self._takes[key] += 1
-        if before is not None:
-            (before if self._snapshots.get(key) is snapshot else snapshot).close()
+        if needless is not None:
+            needless.close()
         return snapshot.version
 
     def release(self, version: int, store: int = 0) -> None:

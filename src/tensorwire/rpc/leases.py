@@ -33,7 +33,8 @@ _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
 _FREED_AT_ONCE = 16
 _PAUSES = 10
-"""A receiver that does not answer is not asked for so many times as long as was waited for it."""
+"""For so many times as long as was waited for it (at most a second) a receiver that does not answer
+is not asked again."""
 
 
 class Leased(Protocol):
@@ -251,7 +252,8 @@ class Pool(Generic[Memory]):
         except (TensorwireError, MemoryError) as error:  # used up, or it does not answer
             self.failure = str(error)
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
-                self._silent = self._count.value, time.monotonic() + _PAUSES * answer_s
+                pause_s = _PAUSES * min(answer_s, 1.0)
+                self._silent = self._count.value, time.monotonic() + pause_s
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)

@@ -567,9 +567,13 @@ class _Writer(AioCall):
             raise grpc.aio.UsageError("the requests of this call come from an iterable")
         if not self.done() and not self._done_writing_flag:
             self._done_writing_flag = True
-            async with self._turn:
-                if not self.done():
-                    self._client.send((last_frame(self.number),))
+            try:
+                async with self._turn:
+                    if not self.done():
+                        self._client.send((last_frame(self.number),))
+            except asyncio.CancelledError:
+                self.cancel()  # as in `grpc.aio`; the server would wait for the end
+                raise
 
 
 class AioUnaryUnary(_OneResponse, grpc.aio.UnaryUnaryCall):
