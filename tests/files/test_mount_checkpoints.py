@@ -220,6 +220,7 @@ def test_a_file_that_is_read_while_it_is_written_anew(folder: Path) -> None:
                 assert reading.readall() == present
                 assert path.read_bytes() == present
                 writing.write(present)
+            (made.path / "control/commit").write_text("discard")
             (made.path / "control/pause").write_text("0")
     finally:
         assert job.end() == 0

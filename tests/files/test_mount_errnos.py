@@ -125,6 +125,7 @@ def test_every_errno(repository: Path, folder: Path) -> None:
                 found[errno.EBADF] = code_of(lambda: os.write(file.fileno(), b"1"))
             assert write(saved / "one", b"one") is None
             assert (saved / "one").read_bytes() == b"one"
+            assert write(control / "commit", b"discard") is None
             assert write(control / "pause", b"0") is None
             wait_until(lambda: int((at / "status/version").read_text()) > version + 1)
             assert job.end() == 0
