@@ -107,6 +107,7 @@ nb::class_<T> region_class(nb::module_& m, const char* name) {
 void bind_regions(nb::module_& m) {
   nb::class_<PrivateMapping>(m, "PrivateMapping", exporter<PrivateMapping>())
       .def_prop_ro("size_bytes", &PrivateMapping::size)
+      .def_prop_ro("tracked", &PrivateMapping::tracked)
       .def_prop_ro_static("told_by_kernel",
                           [](nb::handle) { return PrivateMapping::told_by_kernel(); })
       .def(

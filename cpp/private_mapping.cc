@@ -63,6 +63,7 @@ PrivateMapping::PrivateMapping(std::shared_ptr<Mapping> shared, int memory)
     throw Error(Code::kUnavailable, system_message("cannot unlock private memory", error));
   }
   data_ = static_cast<std::byte*>(address);
+  tracking_ = WriteTracking::begin(data_, mapped_);
   fork::add_range(address, mapped_);
 }
 
@@ -81,16 +82,34 @@ std::vector<ByteRange> PrivateMapping::written(bool compare) {
   return compare ? compared() : told();
 }
 
-std::vector<ByteRange> PrivateMapping::told() const {
+std::vector<ByteRange> PrivateMapping::told() {
+  const uint64_t pages = mapped_ / page_bytes();
+  std::vector<ByteRange> candidates{{0, mapped_}};
+  if (tracking_) {
+    if (auto found = tracking_->written()) {
+      if (found->empty()) return {};
+      candidates = std::move(*found);
+    } else {
+      tracking_.reset();
+    }
+  }
   // Opened for each look: a descriptor that is kept would be a parent's in a forked child.
   Descriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
-  std::array<uint64_t, 4096> entries;
   std::vector<ByteRange> ranges;
+  for (auto [start, stop] : candidates) {
+    add_private(ranges, pagemap.get(), start / page_bytes(), std::min(pages, stop / page_bytes()));
+  }
+  return ranges;
+}
+
+void PrivateMapping::add_private(std::vector<ByteRange>& ranges, int pagemap, uint64_t begin,
+                                 uint64_t end) const {
+  std::array<uint64_t, 4096> entries;
   const uint64_t page = page_bytes();
   const uint64_t first = reinterpret_cast<uintptr_t>(data_) / page;
-  for (uint64_t at = 0, pages = mapped_ / page; at < pages;) {
-    size_t wanted = std::min<uint64_t>(entries.size(), pages - at) * sizeof(uint64_t);
-    ssize_t got = ::pread(pagemap.get(), entries.data(), wanted,
+  for (uint64_t at = begin; at < end;) {
+    size_t wanted = std::min<uint64_t>(entries.size(), end - at) * sizeof(uint64_t);
+    ssize_t got = ::pread(pagemap, entries.data(), wanted,
                           static_cast<off_t>((first + at) * sizeof(uint64_t)));
     if (got < 0 && errno == EINTR) continue;
     if (got < static_cast<ssize_t>(sizeof(uint64_t))) {
@@ -101,7 +120,6 @@ std::vector<ByteRange> PrivateMapping::told() const {
         add(ranges, at * page, std::min<uint64_t>((at + 1) * page, size()));
     }
   }
-  return ranges;
 }
 
 std::vector<ByteRange> PrivateMapping::compared() {
@@ -119,7 +137,10 @@ std::vector<ByteRange> PrivateMapping::compared() {
 }
 
 void PrivateMapping::revert() {
-  if (::madvise(data_, mapped_, MADV_DONTNEED) == 0) return;
+  if (::madvise(data_, mapped_, MADV_DONTNEED) == 0) {
+    if (tracking_ && !tracking_->restart()) tracking_.reset();
+    return;
+  }
   throw Error(Code::kUnavailable,
               system_message("cannot let go of written pages (is all memory of this process "
                              "locked, by mlockall?)",

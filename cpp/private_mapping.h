@@ -2,22 +2,21 @@
 //
 // A page shows what others write into the memory until this process writes to the page; then the
 // kernel gives it a copy of its own, which no longer follows. Which pages these are is asked of the
-// kernel (/proc/self/pagemap), or found by comparing where it does not tell.
+// kernel (/proc/self/pagemap, for all pages or for those that WriteTracking names), or found by
+// comparing where it does not tell.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "mapping.h"
+#include "write_tracking.h"
 
 namespace tensorwire {
-
-// [start, stop) in bytes.
-using ByteRange = std::pair<uint64_t, uint64_t>;
 
 // Not for several threads at a time.
 class PrivateMapping {
@@ -37,6 +36,8 @@ class PrivateMapping {
   bool usable() const { return epoch_ == fork::epoch(); }
   // Whether the kernel tells which pages were written: tried once per process.
   static bool told_by_kernel();
+  // Whether that takes a nanosecond per page; else 25.
+  bool tracked() const { return tracking_.has_value(); }
   // Whole pages that this process has written, rising. compare: by comparing a part of the pages,
   // which sees only what differs, after kLooks calls anywhere. Throws kUnavailable if the kernel
   // stops telling.
@@ -45,7 +46,8 @@ class PrivateMapping {
   void revert();
 
  private:
-  std::vector<ByteRange> told() const;
+  std::vector<ByteRange> told();
+  void add_private(std::vector<ByteRange>& ranges, int pagemap, uint64_t begin, uint64_t end) const;
   std::vector<ByteRange> compared();
 
   std::shared_ptr<Mapping> shared_;
@@ -53,6 +55,7 @@ class PrivateMapping {
   size_t mapped_ = 0;
   size_t next_ = 0;  // part to be compared
   uint32_t epoch_ = 0;
+  std::optional<WriteTracking> tracking_;
 };
 
 // A number for some bytes: equal for equal bytes, 0 if all are zero, and with other bytes almost

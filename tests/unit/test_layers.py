@@ -46,7 +46,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
     ("blocking", "cuda_driver", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
-    ("gpu", "table_rows"),
+    ("gpu", "table_rows", "write_tracking"),
     ("mapping",),
     ("private_mapping", "progress", "region", "resolve"),
     ("descriptors", "gpu_queue", "handshake", "rdma_fabric", "stream", "transfer"),

@@ -154,6 +154,9 @@ class PrivateMapping:
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def tracked(self) -> bool: ...
+
     told_by_kernel: Final[bool] = ...
     """(arg: object, /) -> bool"""
 
