@@ -118,7 +118,7 @@ def test_cells_of_one_kernel(kernels: Callable[..., Kernel]) -> None:
             assert kernel.run(made) == ""
         text = kernel.run("for i in range(3):\n  step()\n  if i == 1: model(None)")
         assert "TypeError" in text
-        # One statement, because IPython compiles each by itself and fails if it is interrupted there.
+        # One statement: IPython compiles each by itself, and fails if it is interrupted there.
         text = kernel.run("if True:\n  print('begun', flush=True)\n  while True: step()", "begun")
         assert text.endswith("KeyboardInterrupt: \n"), text
         bias = kernel.run("step(); print(model.bias.tolist())")
