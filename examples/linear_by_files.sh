@@ -13,6 +13,10 @@ gradient() {
     { head -c $size "$params/$1.npy"; printf "$3"; } > "$grads/$1.npy"
 }
 
+until [ -e "$grads/version" ]; do # until the script has made its optimizer
+    [ -e "$1/status" ] || { echo "no job is mounted at $1"; exit 1; }
+    sleep 0.1
+done
 while version=$(cat "$grads/version" 2>/dev/null); do
     if [ "$version" -le $done ]; then sleep 0.01; continue; fi
     set -- $(values weight 8) $(values bias 4)

@@ -71,6 +71,11 @@ class Command(click.Command):
             raise click.ClickException(str(error)) from error
 
 
+def bare_address(address: str) -> str:
+    """HOST:PORT, of an address that may be written as that of files: tw://HOST:PORT/."""
+    return address.removeprefix("tw://").rstrip("/")
+
+
 def own_command() -> str:
     """What was typed to start this process, for who wants to do it again."""
     by_module = os.path.basename(sys.argv[0]) == "__main__.py"

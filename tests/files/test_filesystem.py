@@ -1,8 +1,10 @@
 """`tw://` for fsspec: its own suite as far as nothing is written, and a job that trains."""
 
+import contextlib
 import errno
 import io
 import json
+import os
 import pickle
 import sys
 import time
@@ -18,7 +20,7 @@ from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
 from jobs import training
 from programs import output_of
 
-from tensorwire import Node
+from tensorwire import ClosedError, Node
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.files.names import file_name, tensor_name
@@ -138,6 +140,7 @@ def test_a_job_as_files(folder: Path) -> None:
         check_refusals(job.address)
         check_versions(job.address)
         check_safetensors(job.address)
+        check_fork(job.address)
         fs = TensorwireFileSystem(job.address)
         held = fs.snapshot()
         file = fs.open("params/a.npy")
@@ -216,7 +219,34 @@ def check_refusals(address: str) -> None:
     ]
     for number, (attempt, code) in enumerate(refused):
         assert code_of(attempt) == code, number
+    with pytest.raises(FileNotFoundError, match=r"the file is a\.npy"):
+        fs.info("params/a")
     assert not fs.exists("params/none.npy")
+
+
+def check_fork(address: str) -> None:
+    """A forked child makes a connection of its own, and the parent keeps its own."""
+    fs, reader = TensorwireFileSystem(address), JobReader(address)
+    assert fs.exists("params/a.npy")
+    if (child := os.fork()) == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            found = fs.exists("params/a.npy"), fs.exists("params/none.npy")
+            with pytest.raises(ClosedError, match="before a fork: make one in this process"):
+                reader.stores()
+            code = 0 if found == (True, False) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert fs.exists("params/a.npy")
+    reader.close()
+
+
+def test_a_file_with_the_secret_that_is_not_there(tmp_path: Path) -> None:
+    """It is not taken for a file of the job, of which `exists` would say that it is not there."""
+    fs = TensorwireFileSystem("127.0.0.1:1", secret_file=str(tmp_path / "none"))
+    for attempt in (lambda: fs.ls(""), lambda: fs.exists("params")):
+        with pytest.raises(PermissionError, match=r"for reading, .*none, cannot be read"):
+            attempt()
 
 
 def test_a_reader_is_told_which_secret_is_meant() -> None:

@@ -68,7 +68,7 @@ def without_memory(pid: int, action: Callable[[], int | None]) -> int | None:
         resource.prlimit(pid, resource.RLIMIT_AS, before)
 
 
-def test_every_errno(repository: Path, folder: Path) -> None:
+def test_every_errno(repository: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = JobAtWork(folder, "--workers", "1", paused=True, TENSORWIRE_CHECKPOINT_MEMORY=str(LENT))
     found: dict[int, int | None] = {}
     try:
@@ -80,6 +80,10 @@ def test_every_errno(repository: Path, folder: Path) -> None:
             program = [sys.executable, "-c", INTERRUPTED, str(control / "pause")]
             found[errno.EINTR] = subprocess.run(program, check=False, timeout=60).returncode
             found[errno.EROFS] = code_of(lambda: open(weight, "r+b"))
+            command = [sys.executable, "-m", "tensorwire", "mount", str(at), job.address]
+            again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert again.returncode == 1
+            assert f"a job is mounted at {at} already: umount {at} first" in again.stderr
             job.go_on()
             assert write(control / "pause", b"1") is None
             version = int((control / "state").read_text().split()[1])
@@ -130,6 +134,10 @@ def test_every_errno(repository: Path, folder: Path) -> None:
             wait_until(lambda: int((at / "status/version").read_text()) > version + 1)
             assert job.end() == 0
             found[errno.ENOTCONN] = code_of((at / "status/version").read_text)
+        printed = capfd.readouterr().err
+        for line in ("control/pause: Invalid argument: '2'", "control/commit: Stale file handle: "):
+            assert f"tensorwire mount: {line}" in printed
+        assert "params/c" not in printed  # that something is missing, programs ask all the time
         wrong = {errno.errorcode[code]: got for code, got in found.items() if got != code}
         assert not wrong
         assert found.keys() == in_the_table(repository)

@@ -82,6 +82,10 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
     }
     (again,) = jobs(found["address"])
     assert {**again, "standby": found["standby"]} == found  # there may be one by now
+    doctor = [sys.executable, "-m", "tensorwire", "doctor", f"tw://{found['address']}/"]
+    done = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # a warning of a busy machine
+    assert "a Node at work, no doctor" in done.stdout
     text = status()
     for word in ("script.py", "connected", "SGD", found["servers"][1]["address"], found["log"]):
         assert word in text

@@ -137,7 +137,10 @@ def test_texts_of_commits() -> None:
     assert CommitText.parse(str(found), "commit") == found
     strange = CommitText(7, absent=("a\nversion 8", "b\u2028c", "%2F/", " "))  # names of tensors
     assert CommitText.parse(str(strange), "commit") == strange
-    for wrong in ("", "version", "version x", "version 1\nsamples nan", "version 1\nother 2"):
+    wrong_texts = ["", "version", "version x", "version 1\nsamples nan", "version 1\nother 2"]
+    wrong_texts += ["version 1_0", "version -1", "version 1\nversion 2"]
+    wrong_texts += ["version 1\nsamples 2\nsamples 2", "version 1\nnan\nnan"]
+    for wrong in wrong_texts:
         assert code_of(CommitText.parse, wrong, "commit") == errno.EINVAL
 
 

@@ -10,7 +10,7 @@ import click
 
 from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
-from tensorwire.command import Command, check_file, terminal, with_bar
+from tensorwire.command import Command, bare_address, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
 
 DEFAULT_LISTEN = "127.0.0.1:0"
@@ -57,7 +57,8 @@ def doctor(
         host-a$ TENSORWIRE_SECRET_FILE=secret tensorwire doctor --serve --listen 10.0.0.1:7000
         host-b$ TENSORWIRE_SECRET_FILE=secret tensorwire doctor 10.0.0.1:7000
 
-    ADDRESS may be any running Node, such as a server of a job: then a little is measured, gently.
+    ADDRESS may be any running Node with the same secret, or a server of a job (of this user and
+    host: its secret is found): then a little is measured, gently.
     Exits with 0 if nothing is wrong, 1 with a warning, 2 if the peer is not reached.
     """  # noqa: D301 (\b is what click reads)
     if serve:
@@ -80,7 +81,7 @@ def _examine(address: str | None, seconds: float | None, json_path: Path | None)
 
     effort = None if seconds is None else Effort(seconds=seconds)
     console = terminal(120)
-    examine = examine_machine if address is None else partial(examine_peer, address)
+    examine = examine_machine if address is None else partial(examine_peer, bare_address(address))
     try:
         found = with_bar(
             lambda told: examine(effort, lambda share, text: told(share, 1.0, text)), console

@@ -97,7 +97,8 @@ def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanatio
         found = explain_script(name, arguments)  # what it raises is shown as python would
         if not found:
             raise click.ClickException(
-                f"{name} ended before all its DistributedOptimizers had made 2 steps"
+                f"{name} ended before all its DistributedOptimizers had made 2 steps; "
+                "explain needs a script that trains with tensorwire.torch"
             )
         return found
     if arguments:

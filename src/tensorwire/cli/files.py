@@ -95,7 +95,8 @@ def _place(text: str) -> _Place | None:
 def _job_place(text: str) -> _Place:
     place = _place(text)
     if place is None:
-        raise click.UsageError(f"{text!r} is no file of a job: those are tw://HOST:PORT/PATH")
+        hint = f"; write tw://{text}" if ":" in text.partition("/")[0] else ""
+        raise click.UsageError(f"{text!r} is no file of a job: those are tw://HOST:PORT/PATH{hint}")
     return place
 
 
@@ -199,7 +200,10 @@ def _list_jobs(as_json: bool) -> None:
         click.echo(json.dumps(jobs, indent=1))
         return
     if not jobs:
-        click.echo("no job of this user has its first server on this host", err=True)
+        click.echo(
+            "no job of this user has a server on this host; one that trains alone has none",
+            err=True,
+        )
         return
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("files", "for readers of other hosts", "command"):
@@ -314,7 +318,7 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
     """  # noqa: D301
     *sources, last = arguments
     if not sources:
-        raise click.UsageError(f"there is no target behind {last!r}")
+        raise click.UsageError("say where to: tensorwire cp ADDRESS... TARGET")
     if _place(last) is not None:
         with (failures := _Failures("cp")).told("cannot create", last):
             raise refuse(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, bare_address
 from tensorwire.errors import TensorwireError
 from tensorwire.files.job import running_jobs
 from tensorwire.files.mount import JobMount
@@ -28,8 +29,8 @@ _LOOK_S = 0.2
 def mount(folder: str, address: str | None, secret_file: str | None) -> None:
     """Mount the files of a running job in DIR, until it is unmounted or this process ends.
 
-    ADDRESS is HOST:PORT, as `tensorwire ls` shows it; without it the only job of this host is
-    taken. It needs /dev/fuse and the right to mount (root), and no libfuse.
+    ADDRESS is HOST:PORT or tw://HOST:PORT/, as `tensorwire ls` shows it; without it the only job
+    of this host is taken. It needs /dev/fuse and the right to mount (root), and no libfuse.
 
     \b
     In one terminal:
@@ -40,13 +41,16 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
         cp -r /mnt/job/params at-noon
         umount /mnt/job
 
-    All may be read by everybody, and gradients of workers of --file-workers may be written by this
-    user. docs/files.md has what each file is, and what is refused. If this process is killed, its
-    files answer ENOTCONN until `umount DIR`; the job does not notice.
+    Everybody may read. This user may write gradients of workers of --file-workers, checkpoints,
+    the files in `control` and, while the job is paused, parameters. docs/files.md has what each
+    file is and what is refused; why something was refused, this process prints. If it is killed,
+    its files answer ENOTCONN until `umount DIR`; the job does not notice.
     """  # noqa: D301
     if not os.path.isdir(folder):
-        raise click.ClickException(f"{folder!r} is no folder; make one, which it is mounted over")
-    address = (address or _only_job()).removeprefix("tw://").strip("/")
+        raise click.ClickException(f"{folder!r} is no folder: mkdir it first")
+    if _is_mounted(folder):
+        raise click.ClickException(f"a job is mounted at {folder} already: umount {folder} first")
+    address = bare_address(address or _only_job())
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: over.set())
@@ -64,6 +68,18 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
         raise click.ClickException(str(error)) from error
 
 
+def _is_mounted(folder: str) -> bool:
+    """What is mounted at a folder, last if there are several, is a job."""
+    place = os.path.realpath(folder)
+    kind = ""
+    with open("/proc/self/mounts") as file:
+        for line in file:
+            _, at, found, *_ = line.split(" ")
+            if re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), at) == place:
+                kind = found
+    return kind == "fuse.tensorwire"
+
+
 def _only_job() -> str:
     jobs = running_jobs()
     if len(jobs) != 1:
@@ -71,6 +87,7 @@ def _only_job() -> str:
         raise click.UsageError(
             f"there are several jobs, say which: {found}"
             if jobs
-            else "no job of this user has its first server on this host; say where it is"
+            else "no job of this user has a server on this host (one that trains alone has none); "
+            "say where it is"
         )
     return jobs[0].address

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, bare_address
 from tensorwire.errors import TimeoutError
 from tensorwire.membership import (
     LoggedJob,
@@ -116,6 +116,7 @@ def scale(
 def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
     """The job that is meant, which runs."""
     if address is not None:
+        address = bare_address(address)
         found = [job for job in jobs if address in job.addresses]
         if not found:
             raise click.ClickException(

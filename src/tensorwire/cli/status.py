@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorwire.command import Command, terminal
+from tensorwire.command import Command, bare_address, terminal
 from tensorwire.errors import TensorwireError
 from tensorwire.launch import is_stopped
 from tensorwire.membership import (
@@ -60,6 +60,7 @@ def status(address: str | None, as_json: bool, failed: bool) -> None:
     known = running_servers()
     logs = logged_jobs()
     if address is not None:
+        address = bare_address(address)
         mine = next((server for server in known if server.address == address), None)
         jobs = [_look(address, mine, known, logs)]
     else:
@@ -74,7 +75,7 @@ def status(address: str | None, as_json: bool, failed: bool) -> None:
     if as_json:
         click.echo(json.dumps(jobs, indent=1))
     elif not jobs:
-        click.echo("no job of this user has its first server on this host")
+        click.echo("no job of this user has a server on this host; one that trains alone has none")
     for job in () if as_json else jobs:
         _show(job, terminal(120), failed)
     if address is not None and "error" in jobs[0]:

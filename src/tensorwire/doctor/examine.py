@@ -29,6 +29,7 @@ from tensorwire.doctor.advice import (
 from tensorwire.doctor.facts import Facts
 from tensorwire.doctor.measure import BENCH, Effort, PathProbe, plan
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
+from tensorwire.membership import DOCTOR, running_servers, secret_of
 from tensorwire.memory import Node
 from tensorwire.memory.bandwidth import interface_of, source_address
 from tensorwire.memory.devices import interface
@@ -110,8 +111,17 @@ def examine_peer(
         raise ValueError(f"{address!r} has port 0; the other end shows the port that it listens on")
     progress(0.0, "looking at this machine")
     found = Examination(address, facts_module.read())
-    _Look(found, address, effort or Effort(), None, progress).run()
+    _Look(found, address, effort or Effort(), _secret_of_job(address), progress).run()
     return found
+
+
+def _secret_of_job(address: str) -> bytes | None:
+    """Of a job of this user on this host, whose server listens there; else None."""
+    try:
+        server = next((each for each in running_servers() if each.address == address), None)
+        return None if server is None else secret_of(server) or None
+    except (UnavailableError, OSError):
+        return None  # then there is that of the environment
 
 
 def examine_machine(
@@ -229,7 +239,7 @@ class _Look:
 
     def _choose(self) -> tuple[str, str, tuple[str, ...]]:
         """Returns what a plain `connect` takes, why, and what the other side offers."""
-        name, listen = f"doctor-{os.getpid()}", self._listen()
+        name, listen = f"{DOCTOR}{os.getpid()}", self._listen()
         with warnings.catch_warnings(), Node(name, listen=listen, secret=self.secret) as node:
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
             peer = node.connect(self.address)

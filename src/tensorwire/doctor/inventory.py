@@ -149,12 +149,22 @@ def check_memory() -> Finding:
     return Finding(OK, "memory", f"{free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB available")
 
 
+def check_gpu() -> Finding:
+    """Whether regions can be in memory of a GPU."""
+    gpus = facts.read_gpus()
+    judged = advice.about_gpus(gpus)
+    if gpus.names:
+        return judged
+    remedy = "only for memory of a GPU: NVIDIA's driver, and a GPU that this process may use"
+    return dataclasses.replace(judged, level=MISSING, remedy=remedy)
+
+
 CHECKS: dict[str, Callable[[], Finding]] = {
     "core": check_core,
     "shm": check_shm,
     "tcp": check_tcp,
     "rdma": check_rdma,
-    "GPU": lambda: advice.about_gpus(facts.read_gpus()),
+    "GPU": check_gpu,
     "numpy": partial(
         _check_package, "numpy", MISSING, "nothing works without it", "pip install numpy"
     ),

@@ -38,6 +38,7 @@ from tensorwire.doctor.dialogue import (
 )
 from tensorwire.doctor.facts import Facts
 from tensorwire.errors import BusyError, PeerLostError
+from tensorwire.membership import DOCTOR
 from tensorwire.memory import Handle, Node, RemoteRegion
 from tensorwire.memory.devices import Interface
 from tensorwire.memory.handle import split_address
@@ -131,7 +132,7 @@ class PathProbe:
         self.transport = path
         self._host = split_address(address)[0]
         self._signals = 0
-        self.node = Node(f"doctor-{os.getpid()}-{path}", secret=secret, transports=[path])
+        self.node = Node(f"{DOCTOR}{os.getpid()}-{path}", secret=secret, transports=[path])
         try:
             mine = self.node.allocate(AREA_BYTES, name=CLIENT_REGION)
             self.peer = self.node.connect(address, require=path)

@@ -26,6 +26,7 @@ from tensorwire.doctor.dialogue import (
     Dialogue,
 )
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
+from tensorwire.membership import DOCTOR
 from tensorwire.memory import Node, Peer
 from tensorwire.memory.bandwidth import interface_with
 from tensorwire.memory.handle import split_address
@@ -47,7 +48,7 @@ class Doctor:
 
     def __init__(self, listen: str = "127.0.0.1:0", say: Say = lambda line: None) -> None:
         self.node = Node(
-            f"doctor-{os.getpid()}",
+            f"{DOCTOR}{os.getpid()}",
             listen=listen,
             quota_bytes=_QUOTA_BYTES,
             max_peers=_MAX_CLIENTS,

@@ -34,15 +34,21 @@ class CommitText:
         if len(text) > _MOST_BYTES:
             raise refuse(errno.EINVAL, path, f"it has more than {_MOST_BYTES} characters")
         samples, version, absent, allow_nan = None, None, [], False
+        told = set[str]()
         for line in filter(None, (each.strip() for each in text.split("\n"))):
             word, _, value = line.partition(" ")
             value = value.strip()
+            if word in told and word != "absent":
+                raise refuse(errno.EINVAL, path, f"it says {word!r} twice")
+            told.add(word)
             try:
                 if word == "samples":
                     samples = float(value)
                     if not (samples > 0 and math.isfinite(samples)):
                         raise ValueError
                 elif word == "version":
+                    if not (value.isascii() and value.isdecimal()):
+                        raise ValueError
                     version = int(value)
                 elif word == "absent" and value:
                     absent.append(tensor_name(value))

@@ -95,7 +95,11 @@ class Drafts:
                 with a file; as of `JobOwner.write`.
         """
         if (here := self.begin(path)) != version:
-            raise refuse(errno.ESTALE, path, f"the job stands still at version {here}")
+            raise refuse(
+                errno.ESTALE,
+                path,
+                f"the job stands still at version {here}: write 'version {here}'",
+            )
         with self._lock:
             files = {index: bytes(data) for index, data in self._files.items()}
         if not files and self._committed == version:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,36 @@ def refuse(code: int, path: str, why: str = "") -> OSError:
     """The error for a path; Python makes it a FileNotFoundError or the like where it has one."""
     text = os.strerror(code)
     return OSError(code, f"{text}: {why}" if why else text, path)
+
+
+# Of what a program asks for wrongly; others say that something is missing or over.
+_REFUSALS = {
+    *(errno.EINVAL, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EDOM, errno.EFBIG, errno.ENODATA),
+    *(errno.ESTALE, errno.ENOSPC, errno.EOPNOTSUPP),
+}
+
+
+class Explanations:
+    """Prints on stderr why something was refused, for programs that get a number alone.
+
+    Of several equal ones in a row the first. Threads may call it at the same time.
+
+    Args:
+        who: stands before each line.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who, self._last = who, ""
+
+    def __call__(self, error: OSError) -> int:
+        """Prints the text of a refusal if it says more than its number; returns the number."""
+        number, text = error.errno or errno.EIO, error.strerror or ""
+        if number in _REFUSALS and text not in ("", os.strerror(number)):
+            line = f"{self._who}: {error.filename}: {text}"
+            if line != self._last:
+                self._last = line
+                print(line, file=sys.stderr, flush=True)
+        return number
 
 
 @contextmanager

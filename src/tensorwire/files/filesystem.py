@@ -1,4 +1,4 @@
-"""`tw://HOST:PORT/…` for fsspec: a running job as files; gradients of file workers are written.
+"""`tw://HOST:PORT/…` for fsspec: a running job as files, of which its owner may write some.
 
 Registered as the entry point `tw` of `fsspec.specs`; the tree itself is tree.py. docs/files.md has
 the files and the errors.
@@ -11,6 +11,7 @@ import datetime
 import errno
 import hashlib
 import io
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,10 +33,14 @@ _BUFFER_BYTES = 1 << 20
 
 
 class TensorwireFileSystem(AbstractFileSystem):
-    """A running job as files; read-only, but for the gradients of workers that run no script.
+    """A running job as files; its owner may write some of them.
+
+    These are the gradients of workers that run no script, checkpoints, the files in `control` and,
+    while the job is paused, parameters.
 
     Paths are those behind the address: `params/layer.weight.npy`. Any thread. It connects when it
-    is used first, and keeps the connection until `close` or the end of the process.
+    is used first, and keeps the connection until `close` or the end of the process; a forked child
+    makes one of its own.
 
     Args:
         address: "host:port" of server 0, for jobs of this host and user; else of its door.
@@ -75,6 +80,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         }
         self._opening = threading.Lock()
         self._opened: list[Tree] = []
+        self._process = os.getpid()
         weakref.finalize(self, _close, self._opened)
 
     @property
@@ -85,6 +91,9 @@ class TensorwireFileSystem(AbstractFileSystem):
             OSError: nobody is there, or the secret is wrong.
         """
         with self._opening:
+            if self._process != os.getpid():  # a fork: that connection is the parent's
+                self._process = os.getpid()
+                self._opened.clear()
             if not self._opened:
                 with as_os_errors(self.unstrip_protocol("")):
                     reader = JobReader(self.address, **self._options)  # type: ignore[arg-type]
@@ -466,7 +475,8 @@ def _check_url(url: str) -> None:
 
 
 def _read_only(path: str) -> OSError:
-    return refuse(errno.EROFS, path, "a job's files can only be read")
+    text = "only grads/…, control/…, checkpoints/… and, in a pause, params/… are written, by 'wb'"
+    return refuse(errno.EROFS, path, text)
 
 
 def _close(trees: list[Tree]) -> None:

@@ -43,7 +43,7 @@ def find_way(
 
     Raises:
         UnavailableError: the server lets no reader in.
-        OSError: a file with a secret cannot be read.
+        PermissionError: a file with a secret cannot be read, or is not there.
     """
     known = next((each for each in _running() if _is_at(each, address)), None)
     if known is not None and not known.door:
@@ -51,8 +51,13 @@ def find_way(
             f"the server at {address} lets no reader in; its own messages tell why"
         )
     if secret is None and (path := secret_file or os.environ.get(READ_SECRET_FILE)):
-        with open(path, "rb") as file:
-            secret = file.read().strip()
+        try:
+            with open(path, "rb") as file:
+                secret = file.read().strip()
+        except OSError as error:
+            raise PermissionError(
+                f"the file with the secret for reading, {path}, cannot be read: {error.strerror}"
+            ) from error
     if secret is None:
         secret = os.environ.get(READ_SECRET) or (known.reading_secret if known else "")
     data = secret if isinstance(secret, bytes) else os.fsencode(secret)

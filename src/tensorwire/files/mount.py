@@ -24,7 +24,7 @@ from tensorwire._core import fuse as core_fuse
 from tensorwire.errors import UnavailableError
 
 from .checkpoints import CheckpointWriting
-from .errors import as_os_errors, refuse
+from .errors import Explanations, as_os_errors, refuse
 from .fuse_messages import (
     CHANGING,
     DIRECT_IO,
@@ -143,9 +143,9 @@ class JobMount:
         self._polls: dict[int, _Handle] = {}  # by the numbers under which they are woken
         self._polling, self._closed = threading.Event(), False
         self._mount = core_fuse.Mount(self.folder, self._uid, self._gid)
+        self._explain = Explanations("tensorwire mount")
         self._under_way: dict[int, threading.Event] = {}  # requests; set: it was interrupted
-        self._threads: set[threading.Thread] = set()
-        self._idle = 0
+        self._threads, self._idle = set[threading.Thread](), 0
         with self._lock:
             for _ in range(_THREADS):
                 self._add_thread()
@@ -218,7 +218,7 @@ class JobMount:
             with wanted_while(lambda: not interrupted.is_set()):
                 answer = self._answer(operation, node, body)
         except OSError as error:
-            self._mount.answer(unique, error.errno or errno.EIO)
+            self._mount.answer(unique, self._explain(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
             self._mount.answer(unique, errno.EIO)

@@ -7,6 +7,7 @@ they have. The job never waits for it.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,9 @@ class JobReader:
 
     Args:
         address: "host:port" of server 0, for jobs of this host and user; else of its door.
-        secret: for reading, see `find_way`.
+        secret: for reading; None: that in `secret_file`, else that which the environment names
+            (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else that of the job's own file,
+            for jobs of this host and user.
         secret_file: a file with it.
         transports: which may be used; None: all. See `tensorwire.Node`.
         timeout_s: for each answer, and for a version that is being made to be complete.
@@ -88,7 +91,7 @@ class JobReader:
         self._held: list[Ask] = []
         self._heart: threading.Thread | None = None
         self._pulse = threading.Event()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._connect()
 
     def __enter__(self) -> JobReader:
@@ -330,6 +333,8 @@ class JobReader:
         """This side's Node, and the door of server 0."""
         if self._closed:
             raise ClosedError("the reader was closed")
+        if self._process != os.getpid():
+            raise ClosedError("this JobReader was made before a fork: make one in this process")
         if self._node is None or any(door.lost for door in self._doors):
             self._disconnect()
             self._connect()

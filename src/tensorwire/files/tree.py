@@ -241,6 +241,8 @@ class Tree:
             try:
                 node = node.child(part)
             except (LookupError, ValueError):
+                if parts[0] in ("params", "optimizer") and f"{part}.npy" in node.names():
+                    raise refuse(errno.ENOENT, path, f"the file is {part}.npy") from None
                 raise refuse(errno.ENOENT, path) from None
         return node
 
@@ -368,7 +370,7 @@ def _root(tree: Tree) -> Folder:
             return checkpoints_folder(tree.reader, path)
         if name == CONTROL:
             return control_folder(tree, path)
-        if name == GRADIENTS:
+        if name == GRADIENTS and tree.gradients.ranks():
             return gradients_folder(path, tree.gradients)
         if name == "stores":
             return Folder(

@@ -100,7 +100,7 @@ class WorkerCount:
         present = takeovers.present()
         if unknown := [rank for rank in drain if rank not in present]:
             there = ", ".join(map(str, present))
-            raise ScaleError(f"no worker {unknown[0]} could leave: there are {there}")
+            raise ScaleError(f"there is no worker {unknown[0]}; those that could leave are {there}")
         if len(drain) > max(len(present) - count, 0):
             raise ScaleError(
                 f"--drain names {len(drain)} of the {len(present)} workers, and --workers {count} "

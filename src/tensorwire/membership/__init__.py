@@ -44,7 +44,7 @@ from .lockfile import is_there, try_lock
 from .reading_secret import job_secret, reading_secret
 from .runtime import runtime_folder
 from .server import OfWorkers, ServerMember
-from .status import StatusRegion, read_status, reader_name
+from .status import DOCTOR, StatusRegion, read_status, reader_name
 from .takeovers import ChangeWord, PlannedChange, Takeovers, deal_places
 from .worker import WorkerMember
 from .world import RANK, SHARES_MOVE, SLICES, World
@@ -52,6 +52,7 @@ from .world import RANK, SHARES_MOVE, SLICES, World
 __all__ = [
     "CONTROL",
     "CONTROL_BYTES",
+    "DOCTOR",
     "FAREWELL",
     "GOODBYE",
     "JOB_LOG",

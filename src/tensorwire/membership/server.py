@@ -34,7 +34,7 @@ from .identity import (
     was_never_there,
     worker_name,
 )
-from .status import READER, StatusRegion
+from .status import DOCTOR, READER, StatusRegion
 from .takeovers import deal_places
 
 Arguments = ParamSpec("Arguments")
@@ -274,8 +274,8 @@ class ServerMember:
         return True
 
     def _is_reader(self, peer: Peer) -> bool:
-        """Takes a peer that only looks at the job, at any time."""
-        if peer.name.startswith(READER):
+        """Takes a peer that only looks at the job or measures the way to it, at any time."""
+        if peer.name.startswith((READER, DOCTOR)):
             self.readers.append(peer)
             return True
         return False

@@ -22,6 +22,9 @@ from tensorwire.memory import Mailbox, Node, Peer, RemoteMailbox, mailbox_bytes
 READER = "reader-"
 """How the names of readers' Nodes begin."""
 
+DOCTOR = "doctor-"
+"""How the names of Nodes of `tensorwire doctor` begin, which measure the way to a server."""
+
 _REGION = "status"
 _MOST_BYTES = 256 << 10  # of one description
 _PLACES = 2  # one more may be in the making while another one is read

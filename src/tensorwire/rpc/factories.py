@@ -50,6 +50,10 @@ def insecure_channel(
         runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
             whether the environment variable TENSORWIRE_RPC is "runtime".
 
+    Returns:
+        A `grpc.Channel`. Its `payload`, `runtime` and `rendezvous_bytes` tell how messages travel
+        at present (docs/rpc.md).
+
     Raises:
         ValueError: a keyword, or the variable, has a value that it cannot have.
     """

@@ -244,8 +244,8 @@ def tensor(array: Any, *, owner: object = None) -> Any:
             takes.
         owner: the Tensor can be sent any number of times, also by copies of the message, as long as
             this object lives. Without one the array is let go when it was delivered, and after
-            `HOLD_S` if it never is: a request when its call has ended well, a response or a message
-            of a stream when it left.
+            ten minutes if it never is: a request when its call has ended well, a response or a
+            message of a stream when it left.
 
     Returns:
         A `tensorwire.rpc.Tensor`, to be put into messages or to be one.

@@ -61,12 +61,12 @@ def init(
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
-    What `tensorwire run` has said counts first; then `rank` and `world_size`; then an initialised
-    default process group of torch.distributed; then the variables of an engine: torchrun and all
-    that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a step of Slurm. All but
-    `tensorwire run` start no servers: there the first worker of each host starts one beside it.
-    docs/launch.md has the engines one by one. Seeds torch's default generator with `seed`. All
-    workers call it, and it returns when all have.
+    What `tensorwire run` or `tensorwire serve` has said counts first; then `rank` and `world_size`;
+    then an initialised default process group of torch.distributed; then the variables of an engine:
+    torchrun and all that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a step of
+    Slurm. Where neither `tensorwire run` nor `tensorwire serve` has started servers, the first
+    worker of each host starts one beside it. docs/launch.md has the engines one by one. Seeds
+    torch's default generator with `seed`. All workers call it, and it returns when all have.
 
     Called again with the same arguments it returns the job that is there, and seeds again; no other
     worker takes part. A `with` block of it closes that job too.
@@ -160,13 +160,13 @@ class Job:
     """What the workers of a job do together; made by `init`.
 
     Attributes:
-        size: number of workers.
+        size: number of workers; where they come and go the most that there can be.
         pipeline: how many workers share a model that is split; 1: each has all of it.
         replicas: copies of the model that train together: size / pipeline.
         stage: which process of its replica this is.
         slices: parts of a step.
         seed: of everything random.
-        session: how this worker reaches the others.
+        session: how this worker reaches the others; for modules of tensorwire.
         local_replicas: for each distributed optimizer the copy of its model in this process; they
             end with the job.
     """

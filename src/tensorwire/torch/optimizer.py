@@ -62,7 +62,8 @@ def DistributedOptimizer(
             share a model, on the CPU, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
             optimizer is then plain SGD, Adagrad or SparseAdam, or see `sparse`.
-        mode: that of the job, which `tw.init(mode=…)` was told; another one is an error.
+        mode: another one than `tw.init(mode=…)` was told is an error; for a script that must not
+            train in any other mode.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
