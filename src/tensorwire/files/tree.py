@@ -238,10 +238,11 @@ class Tree:
         for number, part in enumerate(parts):
             if not isinstance(node, Folder):
                 raise refuse(errno.ENOTDIR, "/".join(parts[:number]))
+            folder = node
             try:
-                node = node.child(part)
+                node = folder.child(part)
             except (LookupError, ValueError):
-                if parts[0] in ("params", "optimizer") and f"{part}.npy" in node.names():
+                if parts[0] in ("params", "optimizer") and f"{part}.npy" in folder.names():
                     raise refuse(errno.ENOENT, path, f"the file is {part}.npy") from None
                 raise refuse(errno.ENOENT, path) from None
         return node
