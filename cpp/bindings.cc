@@ -78,7 +78,7 @@ NB_MODULE(_core, m) {
       "True after `begin_exit`.");
   m.def(
       "resolve",
-      [](const std::string& host, std::optional<double> timeout_s) {
+      [](const std::string& host, const Seconds& timeout_s) {
         Resolved found;
         {
           WithoutGil release;

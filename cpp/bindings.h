@@ -114,6 +114,26 @@ TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const 
   return start();
 }
 
+// How long a call may wait, as Python gives it: a number of seconds, or None for ever. What is no
+// such thing is an error where it is used, with words of ours instead of a list of signatures.
+class Seconds {
+ public:
+  Seconds() = default;
+  explicit Seconds(nb::handle given) noexcept;
+  operator std::optional<double>() const {
+    if (!wrong_.empty()) refuse();
+    return seconds_;
+  }
+  double operator*() const { return *seconds_; }
+
+ private:
+  [[noreturn]] void refuse() const;
+
+  std::optional<double> seconds_;
+  std::string wrong_;
+  bool is_number_ = false;
+};
+
 // Calls wait(deadline) without the GIL until it says true or the time is over; runs Python's signal
 // handlers in between.
 template <class Wait>
@@ -190,3 +210,14 @@ void bind_fuse(nb::module_& m);
 void bind_rpc(nb::module_& m);
 
 }  // namespace tensorwire
+
+namespace nanobind::detail {
+template <>
+struct type_caster<tensorwire::Seconds> {
+  NB_TYPE_CASTER(tensorwire::Seconds, const_name("float | None"))
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+    value = tensorwire::Seconds(source);
+    return true;
+  }
+};
+}  // namespace nanobind::detail

@@ -20,10 +20,9 @@ struct Graveyard {
   std::atomic<bool> asked{false};
 };
 
-Graveyard& graveyard() {
-  static auto* instance = new Graveyard;  // outlives the interpreter
-  return *instance;
-}
+// Outlives the interpreter. A forked child has one of its own: the lock of its copy of the parent's
+// may be held for ever, and what that one buries is never dropped there.
+Graveyard& graveyard() { return fork::of_this_process<Graveyard>(); }
 
 void inter(Keepalive dead) {
   Graveyard& g = graveyard();

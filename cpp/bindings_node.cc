@@ -78,7 +78,7 @@ void bind_node(nb::module_& m) {
       .def("free", &Node::free, "region"_a, nb::call_guard<WithoutGil>())
       .def(
           "connect",
-          [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
+          [](Node& n, const std::string& host, uint16_t port, const Seconds& timeout_s,
              const std::string& require) {
             WithoutGil release;
             return n.connect(host, port, Deadline::after(timeout_s), require, run_signal_handlers);
@@ -86,7 +86,7 @@ void bind_node(nb::module_& m) {
           "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
       .def(
           "accept",
-          [](Node& n, std::optional<double> timeout_s) {
+          [](Node& n, const Seconds& timeout_s) {
             PeerPtr peer;
             auto accept = [&](Deadline d) { return (peer = n.accept(d)) != nullptr; };
             if (!wait_patiently(accept, timeout_s)) time_out("no peer connected", *timeout_s);
@@ -97,7 +97,7 @@ void bind_node(nb::module_& m) {
       .def(
           "wait_word",
           [](Node& n, std::shared_ptr<Region> region, uint64_t offset, uint64_t value,
-             std::optional<double> timeout_s, std::optional<PeerPtr> peer, Pace* pace) {
+             const Seconds& timeout_s, std::optional<PeerPtr> peer, Pace* pace) {
             n.check_open();
             auto wait = [&](Deadline d) {
               return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr, pace);

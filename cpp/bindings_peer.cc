@@ -10,7 +10,7 @@ namespace {
 PeerPtr asked_now(const Peer& peer) { return peer.latest()->shared_from_this(); }
 
 std::shared_ptr<RemoteRegion> answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
-                                     std::optional<double> timeout_s) {
+                                     const Seconds& timeout_s) {
   try {
     if (!wait_patiently([&](Deadline d) { return asked->transfer->wait(d); }, timeout_s)) {
       time_out(std::string(what) + ": no answer from peer '" + peer->name() + "'", *timeout_s);
@@ -153,7 +153,7 @@ void bind_peer(nb::module_& m) {
       .def(
           "allocate",
           [](const Peer& peer, uint64_t size_bytes, const std::string& name,
-             std::optional<double> timeout_s) {
+             const Seconds& timeout_s) {
             PeerPtr p = asked_now(peer);
             return answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
                           timeout_s);
@@ -161,7 +161,7 @@ void bind_peer(nb::module_& m) {
           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
       .def(
           "lookup",
-          [](const Peer& peer, const std::string& name, std::optional<double> timeout_s,
+          [](const Peer& peer, const std::string& name, const Seconds& timeout_s,
              bool await) {
             PeerPtr p = asked_now(peer);
             return answer(p, p->ask_lookup(name, await), "region", timeout_s);
@@ -169,7 +169,7 @@ void bind_peer(nb::module_& m) {
           "name"_a, "timeout_s"_a.none(), "await_"_a = false)
       .def(
           "attach",
-          [](const Peer& peer, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
+          [](const Peer& peer, uint32_t id, uint64_t generation, const Seconds& timeout_s,
              bool copied) {
             PeerPtr p = asked_now(peer);
             return answer(p, p->ask_attach(id, generation, copied), "region", timeout_s);
@@ -177,7 +177,7 @@ void bind_peer(nb::module_& m) {
           "id"_a, "generation"_a, "timeout_s"_a.none(), "copied"_a = false)
       .def(
           "free",
-          [](const Peer& peer, const RemoteRegion& remote, std::optional<double> timeout_s) {
+          [](const Peer& peer, const RemoteRegion& remote, const Seconds& timeout_s) {
             PeerPtr p = asked_now(peer);
             answer(p, p->ask_free(remote), "free", timeout_s);
           },

@@ -21,11 +21,8 @@ std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapp
   if (mapping->gpu() != nullptr) {
     throw Error(Code::kUnavailable, "memory of a GPU has no private mapping");
   }
-  if (mapping->descriptor() < 0) {
-    throw Error(Code::kUnavailable,
-                "the region's memory cannot be mapped again: this Node shares none");
-  }
-  return std::make_shared<PrivateMapping>(mapping, mapping->descriptor());
+  Descriptor own(mapping->duplicate());  // the Node may be closed meanwhile, and with it the other
+  return std::make_shared<PrivateMapping>(mapping, own.get());
 }
 
 // Whatever shows memory of a region refers to one of these: it keeps the memory, also when the Node

@@ -1,12 +1,31 @@
 // What Python waits for: transfers, and the notifiers of event loops.
 #include "bindings.h"
 
+#include <cmath>
+
 namespace tensorwire {
 
 void run_signal_handlers() {
   if (::gettid() != ::getpid()) return;
   nb::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+Seconds::Seconds(nb::handle given) noexcept {
+  if (given.is_none()) return;
+  double found = PyFloat_AsDouble(given.ptr());
+  is_number_ = !PyErr_Occurred();
+  if (is_number_ && !std::isnan(found)) {
+    seconds_ = found;
+    return;
+  }
+  PyErr_Clear();
+  wrong_ = is_number_ ? "nan" : Py_TYPE(given.ptr())->tp_name;
+}
+
+void Seconds::refuse() const {
+  throw Error(is_number_ ? Code::kInvalid : Code::kType,
+              "a timeout is a number of seconds or None, not " + wrong_);
 }
 
 [[noreturn]] void time_out(const std::string& what, double timeout_s) {
@@ -79,7 +98,7 @@ void bind_transfer(nb::module_& m) {
           "True when it is complete, well or not. Never blocks.")
       .def(
           "wait",
-          [](const PyTransfer& t, std::optional<double> timeout_s, bool lead) {
+          [](const PyTransfer& t, const Seconds& timeout_s, bool lead) {
             wait_transfer(t.transfer, timeout_s, t.epoch, lead);
           },
           "timeout_s"_a = nb::none(), nb::kw_only(), "lead"_a = true,

@@ -216,11 +216,17 @@ void Node::free_here(const std::shared_ptr<Region>& region) {
 
 // ---- peers
 
+Status Node::full() const {
+  return {Code::kBusy, "this Node already has its limit of " + std::to_string(options_.max_peers) +
+                           " peers (max_peers)"};
+}
+
 PeerPtr Node::adopt(Connection made, bool accepted) {
   PeerPtr peer;
   {
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
+    if (!accepted && peers_.size() >= options_.max_peers) throw Error(full());  // others connected
     uint64_t id = next_peer_++;
     peer = std::make_shared<Peer>(fabric_, id, std::move(made.remote), std::move(made.address),
                                   made.transport, std::move(made.reason));
@@ -264,10 +270,7 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
   }
   {
     std::lock_guard lock(mutex_);
-    if (peers_.size() >= options_.max_peers) {
-      throw Error(Code::kBusy, "this Node already has its limit of " +
-                                   std::to_string(options_.max_peers) + " peers (max_peers)");
-    }
+    if (peers_.size() >= options_.max_peers) throw Error(full());
   }
   // Both sides offer shm or rdma, but they are of different users, or their NICs do not reach each
   // other: another path may do.
@@ -302,7 +305,7 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   transport = made.transport;
   PeerPtr peer;
   // In the driving thread, like every arrival: frames may come at once.
-  Status failure;
+  Status failure{Code::kClosed, "the Node '" + options_.name + "' is closed"};
   fabric_.progress->run([&] {
     try {
       peer = adopt(std::move(made), false);

@@ -98,6 +98,7 @@ class Node : public std::enable_shared_from_this<Node> {
   explicit Node(NodeOptions options);
   void start();
   Hello hello() const;
+  Status full() const;  // of peers
   // Driving thread.
   PeerPtr adopt(Connection made, bool accepted);
   PeerPtr connect_once(const std::string& host, uint16_t port, Deadline deadline, uint32_t require,

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <new>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "blocking.h"
@@ -87,10 +89,14 @@ Progress::Progress()
   if (!epoll_ || !kick_) {
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
   }
-  spin_bound_ns();
   epoll_event event{.events = EPOLLIN, .data = {.fd = kick_.get()}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
-  thread_ = start_thread([this] { thread_main(); });
+  try {
+    spin_bound_ns();
+    thread_ = start_thread([this] { thread_main(); });
+  } catch (const std::system_error& error) {
+    throw Error(Code::kBusy, std::string("cannot start a Node's thread: ") + error.what());
+  }
 }
 
 Progress::~Progress() {
@@ -392,12 +398,13 @@ bool Progress::try_drive(Driver who) {
          driver_.compare_exchange_strong(expected, who);
 }
 
-void Progress::release_drive() {
+void Progress::release_drive(Driver who) {
   driver_.store(kNobody);
   if (sleepers_.load() > 0) {
     event_seq_.fetch_add(1);
     futex_wake_all(event_seq_);
   }
+  if (who == kThread) return;  // whoever asked for the loop takes it now, with what is left to do
   bool work = have_jobs_.load() || urgent_.load() || backlog_.load() > 0;
   if (work) urgent_ = true;
   if (work || park_state_.load() == kParkedForEver) unpark();
@@ -471,7 +478,7 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
     return leading;
   };
   auto leave = [&](bool result) {
-    if (leading) release_drive();
+    if (leading) release_drive(kWaiter);
     if (pace != nullptr) pace->took(std::chrono::nanoseconds(Clock::now() - began).count());
     return result;
   };
@@ -542,17 +549,21 @@ void Progress::unpark() {
   futex_wake_all(park_word_);
 }
 
+// Only a round takes urgent_ back. While a waiter drives it is his: he begins a round, or sees it
+// when he leaves.
+bool Progress::called() const { return urgent_.load() && driver_.load() == kNobody; }
+
 void Progress::park() {
   for (bool first = true;; first = false) {
     uint32_t word = park_word_.load();
     uint64_t leads = leads_.load(), rounds = counters_.rounds.load();
     park_state_ = kParked;
-    if (stopping_ || urgent_) break;
+    if (stopping_ || called()) break;
     // Whoever wanted the thread as it gave the loop away had no way to say so.
     bool wanted = first || armed_notifiers_.load() > 0 || served_.load() != served_before_;
     int64_t period = wanted ? kParkNs : park_ns_.load();
     Woken woken = futex_wait(park_word_, word, &period);
-    if (stopping_ || urgent_) break;
+    if (stopping_ || called()) break;
     if (woken != Woken::kTimeout)
       continue;  // somebody stopped driving: leave waiters one more period
     if (driver_.load() == kNobody) {
@@ -575,18 +586,15 @@ void Progress::thread_main() {
   while (!stopping_) {
     if (try_drive(kThread)) {
       while (!stopping_ && !yield_) drive_once(-1);
+      if (urgent_) drive_once(0);  // so that only what becomes urgent later ends the park
       yield_ = false;
       uint64_t before = std::exchange(served_before_, served_.load());
       park_ns_ = served_before_ == before && pollers_.empty() ? kQuietParkNs : kParkNs;
       counters_.handovers.fetch_add(1, std::memory_order_relaxed);
-      release_drive();
+      release_drive(kThread);
       if (stopping_) return;
-      // Whoever asked for the loop takes it now; our own wake-up above must not take it back.
-      urgent_ = false;
     }
     park();
-    // While a waiter drives, urgent work is its: do not turn round and round.
-    if (driver_.load() != kNobody) urgent_ = false;
   }
 }
 

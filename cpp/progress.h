@@ -168,7 +168,8 @@ class Progress {
   bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline, Pace* pace,
                  bool may_lead);
   bool try_drive(Driver who);
-  void release_drive();
+  void release_drive(Driver who);
+  bool called() const;
   bool look_quickly();
   void drive_once(int timeout_ms);
   int bounded(int timeout_ms);

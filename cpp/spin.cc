@@ -96,9 +96,14 @@ int64_t measure_wake_ns() {
   return std::clamp<int64_t>(times[kRounds / 2] / 2, 1'000, 100'000);
 }
 
+// Two threads may measure at a time. Not a static of its own, which others wait for: a child that
+// is forked meanwhile would wait for ever for a thread that it does not have.
 int64_t wake_ns() {
-  static const int64_t cost = measure_wake_ns();
-  return cost;
+  static std::atomic<int64_t> cost{-1};
+  int64_t known = cost.load(std::memory_order_relaxed);
+  if (known >= 0) return known;
+  int64_t measured = measure_wake_ns();
+  return cost.compare_exchange_strong(known, measured) ? measured : known;
 }
 
 int64_t now_ns() { return Clock::now().time_since_epoch().count(); }
@@ -123,7 +128,7 @@ std::atomic<bool> several{false};  // cores; see spin_bound_ns, which every wait
 int64_t spin_bound_ns(Polls polls) {
   int64_t cost = wake_ns();
   // Looking at the load costs some microseconds, so it is done now and then.
-  static std::atomic<int64_t> bound{cost}, calm{1}, looked_at{0};
+  static std::atomic<int64_t> bound{0}, calm{1}, looked_at{0};
   int64_t now = now_ns();
   int64_t last = looked_at.load(std::memory_order_relaxed);
   if (now - last > kLookNs && looked_at.compare_exchange_strong(last, now)) {

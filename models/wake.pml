@@ -260,6 +260,26 @@ inline drive_once(p, x) {
 #endif
 }
 
+/* The same with a time limit of 0: what is urgent, and nothing is waited for. */
+inline drive_once_now(p, x) {
+  store(p, URGENT, 0);
+  if
+  :: atomic { jobs[0] > 0 -> jobs[0]--; put(p, WORD(0), mem[WORD(0)] + 1) }
+  :: atomic { jobs[1] > 0 -> jobs[1]--; put(p, WORD(1), mem[WORD(1)] + 1) }
+  :: atomic { jobs[2] > 0 -> jobs[2]--; put(p, WORD(2), mem[WORD(2)] + 1) }
+  :: !HAVE_JOBS
+  fi;
+  wake(p, x)
+}
+
+inline called(p, x) {           /* urgent, and nobody drives */
+  load(p, URGENT, x);
+  if
+  :: x == 1 -> atomic { load(p, DRIVER, x); if :: x == NOBODY -> x = 1 :: else -> x = 0 fi }
+  :: else
+  fi
+}
+
 inline unlock(p) {
 #ifdef MUT_UNLOCK_RELAXED
   atomic { drivers--; put(p, DRIVER, NOBODY) }
@@ -282,7 +302,7 @@ inline hand_over(p, x) {        /* to the followers */
 
 /* Unlock first; then wake the followers; then the thread, whether or not there were followers:
    they may all have what they want and leave. */
-inline release_drive(p, x) {
+inline release_drive(p, x) {  /* by a waiter; the thread: see yield */
 #ifdef MUT_HAND_OVER_BEFORE_UNLOCK
   hand_over(p, x);
   unlock(p);
@@ -450,24 +470,40 @@ drive:
   drive_once(T, x);
   goto drive;
 yield:
-  store(T, YIELD, 0);
-  release_drive(T, x);
 #if JOBS
-  store(T, URGENT, 0);
+  atomic { load(T, URGENT, x); if :: x == 1 -> x = 0 :: else -> goto give fi }
+  drive_once_now(T, x);
+give:
+#endif
+  store(T, YIELD, 0);
+#ifdef MUT_HAND_OVER_BEFORE_UNLOCK
+  hand_over(T, x);
+  unlock(T);
+#else
+  unlock(T);
+  hand_over(T, x);
 #endif
 
 park:
   atomic { park_stale = 0; driven = 0 }
   store(T, PARK, PARKED);
 #if JOBS
-  atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
+  called(T, x);
+  if :: x == 1 -> x = 0; goto awake :: else fi;
 #endif
   if                            /* futex_wait(park_word) for at most kParkNs */
-  :: atomic { park_stale ->
-      load(T, URGENT, x);
+  :: atomic { park_stale -> skip };
+#if JOBS
+      called(T, x);
       if :: x == 1 -> x = 0; goto awake :: else -> goto park fi
-    }
-  :: atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
+#else
+      goto park
+#endif
+  :: true;
+#if JOBS
+      called(T, x);
+      if :: x == 1 -> x = 0; goto awake :: else fi
+#endif
   fi;
   atomic {
     load(T, DRIVER, x);
@@ -494,10 +530,6 @@ park:
 
 awake:
   store(T, PARK, AWAKE);
-  atomic { load(T, DRIVER, x); if :: x != NOBODY -> x = 0 :: else -> goto top fi }
-#if JOBS
-  store(T, URGENT, 0);
-#endif
   goto top
 }
 

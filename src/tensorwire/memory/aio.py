@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from tensorwire._core import Node, Notifier, Transfer, exiting
 from tensorwire.errors import TimeoutError
 
+from .arguments import seconds
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -119,8 +121,9 @@ def release(node: Node) -> None:
     """Gives back the descriptors of a Node that was closed. Any thread."""
     if exiting():
         return  # with the process; see _ring
-    for (progress_id, _), bell in list(_bells.items()):
-        if progress_id == node.progress_id:
+    for reference in _bells.valuerefs():  # a copy: other threads begin to wait meanwhile
+        bell = reference()
+        if bell is not None and reference.key[0] == node.progress_id:
             try:
                 bell.loop.call_soon_threadsafe(bell.close)
             except RuntimeError:
@@ -150,6 +153,8 @@ async def wait_until(
     Returns:
         What ready() said last.
     """
+    if timeout_s is not None:
+        timeout_s = seconds(timeout_s, "timeout_s")
     if ready():
         return True
     return await _bell(source).wait(ready, timeout_s)

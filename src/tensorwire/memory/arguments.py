@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import index
 from typing import Any
 
@@ -61,6 +62,20 @@ def whole_number(value: Any, low: int, high: int, what: str) -> int:
         raise TypeError(f"{what} is an int, not {type(value).__name__} ({value!r})") from error
     if not low <= result <= high:
         raise ValueError(f"{what} is {low} to {high}, not {result}")
+    return result
+
+
+def seconds(value: Any, what: str, above: float = -math.inf) -> float:
+    """Checks a number of seconds: finite, and above a limit."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} is a number of seconds, not {value!r}") from None
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{what} is a number of seconds, not {value!r}")
+    if not (math.isfinite(result) and result > above):
+        limit = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(f"{what} is a number of seconds{limit}, not {value!r}")
     return result
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tensorwire import _core
 from tensorwire._core import Transfer
 
-from .arguments import byte_count, descriptor_number, name_text, whole_number
+from .arguments import byte_count, descriptor_number, name_text, seconds, whole_number
 from .bandwidth import source_address
 from .gpu import gpu_number
 from .handle import Handle, access_flags, join_address, split_address
@@ -142,6 +142,8 @@ class Node:
             quota_bytes = min(4 << 30, _core.memory_limit()[0] // 2)
         # Names of hosts are up to 64 bytes long, names of Nodes 63.
         name = name or f"{os.uname().nodename[:50]}-{os.getpid()}"
+        if not isinstance(device, str):
+            raise TypeError(f"rdma_device is the name of a device, not {device!r}")
         self._core = _core.Node(
             name_text(name, "Node"),
             addresses[0],
@@ -150,9 +152,9 @@ class Node:
             chosen,
             try_rdma and not loopback,
             device,
-            quota_bytes,
-            max_peers,
-            handshake_timeout_s,
+            whole_number(quota_bytes, 0, (1 << 63) - 1, "quota_bytes"),
+            whole_number(max_peers, 1, (1 << 31) - 1, "max_peers"),
+            seconds(handshake_timeout_s, "handshake_timeout_s", above=0.0),
             _choose_peer_timeout(peer_timeout_s),
             incarnation or 0,
             -1 if listener is None else listener,
@@ -211,7 +213,7 @@ class Node:
         size_bytes = byte_count(size_bytes)
         gpu = gpu_number(device)
         core = self._core.allocate(
-            size_bytes, name_text(name or "", "region"), writable, readable, mappable, gpu
+            size_bytes, name_text(name or "", "region"), writable, readable, bool(mappable), gpu
         )
         return Region(self._open, core, 0, core.size_bytes)
 
@@ -437,7 +439,7 @@ def wait_all(transfers: Iterable[Transfer], timeout_s: float | None = None) -> N
         ClosedError, PeerLostError, StaleHandleError, ...: the error of the first transfer, in the
             order given, that failed.
     """
-    deadline = None if timeout_s is None else monotonic() + timeout_s
+    deadline = None if timeout_s is None else monotonic() + seconds(timeout_s, "timeout_s")
     failed = None
     for transfer in transfers:
         try:
@@ -498,9 +500,10 @@ def _choose_peer_timeout(timeout_s: float | None) -> float:
             timeout_s = float(text)
         except ValueError:
             raise ValueError(f"{source} is {text!r}, not a number of seconds") from None
-    if not timeout_s > 0:
-        raise ValueError(f"{source} is {timeout_s:g} s; a silent peer is given at least 3 s")
-    return timeout_s
+    found = seconds(timeout_s, source)
+    if not found > 0:
+        raise ValueError(f"{source} is {found:g} s; a silent peer is given at least 3 s")
+    return found
 
 
 def _resolve(host: str) -> list[str]:

@@ -34,7 +34,7 @@ from .janitor import JANITOR
 from .originals import make, original
 from .outgoing import PLAIN, SentMessage
 from .runtime.aio_client import METHOD, AioMethod
-from .runtime.options import kept, offer
+from .runtime.options import kept, offer, retries
 from .small import SmallRequests
 from .terms import Terms
 
@@ -460,7 +460,8 @@ def insecure_channel(
     options = kept(options)
     offered = offer(runtime, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    terms = Terms(limits, chosen_transports(transports, ("shm",)), runtime=offered)
+    transports = chosen_transports(transports, ("shm",))
+    terms = Terms(limits, transports, runtime=offered, retries=retries(options))
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)
@@ -486,7 +487,8 @@ def secure_channel(
             target, credentials, options, compression, interceptors
         )
     transports, agent = secure_transports(plaintext_transports), ChannelAgent()
-    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports, agent=agent)
-    options = agent.added_to(kept(options))
+    limits, options = as_limits(threshold_bytes, pool_bytes, patience_s), kept(options)
+    terms = Terms(limits, transports, agent=agent, retries=retries(options))
+    options = agent.added_to(options)
     inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=True)

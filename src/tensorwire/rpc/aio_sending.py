@@ -77,6 +77,7 @@ class AioSender:
             return PLAIN, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
         link = CallLink(attachment, call, at_once, always)
+        link.foreign = link.unsure = self.keeper.retries  # an envelope is of use once
         link.patience_s = 0.0  # who gives memory back may be in this event loop
         return link, details._replace(metadata=metadata)
 

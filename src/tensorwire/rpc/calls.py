@@ -6,6 +6,7 @@ is the object of the first attempt until that was refused, and of the second fro
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from .runtime.callbacks import call_all
 from .terms import REFUSED
 
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""
 
 
+_LOG = logging.getLogger("tensorwire.rpc")
 _LOOK_S = 0.02
 
 _KEPT: set[Resent] = set()
@@ -62,15 +65,27 @@ class Resent(grpc.Call, grpc.RpcError):
             if self._settled.is_set():
                 return
             again, self._again = self._again, None  # which has the request
-            second = None if self._cancelled or again is None else again(self._first)
+            second = None
+            try:
+                second = None if self._cancelled or again is None else again(self._first)
+            except Exception as error:
+                if isinstance(error, grpc.Future):
+                    second = error  # what grpcio raises of a call that could not begin
+                else:
+                    _LOG.warning("a request was refused, and could not be sent again: %s", error)
             if second is not None:
                 self._call = second
             self._settled.set()
             callbacks, self._callbacks = self._callbacks, []
             _KEPT.discard(self)
-        for callback in callbacks:
-            if not self._call.add_callback(callback):
-                callback()
+        call_all([each for each in callbacks if not self._calls_back(each)])
+
+    def _calls_back(self, callback: Callable[[], None]) -> bool:
+        """Whether the attempt that counts goes on; it calls the callback when it ends."""
+        try:
+            return bool(self._call.add_callback(callback))
+        except NotImplementedError:  # an error that grpcio has raised: it is over
+            return False
 
     def _final(self) -> Any:
         """The attempt that counts, once it is known."""
@@ -95,7 +110,7 @@ class Resent(grpc.Call, grpc.RpcError):
                 self._callbacks.append(callback)
                 _KEPT.add(self)
                 return True
-        return bool(self._call.add_callback(callback))
+        return self._calls_back(callback)
 
     def initial_metadata(self) -> Any:
         self._first.initial_metadata()  # waits until there are any

@@ -14,7 +14,7 @@ from .attachment import Limits
 from .channel import RpcChannel
 from .originals import make, original
 from .registry import Registry
-from .runtime.options import kept, offer
+from .runtime.options import kept, offer, retries
 from .runtime.server import Service
 from .server import Interceptor, RpcServer
 from .terms import Terms
@@ -62,7 +62,7 @@ def insecure_channel(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms = Terms(limits, chosen_transports(transports), runtime=offered)
+    terms = Terms(limits, chosen_transports(transports), runtime=offered, retries=retries(options))
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)
@@ -96,7 +96,9 @@ def secure_channel(
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
     limits, agent = as_limits(threshold_bytes, pool_bytes, patience_s), ChannelAgent()
-    terms = Terms(limits, secure_transports(plaintext_transports), agent=agent)
+    options = kept(options)
+    transports = secure_transports(plaintext_transports)
+    terms = Terms(limits, transports, agent=agent, retries=retries(options))
     inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
     return RpcChannel(inner, terms)
 

@@ -35,6 +35,10 @@ class GivenUpError(RefusedError):
     """Nobody needs the message any more: its call is over, or the time of that."""
 
 
+class StalledError(RefusedError):
+    """The sender has not gone on with a message for long: it was stopped, or its machine slept."""
+
+
 class SenderGoneError(RefusedError):
     """The attachment is over, and the memory of the message with it."""
 

@@ -22,7 +22,7 @@ from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import MAGIC, NO_ATTACHMENT, mark
 from .incoming import Reader
 from .negotiation import AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, Encoded, SentMessage, always
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .small import SmallRequests
@@ -178,6 +178,7 @@ class Method:
                 metadata = (*(metadata or ()), (MARK, NO_ATTACHMENT))
             return PLAIN, metadata
         link = CallLink(attachment, call, lambda: options.timeout, always)
+        link.foreign = link.unsure = self._keeper.retries  # an envelope is of use once
         return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
 
     def _carried_by(self, credentials: Any, compression: Any) -> RpcAttachment | None:
@@ -276,10 +277,16 @@ class _UnaryRequest(Method):
         def again(ended: Any) -> Any:
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
-            plain = SentMessage(request, AGAIN, last=False)
+            # As it was: the user may have changed it for the next call.
+            plain = SentMessage(_as_sent(request, outgoing.body), AGAIN, last=False)
             return call(*options.behind(plain, options.metadata))
 
         return wrap(first, again, partial(call_is_confirmed, link))
+
+
+def _as_sent(request: Any, body: bytes | None) -> Any:
+    """A request that is sent again; its bytes are those that were made of it the first time."""
+    return request if body is None else Encoded(request, lambda _: body, body)
 
 
 def call_is_confirmed(link: CallLink) -> bool:
@@ -308,7 +315,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
     """See `grpc.UnaryUnaryMultiCallable`."""
 
     def _carry(
-        self, request: Any, options: CallOptions, again: Callable[[], Any] | None = None
+        self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
     ) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio."""
         attachment = self._carrier(options, waits=again is None)
@@ -378,9 +385,9 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             return first
         request = request if body is None else body
         options = CallOptions(*given, **named)
-        again = partial(self._nowait, self._inner.future, ResentFuture, request, options)
-        call = self._carry(request, options, again)
-        return again() if call is None else call
+        again = partial(self._nowait, self._inner.future, ResentFuture)
+        call = self._carry(request, options, lambda sent: again(sent, options))
+        return again(request, options) if call is None else call
 
 
 class UnaryStream(_UnaryRequest, grpc.UnaryStreamMultiCallable):

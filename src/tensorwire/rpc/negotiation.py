@@ -147,6 +147,7 @@ class AttachmentKeeper:
         self._new_client = new_client
         self._terms = terms
         self.carries = terms.runtime.limits is not None
+        self.retries = terms.retries
         self._explain = explain
         self._lock = threading.Lock()
         self.attachment: RpcAttachment | None = None
@@ -245,6 +246,9 @@ class AttachmentKeeper:
             self._by_id[attachment.id] = self.attachment = attachment
             self._pause_s = 0.0
             self._reason = ""
+            if self._closed:  # by another thread, which may have come too early to see it
+                self.close()
+                return None
             return attachment
         finally:
             self._lock.release()

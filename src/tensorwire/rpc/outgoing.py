@@ -154,6 +154,7 @@ class SentMessage:
         "_arrays",
         "_begun",
         "ahead",
+        "body",
         "by_rendezvous",
         "kept",
         "last",
@@ -174,6 +175,7 @@ class SentMessage:
         self.by_rendezvous = False
         self.kept: Any = None
         self.size_bytes = 0
+        self.body: bytes | None = None
         self._arrays: dict[int, NDArray[np.uint8]] | None = None
         self._begun = False
 
@@ -225,6 +227,7 @@ class SentMessage:
                 body = message if serializer is None else serializer(message)
             if attachment is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
+            self.body = None if self.last else body
             if self.link.offers and attachment.rendezvous is not None and body:
                 self.size_bytes = len(body)
                 self.by_rendezvous = attachment.rendezvous.takes(len(body))

@@ -42,6 +42,7 @@ class Terms:
         plaintext_transports: by which payload of an encrypted connection may travel too.
         runtime: whether calls go by the runtime, where the other end has it too.
         agent: of the channel; None: a server knows its calls by their marks alone.
+        retries: grpcio sends requests of the channel again by itself; an envelope is of use once.
     """
 
     limits: Limits
@@ -50,6 +51,7 @@ class Terms:
     plaintext_transports: tuple[str, ...] = ()
     runtime: Offer = NO_RUNTIME
     agent: ChannelAgent | None = None
+    retries: bool = False
 
 
 def encode(**values: Any) -> bytes:

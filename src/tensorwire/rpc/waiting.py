@@ -10,7 +10,7 @@ from tensorwire.errors import TimeoutError
 from tensorwire.memory import Pace, Peer, Word
 from tensorwire.memory.aio import wait_transfer
 
-from .inbox import GivenUpError, RefusedError
+from .inbox import GivenUpError, StalledError
 
 GIVEN_UP = "nobody needs the message any more"
 
@@ -93,7 +93,7 @@ class _Patience:
         if seen != self._seen:
             self._seen, self._until = seen, now + self._longest_s
         elif now > self._until:
-            raise RefusedError(
+            raise StalledError(
                 f"the sender has not come further for {self._longest_s:.3g} s"
             ) from None
 

@@ -15,7 +15,7 @@ import grpc
 from .. import logs
 from ..attachment import RpcAttachment
 from ..envelope import MAGIC
-from ..inbox import RefusedError
+from ..inbox import RefusedError, StalledError
 from ..incoming import find_only
 from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding, drop
@@ -243,9 +243,14 @@ class Performance:
 
 def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
     """Ends a call whose request names memory that is not there; the servicer has not run."""
+    stalled = isinstance(error, StalledError)
+    if stalled and call.once:
+        call.refuse()  # the client goes on with it by grpcio
+        return
     text = f"payload that is not where the message says: {error}"
-    code = _Code.INVALID_ARGUMENT.value[0]
-    call.finish(end_frames(call.number, code, text.encode(), trailing=(_REFUSED_PAYLOAD,)))
+    code = (_Code.UNAVAILABLE if stalled else _Code.INVALID_ARGUMENT).value[0]
+    frames = end_frames(call.number, code, text.encode(), trailing=(_REFUSED_PAYLOAD,))
+    call.finish(frames, cancelled=True)
 
 
 def finish(
@@ -298,17 +303,21 @@ class RequestIterator:
             taken.block()
             taken = call.request()
         if taken is None or not call.is_active():
-            if call.cancelled:
-                error = grpc.RpcError()
-                self._performance.context.given_up.append(error)
-                raise error
-            raise StopIteration
+            raise self._end()
         try:
             request = self._performance.deserialize(taken)
         finally:
             call.settle()
         if request is None:
-            raise StopIteration
+            raise self._end()
         return request
+
+    def _end(self) -> Exception:
+        """The end of the requests; the error if it is not the client that has ended them."""
+        if not self._performance.call.cancelled:
+            return StopIteration()
+        error: Exception = grpc.RpcError()
+        self._performance.context.given_up.append(error)
+        return error
 
     next = __next__

@@ -373,6 +373,10 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._client.send((short_frame(CANCEL, self.number),))
         return True
 
+    def sends_again(self, again: Callable[[], Any]) -> None:
+        """See `again`. To be called before it begins."""
+        self._again = again
+
     def leave_to_grpcio(self) -> None:
         """It has not begun, and will not."""
         if not self._endings:

@@ -11,7 +11,7 @@ import grpc
 
 from .. import logs
 from ..attachment import RpcAttachment
-from ..outgoing import CallLink, SentMessage, always, no_deadline
+from ..outgoing import CallLink, Encoded, SentMessage, always, no_deadline
 from ..tensors import delivered
 from ..threshold import LEAST_BYTES
 from . import observed
@@ -63,7 +63,7 @@ class CarriedMethod:
         request: Any,
         timeout: float | None,
         metadata: Any,
-        again: Callable[[], Any] | None = None,
+        again: Callable[[Any], Any] | None = None,
     ) -> RuntimeCall | None:
         """Begins a call with one request; None: it is one for grpcio, and nothing has been sent.
 
@@ -78,7 +78,7 @@ class CarriedMethod:
         Raises:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
         """
-        began = self._new(attachment, timeout, metadata, again, None)
+        began = self._new(attachment, timeout, metadata, None, None)
         if began is None or attachment is None:
             return None
         client, call, link, entries = began
@@ -99,6 +99,11 @@ class CarriedMethod:
                 return None  # grpcio says that it takes bytes
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
+        if again is not None:
+            # As it was: the user may have changed it for the next call.
+            body = data if outgoing is None else outgoing.body
+            sent = request if body is None else Encoded(request, lambda _: body, body)
+            call.sends_again(partial(again, sent))
         if outgoing is not None:
             link.leaves(outgoing, timed=not self._takes_stream)
         if again is not None or self._takes_stream:

@@ -42,7 +42,7 @@ class Caller:
             dict(context.auth_context()),
             context.peer_identities(),
             context.peer_identity_key(),
-            as_metadata(agent) or (),
+            as_metadata(agent, reserved=True) or (),
         )
 
 

@@ -43,6 +43,16 @@ _ENTRY = struct.Struct("<HI")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"(?:[!-~](?:[ -~]*[!-~])?)?")
 
+_OF_HTTP2 = frozenset(
+    (
+        "te", "content-type", "content-length", "lb-cost-bin", "endpoint-load-metrics-bin",
+        "x-envoy-peer-metadata", "grpc-status", "grpc-message", "grpc-encoding",
+        "grpc-accept-encoding", "grpc-internal-encoding-request", "grpc-tags-bin",
+        "grpc-trace-bin", "grpc-server-stats-bin",
+    )
+)  # fmt: skip
+"""What grpcio takes for its own, whoever names it, so that nobody sees it at the other end."""
+
 Number = tuple[int, int]
 """Of a call: its slot in the attachment, and how often that was used."""
 
@@ -87,6 +97,8 @@ def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
                 if not _VALUE.fullmatch(value):
                     return None
                 size += len(value)
+            if key in _OF_HTTP2 or (key == "user-agent" and not reserved):
+                continue
             size += len(key) + _ENTRY.size
             made.append(Metadatum(key, value))
     except (TypeError, ValueError):

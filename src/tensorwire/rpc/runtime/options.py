@@ -45,6 +45,14 @@ class Offer:
     reason: str = ""
 
 
+def retries(options: Iterable[tuple[str | bytes, Any]] | None) -> bool:
+    """Whether a channel's requests are sent again by grpcio, as its service config says."""
+    given = {n.decode() if isinstance(n, bytes) else n: value for n, value in options or ()}
+    config = given.get("grpc.service_config", "")
+    config = config.decode(errors="replace") if isinstance(config, bytes) else str(config)
+    return '"retryPolicy"' in config and given.get("grpc.enable_retries", 1) != 0
+
+
 def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
     """Options or interceptors for more than one reader, also where a user gave a generator."""
     return None if values is None else tuple(values)

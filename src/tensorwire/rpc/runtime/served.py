@@ -204,7 +204,8 @@ class IncomingCall:
         """A request is longer than it may be."""
         most = self._end.limits.receive_bytes
         text = f"SERVER: Received message larger than max ({size} vs. {most})"
-        self.fail(_Code.RESOURCE_EXHAUSTED, text, reading=True)
+        # Cancelled: whoever iterates over the requests must not take this for their end.
+        self.fail(_Code.RESOURCE_EXHAUSTED, text, reading=True, cancelled=True)
 
     def request(self, new: Callable[[], Waiter] = Waiter) -> bytes | Waiter | None:
         """The next request of a stream, see `Inflow.take`; `settle` follows."""

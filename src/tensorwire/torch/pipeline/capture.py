@@ -61,7 +61,12 @@ class Input:
 
     def check(self, given: torch.Tensor, symbols: dict[str, int]) -> None:
         """Raises ValueError if the trace does not hold for it; `symbols` collects sizes."""
-        fits = given.dtype == self.dtype and given.dim() == len(self.sizes)
+        if given.dtype != self.dtype:
+            raise ValueError(
+                f"input {self.name!r} was traced as {self.dtype}, and is {given.dtype}: convert it "
+                f"by .to({self.dtype}), or split the model with such an example"
+            )
+        fits = given.dim() == len(self.sizes)
         for size, (low, high, symbol) in zip(given.shape, self.sizes, strict=False):
             fits = fits and low <= size and (high is None or size <= high)
             fits = fits and (not symbol or symbols.setdefault(symbol, size) == size)
@@ -71,8 +76,8 @@ class Input:
                 for low, high, symbol in self.sizes
             )
             raise ValueError(
-                f"input {self.name!r} was traced as {self.dtype} ({wanted}), and is {given.dtype} "
-                f"{tuple(given.shape)}; say in dynamic_shapes= which sizes vary"
+                f"input {self.name!r} was traced as ({wanted}), and is {tuple(given.shape)}; say "
+                "in dynamic_shapes= which sizes vary"
             )
 
 
