@@ -161,8 +161,7 @@ void bind_peer(nb::module_& m) {
           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
       .def(
           "lookup",
-          [](const Peer& peer, const std::string& name, const Seconds& timeout_s,
-             bool await) {
+          [](const Peer& peer, const std::string& name, const Seconds& timeout_s, bool await) {
             PeerPtr p = asked_now(peer);
             return answer(p, p->ask_lookup(name, await), "region", timeout_s);
           },

@@ -4,6 +4,7 @@ A forked child reports through a pipe and ends by os._exit, unless the ordinary 
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
@@ -11,7 +12,9 @@ import pickle
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,3 +293,62 @@ def dies_with_a_child(channel: Channel, transports: list[str], address: str) -> 
                 signal.pause()
         channel.send(pid)
         channel.recv(None)
+
+
+def _hangs(function: Callable[[], None]) -> bool:
+    """Whether a forked child does not come to the end of a function within seconds."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        with contextlib.suppress(BaseException):
+            function()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def first_node_while_forking(_: Channel) -> int:
+    """How many of some children hang that were forked while the first Node here was made."""
+
+    def fork_meanwhile(delay_s: float) -> int:
+        making = threading.Thread(target=lambda: Node("first").close())
+        making.start()
+        time.sleep(delay_s)
+        hung = _hangs(lambda: Node("child").close())
+        making.join()
+        return int(hung)
+
+    # Each in a process of its own, which has made no Node yet.
+    return sum(in_child(partial(fork_meanwhile, i * 2e-4)) for i in range(20))
+
+
+def forks_while_transfers_end(_: Channel) -> int:
+    """How many of some children hang that use Nodes of their own."""
+
+    def use() -> None:
+        with Node("a", transports=["tcp"]) as a, Node("b", transports=["tcp"]) as b:
+            b.allocate(64, name="x")
+            remote = a.connect(b.address).region("x")
+            for _ in range(3):
+                remote.write(np.ones(8, np.uint8)).wait(2)
+
+    over = False
+    with Node("near", transports=["tcp"]) as near, Node("far", transports=["tcp"]) as far:
+        far.allocate(4096, name="r")
+        remote = near.connect(far.address).region("r")
+
+        def transfer() -> None:
+            while not over:
+                wait_all([remote.write(np.ones(8, np.uint8)) for _ in range(64)])
+
+        threads = [threading.Thread(target=transfer) for _ in range(3)]
+        for each in threads:
+            each.start()
+        hung = 0
+        until = time.monotonic() + 15
+        while time.monotonic() < until and hung == 0:
+            hung += _hangs(use)
+        over = True
+        for each in threads:
+            each.join()
+    return hung

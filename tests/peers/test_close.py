@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import socket
 import threading
 import time
@@ -179,3 +180,26 @@ def test_closing_while_another_thread_connects() -> None:
         time.sleep(0.1)
         node.close()
         assert isinstance(connecting.result(5.0), ClosedError)
+
+
+def test_a_node_that_is_closed_while_it_connects(transport: str) -> None:
+    """The peer is there, or the Node is closed; nothing in between."""
+    outcomes: set[str] = set()
+    with Node("far", transports=[transport]) as far:
+        for i in range(60):
+            near = Node("near", transports=[transport])
+
+            def connect(near: Node = near) -> None:
+                try:
+                    near.connect(far.address)
+                    outcomes.add("connected")
+                except Exception as error:
+                    outcomes.add(f"{type(error).__name__}: {error}")
+
+            thread = threading.Thread(target=connect)
+            thread.start()
+            time.sleep((i % 30) * 5e-5)
+            near.close()
+            thread.join()
+    others = {each for each in outcomes if not re.match("connected$|ClosedError: .*closed", each)}
+    assert not others

@@ -8,7 +8,9 @@ from forking import (
     calls_in_child,
     descriptors_elsewhere,
     dies_with_a_child,
+    first_node_while_forking,
     forks_during_traffic,
+    forks_while_transfers_end,
     loader,
     memory_in_child,
     pending_in_child,
@@ -106,3 +108,16 @@ def test_death_is_noticed_although_a_child_lives(transport: str) -> None:
             member.kill()
             eventually(lambda: peer.lost, "the loss", NOTICED_S)
             assert exists(child)
+
+
+def test_a_child_of_a_process_that_makes_its_first_node() -> None:
+    """Another thread is in the middle of it; the child makes one of its own."""
+    with PeerGroup() as group:
+        assert group.start(first_node_while_forking).result() == 0
+
+
+@pytest.mark.slow
+def test_children_while_transfers_end() -> None:
+    """Other threads let go of buffers; each child uses Nodes of its own."""
+    with PeerGroup() as group:
+        assert group.start(forks_while_transfers_end).result(50) == 0

@@ -1,6 +1,7 @@
 """The memory API with Nodes of one process: settings, views, and bad use with advice."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import tensorwire as tw
-from tensorwire import Node, Peer
+from tensorwire import BusyError, ClosedError, Node, Peer
 from tensorwire.testing import FaultPlan, Pair, assert_no_leak, inject, node_pair
 
 SECRET = b"0123456789abcdef"
@@ -45,6 +46,26 @@ class TestNode:
             assert node.peers == []
             assert not node.closed
             del node
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"quota_bytes": 1.5},
+            {"quota_bytes": -1},
+            {"max_peers": "many"},
+            {"max_peers": 0},
+            {"handshake_timeout_s": "10"},
+            {"handshake_timeout_s": None},
+            {"handshake_timeout_s": float("nan")},
+            {"handshake_timeout_s": 0},
+            {"peer_timeout_s": "10"},
+            {"peer_timeout_s": float("inf")},
+            {"rdma_device": 5},
+        ],
+    )
+    def test_numbers_are_checked_by_their_names(self, given: dict[str, Any]) -> None:
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(given))} is "):
+            Node(**given)
 
     @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
     def test_the_timeout_of_peers_is_checked(
@@ -909,3 +930,51 @@ def test_a_peer_is_closed_with_a_reason(transport: str) -> None:
         with pytest.raises(tw.PeerLostError, match="it said goodbye: no, thanks"):
             b.allocate(64).word(0).wait_until(1, 20.0, peer=there)
         assert there.lost_reason.endswith("it said goodbye: no, thanks")
+
+
+@pytest.mark.parametrize("timeout_s", ["1", float("nan"), [1]])
+def test_timeouts_that_are_no_numbers(timeout_s: Any) -> None:
+    """Of every call that waits; not a list of signatures, and not a wait of no time."""
+    told = "a timeout is a number of seconds or None, not (str|nan|list)|timeout_s is a number of s"
+    with Node("a") as a, Node("b") as b:
+        peer = a.connect(b.address)
+        region = b.allocate(64, name="r", access="rw")
+        transfer = peer.region("r").write(b"x")
+        word = region.word(0)
+        for attempt in (
+            lambda: a.connect(b.address, timeout_s=timeout_s),
+            lambda: a.accept(timeout_s),
+            lambda: peer.region("r", timeout_s),
+            lambda: peer.wait_region("r", timeout_s),
+            lambda: peer.allocate(8, timeout_s=timeout_s),
+            lambda: word.wait_until(1, timeout_s),
+            lambda: transfer.wait(timeout_s),
+            lambda: tw.wait_all([transfer], timeout_s),
+            lambda: asyncio.run(word.reached(1, timeout_s)),  # type: ignore[arg-type]
+        ):
+            with pytest.raises((TypeError, ValueError), match=told):
+                attempt()
+        transfer.wait(5)
+
+
+def test_concurrent_connects_keep_to_max_peers() -> None:
+    with Node("far") as far, Node("near", max_peers=2) as near:
+
+        def connect() -> None:
+            with contextlib.suppress(BusyError):
+                near.connect(far.address)
+
+        threads = [threading.Thread(target=connect) for _ in range(12)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert len(near.peers) == 2
+
+
+def test_a_private_mapping_of_a_closed_node() -> None:
+    node = Node("a")
+    region = node.allocate(4096)
+    node.close()
+    with pytest.raises(ClosedError):
+        region.private()
