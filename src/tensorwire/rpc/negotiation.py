@@ -1,4 +1,4 @@
-"""How two ends find out that both have tensorwire, and join their memory. Knows no gRPC objects.
+"""Lets two ends find out that both have tensorwire, and join their memory, without gRPC objects.
 
 The client calls a reserved method of the server, and connects to the Node that is named in the
 answer. A server without tensorwire does not know the method, which is an answer too.
