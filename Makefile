@@ -52,7 +52,7 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 	tensorwire run --workers 2 --servers 1 examples/digits_cnn.py \
 	  --report build/report.json --checkpoint build/digits.pt $(ARGS)
 
-test: test-needs ## run the tests that one waits for: the first case of each, but slow ones
+test: test-needs ## run the everyday tests: the first case of each, except slow ones
 	pytest --part everyday $(PARALLEL) $(ARGS)
 
 test-rest: test-needs ## run the Python tests that `make test` leaves out

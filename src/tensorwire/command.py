@@ -1,4 +1,4 @@
-"""What every subcommand does with its options: none is ignored, and none is taken twice.
+"""Checks the options of every subcommand: none is ignored, and none is taken twice.
 
 And the terminal that it writes to.
 """

@@ -1,4 +1,4 @@
-"""Places at which a test lets a process end itself or stop: what a kill can leave behind.
+"""Defines places at which a test lets a process kill or stop itself.
 
 `TENSORWIRE_FAIL=server-0:cell.armed:3:kill` lets server 0 kill itself at the third time it reaches
 `cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. `server-0+1` is its first

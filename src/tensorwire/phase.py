@@ -1,4 +1,4 @@
-"""What the protocol of a durable job is written down in: rows, and phases of them."""
+"""Defines rows and phases, the form in which the protocol of a durable job is written down."""
 
 from __future__ import annotations
 

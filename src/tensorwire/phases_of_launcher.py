@@ -1,4 +1,4 @@
-"""The part of the protocol that the launcher does; see transitions.py."""
+"""Lists the rows of the protocol that the launcher does (see `transitions.py`)."""
 
 from __future__ import annotations
 

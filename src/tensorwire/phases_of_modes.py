@@ -1,4 +1,4 @@
-"""The part of the protocol where each worker goes at its own pace; see transitions.py."""
+"""Lists the rows of the protocol where each worker goes at its own pace (see `transitions.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception that ends a program, shortened to the frames of the user's code.
+"""Shortens an exception that ends a program to the frames of the user's code.
 
 Loaded as part of the package, and by its path in workers that may never import tensorwire
 (launch/startup/sitecustomize.py): it imports the standard library only, and nothing of the package.

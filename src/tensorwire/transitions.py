@@ -1,4 +1,4 @@
-"""The protocol of a durable job as data: what its processes do, in which order, and why.
+"""Lists the protocol of a durable job: what its processes do, in which order, and why.
 
 A row is one transition of one process: something is done, and then it is true. The processes run
 these rows (`Walk` binds each to what does it), models/takeover.py and own_pace.py explore them, a

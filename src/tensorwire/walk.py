@@ -1,4 +1,4 @@
-"""Runs the rows of a phase of the protocol: each is bound to what does it, its failpoint behind."""
+"""Runs the rows of a phase of the protocol: each row is bound to a function and a failpoint."""
 
 from __future__ import annotations
 

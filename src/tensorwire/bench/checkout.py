@@ -1,4 +1,4 @@
-"""The one door to the benches that are in tensorwire's repository and that no wheel carries.
+"""Finds the benches that are in tensorwire's repository and that no wheel carries.
 
 They are the package `tensorwire_benchmarks` in the folder `benchmarks`, beside `src`. Where
 tensorwire is installed editable from a checkout, this file lies in that checkout, so the folder is

@@ -1,4 +1,4 @@
-"""What the commands of all benches share: options that are lists, where results go, a bar.
+"""Options that all bench commands share: lists, where results go, a bar.
 
 A bench's command chooses settings and hands its `run` to `carry_out`; it is in `cli/bench.py`, or
 in the repository's `benchmarks`.

@@ -1,4 +1,4 @@
-"""The pair of processes in which tensorwire itself and its limits are measured.
+"""Runs the pair of processes in which tensorwire itself and its limits are measured.
 
 The driver writes to, reads from and signals the memory of the target, from Python ("tensorwire")
 and from C++ ("tensorwire-c++"). The limits run in the same two processes on the same memory: memcpy

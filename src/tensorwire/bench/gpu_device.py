@@ -1,4 +1,4 @@
-"""The pair of processes in which transfers are measured that a GPU has a part in.
+"""Runs the pair of processes in which transfers that involve a GPU are measured.
 
 Both processes use one GPU. The driver writes to memory of the target, from Python and from C++;
 the limit is NVIDIA's cuMemcpyAsync, waited for, between the very addresses that a write reaches.

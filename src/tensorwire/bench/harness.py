@@ -1,4 +1,4 @@
-"""How figures are taken: timing, alternating with a limit, statistics, repeat counts.
+"""Takes figures: timing, alternation with a limit, statistics, repeat counts.
 
 A *limit* is what the machine allows (memcpy, a raw socket). It alternates with the measured system,
 A limit B limit …, so that whatever disturbs the machine disturbs both; the ratio is the median of

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, memory, kernel, versions, load.
+"""Describes the machine of a figure: processor, memory, kernel, versions, load.
 
 Reads /proc and /sys and the installed distributions; changes nothing but, on request, the cores on
 which this process may run. Anything that cannot be read is None, never a guess.

@@ -1,4 +1,4 @@
-"""What is timed on one connection, and what bounds it: for `bench memory` and for the doctor.
+"""Operations on one connection that are timed, and their limits: for the bench and the doctor.
 
 All regions have 4 KiB pages, touched before the clock starts.
 """

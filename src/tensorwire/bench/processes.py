@@ -1,4 +1,4 @@
-"""Two processes for one system: a driver that is measured and the target that it works on.
+"""Starts two processes for one system: a driver that is measured, and its target.
 
 Every system, tensorwire included, runs in a pair of its own, spawned (never forked), so that no
 library disturbs another one and CPU time can be told apart. The bench's own process only sends

@@ -1,4 +1,4 @@
-"""A raw TCP socket between two processes: what the network itself allows, and the limit of tcp.
+"""Measures a raw TCP socket between two processes: the limit of tcp.
 
 Measured: blocking C loops (`tensorwire._core.bench_loops`) on a connected stream with TCP_NODELAY
 and the kernel's own buffer sizing. The sender's clock stops at a one-byte acknowledgement (send),

@@ -1,4 +1,4 @@
-"""Rows for people: tables for the terminal, a figure for paper.
+"""Prints rows as tables for the terminal and draws them as a figure.
 
 It decides nothing and hides nothing: a missed bar and a missing system are printed like the rest.
 """

@@ -1,4 +1,4 @@
-"""The systems that tensorwire's memory is compared with, and whether they can be measured here.
+"""Lists the systems that memory transfers are compared with, and whether they can run here.
 
 A list only: their files are in the repository's `benchmarks`, which no wheel carries. A rival that
 is not there or not installed is a row with the reason, never left out.

@@ -1,4 +1,4 @@
-"""The result of a bench: one row per case, system and size, and the JSON file that holds them.
+"""Holds the result of a bench: one row per case, system and size, in a JSON file.
 
 A row is plain data and knows nothing about how it was measured. All figures are None in a row of a
 system that could not run; `note` then carries the reason, so that a missing rival is seen and not

@@ -1,4 +1,4 @@
-"""The bars that `bench memory` must reach, as a table, and how far the rows are from them.
+"""Compares the rows of `bench memory` with the bars that it must reach.
 
 A bar over several sizes is judged by the worst of them. A case that was not measured is said to be
 so; it never counts as met.

@@ -1,4 +1,4 @@
-"""Is this machine, or the way to that peer, as fast as it should be, and if not, why?
+"""Finds out whether this machine, or the path to a peer, is as fast as it should be, or why not.
 
 `facts` reads what machines have and promise, `measure` takes figures, `advice` (pure) judges them,
 `report` shows it. `serve` is the cooperating end; `examine` joins them. docs/doctor.md explains.

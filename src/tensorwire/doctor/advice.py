@@ -1,4 +1,4 @@
-"""Facts and figures in, findings out: what is fine, what is worth knowing, what is wrong.
+"""Turns facts and figures into findings: what is fine, worth knowing, or wrong.
 
 Pure. A rule is a function that yields findings; thresholds are the constants below. A warning is
 something that costs speed on this machine and can be changed; a note is everything else that a

@@ -1,4 +1,4 @@
-"""Messages between the two ends of a doctor, in the memory that they lend each other.
+"""Exchanges messages between the two ends of a doctor, in memory that they lend each other.
 
 A message is JSON, written into the other's region and signalled; the two take turns. The sender is
 a member of the job, but its bytes are checked all the same.

@@ -1,4 +1,4 @@
-"""One look at this machine, or at the way to a peer: facts, figures and findings together."""
+"""Examines this machine, or the path to a peer: facts, figures and findings together."""
 
 from __future__ import annotations
 

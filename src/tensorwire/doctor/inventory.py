@@ -1,4 +1,4 @@
-"""What this machine has and lacks before anything is measured: the doctor without a peer.
+"""Lists what this machine has and lacks before anything is measured, without a peer.
 
 `tensorwire info` prints it. What `advice` judges has the doctor's verdict.
 """

@@ -1,4 +1,4 @@
-"""Figures of one path: writes, reads and signals from Python, beside the limit of that path.
+"""Measures one path: writes, reads and signals from Python, beside the limit of that path.
 
 Bounded in time and bytes. tensorwire and its limit take turns, so that what disturbs the machine
 disturbs both.

@@ -1,4 +1,4 @@
-"""An examination for people: tables for the terminal. It decides nothing and hides nothing."""
+"""Prints an examination as tables for the terminal; it decides nothing and hides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cooperating end of a measurement: answers signals, lends memory, opens raw sockets.
+"""Runs the cooperating end of a measurement: answers signals, lends memory, opens raw sockets.
 
 Memory is leased from it as from any Node, so writes and reads need nothing of this module. A client
 makes itself known by a region in its own Node; each connection gets a dialogue and a thread.

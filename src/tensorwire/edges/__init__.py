@@ -1,4 +1,4 @@
-"""Edges: tensors of a graph move between machines under a plan, one-sidedly. Knows no torch.
+"""Moves tensors of a graph between machines under a plan, one-sidedly, without torch.
 
 Start with `Edges`. docs/placement.md is the guide.
 """

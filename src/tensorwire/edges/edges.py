@@ -1,4 +1,4 @@
-"""All edges of one machine: tensors that it makes for others and gets from them.
+"""Manages all edges of one machine: tensors that it makes for others and gets from them.
 
 Who computes what, and when, is the caller's business.
 """

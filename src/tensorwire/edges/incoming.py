@@ -1,4 +1,4 @@
-"""The receiver's half of a route: memory, what came, and when the sender may use it again."""
+"""Receiver side of a route: its memory, what has arrived, when the sender may reuse it."""
 
 from __future__ import annotations
 

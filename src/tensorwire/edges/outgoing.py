@@ -1,4 +1,4 @@
-"""The sender's half of a route: where to make tensors, when memory is free, and what leaves."""
+"""Sender side of a route: where tensors are made, when memory is free, and what is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things lie in the regions of two machines that have an edge. Pure.
+"""Computes where things lie in the regions of two machines that have an edge. Pure.
 
 At the target: a head, one word per bucket and turn in flight, the arena of each turn in flight.
 At the source: one word per bucket and turn in flight, raised when the target has released it.

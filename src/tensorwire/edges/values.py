@@ -1,4 +1,4 @@
-"""What a tensor of a plan is in this process: numpy arrays, and the block that describes a run.
+"""Represents the tensors of a plan as numpy arrays, and a run as a block that describes it.
 
 Pure. Blocks come from other processes: everything in one is checked against the plan.
 """

@@ -1,4 +1,4 @@
-"""The live job as files: for readers that are no workers. docs/files.md is the guide."""
+"""Shows a running job as files to readers that are no workers. docs/files.md is the guide."""
 
 from .file_worker import FileWorker
 from .reader import JobReader, Read

@@ -1,4 +1,4 @@
-"""Checkpoints in memory that a job lends: `checkpoints/…`, written by its owner, read by readers.
+"""Writes and reads checkpoints in memory that a job lends: the files `checkpoints/…`.
 
 A file lies in parts at server 0: one is asked for, and then written one-sidedly. Who reads finds
 the parts in an index. A checkpoint is seen when it is complete.

@@ -1,4 +1,4 @@
-"""What is written into a worker's `commit`: a line for each thing. Only the version has to be."""
+"""Parses the text that is written into a file worker's `commit`; only the version is required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files by which the owner of a job controls it: `control/…`. A write does what it says.
+"""Serves the files `control/…`, by which the owner of a job controls it: a write is a command.
 
 `snapshot` is for everybody who may read; the others are for the job's own user on its host.
 """

@@ -1,4 +1,4 @@
-"""Parameters as this process has been given them while the job is paused, until they are committed.
+"""Keeps parameters that were written while the job is paused until they are committed.
 
 They lie in this process, so that nothing of them counts when it ends, and are as large as the model
 at most.

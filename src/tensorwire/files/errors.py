@@ -1,4 +1,4 @@
-"""What fails, as the errno that a file system gives for it. docs/files.md has the table."""
+"""Maps exceptions to the errno that a file system gives (table in docs/files.md)."""
 
 from __future__ import annotations
 

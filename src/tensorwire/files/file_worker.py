@@ -1,4 +1,4 @@
-"""Who computes the gradients of a worker that runs no script: writes them and commits them."""
+"""Lets a program write and commit the gradients of a worker that runs no script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of FUSE that a mount understands, as bytes. Pure.
+"""Encodes and decodes the messages of FUSE that a mount understands. Pure.
 
 The layouts are those of the kernel's include/uapi/linux/fuse.h, version 7.31.
 """

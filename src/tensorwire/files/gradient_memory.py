@@ -1,4 +1,4 @@
-"""The memory in which gradients are written as files, shared by who writes and who commits them.
+"""Lays out the memory in which gradients are written as files and from which they are committed.
 
 A head, a table with the size of each file, a description of the files, and room for each of them.
 A file's size is as far as it was written, as everywhere; 0: it is not there; `ABSENT`: the worker

@@ -1,4 +1,4 @@
-"""The files in which programs write the gradients of workers that run no script: `grads/…`."""
+"""Serves the files `grads/…`, in which programs write gradients of workers without a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job lets readers in, and by which secret: from its file on this host, or as told."""
+"""Reader side of a job: finds its door and the secret for reading, on this host or as told."""
 
 from __future__ import annotations
 

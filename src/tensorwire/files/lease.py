@@ -1,4 +1,4 @@
-"""What a reader leases at a door: memory in which it asks for snapshots and shows that it lives."""
+"""Leases memory at a door, in which a reader asks for snapshots and shows that it is alive."""
 
 from __future__ import annotations
 

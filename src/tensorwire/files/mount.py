@@ -1,4 +1,4 @@
-"""A running job as a mounted folder: answers what the kernel asks, by FUSE.
+"""Answers the kernel's FUSE requests for a running job that is mounted as a folder.
 
 The core reads the requests and answers reads of what lies in memory; this module has what is what.
 A file of a version is a file of its own: who has it open, or mapped, sees that version, and the

@@ -1,4 +1,4 @@
-"""The tree of a mount: that of the job, and the checkpoints that are written through it.
+"""Adds the checkpoints that are written through a mount to the tree of the job.
 
 A checkpoint is in the tree of the job when it is complete. Who writes one by a mount has to see
 what he has made before that, and nobody else does.

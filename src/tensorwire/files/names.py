@@ -1,4 +1,4 @@
-"""Names of tensors as names of files: nothing that patterns and URLs know. Pure."""
+"""Converts names of tensors to names of files without characters of patterns and URLs. Pure."""
 
 from __future__ import annotations
 

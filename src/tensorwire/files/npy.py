@@ -1,4 +1,4 @@
-"""Arrays as .npy files: the header that numpy reads. Pure.
+"""Makes the header of .npy files, as numpy reads it. Pure.
 
 bfloat16, which numpy does not have, is two bytes without a meaning ("|V2"), as ml_dtypes writes it.
 """

@@ -1,4 +1,4 @@
-"""Who controls a job: its user, on its host, by the job's own secret, which no reader has.
+"""Controls a job as its owner: its user, on its host, with the job's own secret.
 
 It pauses the job by a word of server 0, lets it go on, and writes parameters into memory of the
 servers while it stands still. Nobody at the servers runs for it.

@@ -1,4 +1,4 @@
-"""A reader of a running job that is no worker: it learns layout and version, and reads one-sidedly.
+"""Reads a running job one-sidedly, without being a worker: its layout, versions and values.
 
 It connects to the doors of the job's servers, where nothing can be written, and reads memory that
 they have. The job never waits for it.

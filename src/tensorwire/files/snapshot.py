@@ -1,4 +1,4 @@
-"""A snapshot that a reader holds: one version of a store in memory that its servers lend."""
+"""Reader side: a snapshot, one version of a store in memory that its servers lend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store as a reader sees it: its tensors, where their bytes lie, and the words of its version."""
+"""Reader side of a store: its tensors, where their bytes lie, and the words of its version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of files of a running job: what there is, how large it is, and what it says.
+"""Builds the tree of files of a running job: what there is, its size and its content.
 
 It stands on a `JobReader`, and knows neither fsspec nor a terminal. Errors are OSErrors with the
 errno that docs/files.md tells.

@@ -1,4 +1,4 @@
-"""What a tree of files is made of: entries, contents, files and folders. tree.py has the tree."""
+"""Defines the items of a tree of files: entries, contents, files, folders (see `tree.py`)."""
 
 from __future__ import annotations
 

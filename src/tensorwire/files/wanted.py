@@ -1,4 +1,4 @@
-"""Whether whoever waits for a call still wants it: a program that is interrupted does not."""
+"""Tells whether a program still waits for its call: one that is interrupted does not."""
 
 from __future__ import annotations
 

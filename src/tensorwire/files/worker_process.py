@@ -1,4 +1,4 @@
-"""A worker of a job whose gradients come from files: `python -m tensorwire.files.worker_process`.
+"""Runs a worker whose gradients come from files: `python -m tensorwire.files.worker_process`.
 
 `tensorwire run --file-workers` starts it. It is a worker like the others and runs no script: it
 follows worker 0 (`parameters.worker.following`), and where a step wants gradients it takes those

@@ -1,4 +1,4 @@
-"""When a share moves from a server whose work takes longer than the others', and where to. Pure.
+"""Decides when a share moves from a server that is slower than others, and where to. Pure.
 
 Workers wait for the slowest server in each step. The time of a server is that of the share that it
 worked on longest; it is taken to be proportional to the bytes of all shares that it has.

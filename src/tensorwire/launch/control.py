@@ -1,4 +1,4 @@
-"""Where programs of this user ask the launcher of a running job for something: a unix socket.
+"""Opens the unix socket at which programs of this user ask the launcher of a job for changes.
 
 Who connects gets a number that is used once, and shows by it that it knows the job's secret. It
 asks with one message, hears lines on how far it is, and then the outcome or an error; the messages

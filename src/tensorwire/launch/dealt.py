@@ -1,4 +1,4 @@
-"""Which server has which shares of the parameters, where shares can move from one to another.
+"""Keeps which server has which shares of the parameters where shares can move.
 
 A share is in memory that outlives every process; whoever serves it has its socket to the launcher.
 A server is a process with a socket for each share, also for those that it does not have.

@@ -1,4 +1,4 @@
-"""How processes that still run are ended: asked first, then killed, and not waited for for ever.
+"""Ends processes that still run: by a request first, then by a kill, with time limits.
 
 It knows times and signals, and not why a job ends.
 """

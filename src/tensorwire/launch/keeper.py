@@ -1,4 +1,4 @@
-"""What a server or worker has handed to the launcher: descriptors, for its successor.
+"""Keeps descriptors that a server or worker has handed to the launcher for its successor.
 
 The messages, JSON on a SOCK_SEQPACKET socket with descriptors beside it, are in docs/launch.md.
 Knows no process and no policy: who is replaced, and when, is decided in restarts.py. Nothing here

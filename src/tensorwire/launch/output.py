@@ -1,4 +1,4 @@
-"""What the processes of a job print, brought to the terminal line by line.
+"""Brings what the processes of a job print to the terminal, line by line.
 
 Bytes come out of the processes' pipes (`Stream`), are cut into lines (`Lines`) and wait for the
 terminal, file or program that reads our own output (`Output`). Nothing here blocks: a terminal

@@ -1,4 +1,4 @@
-"""One process of a job: started with its launcher's life, watched through a pidfd, ended whole.
+"""Starts one process of a job, tied to its launcher's life, watches it by a pidfd, and ends it.
 
 Knows nothing of the job; whether an end is a failure is the supervisor's to say.
 """

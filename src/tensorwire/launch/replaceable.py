@@ -1,4 +1,4 @@
-"""A process of a job that may be replaced: ours, or one that something else has started."""
+"""Describes a process of a job that may be replaced, whoever has started it."""
 
 from __future__ import annotations
 

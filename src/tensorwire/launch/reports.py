@@ -1,4 +1,4 @@
-"""What workers report of the exceptions that end them, and which of these is shown how.
+"""Collects what workers report of the exceptions that end them, and decides how each is shown.
 
 One traceback is shown, of the error that ended the job; every other one is a line. Knows no
 terminal, and waits for nothing.

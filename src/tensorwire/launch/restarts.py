@@ -1,4 +1,4 @@
-"""Which processes of a job are replaced, by which other one, and how often: the policy.
+"""Decides which processes of a job are replaced, by which other one, and how often.
 
 A server that was killed gets a successor, a process that was started as a standby: a warm one,
 which has imported everything beforehand, or one that is started when it is needed. The successor of

@@ -1,4 +1,4 @@
-"""The last line of a job that did not come to its end: how another one goes on from its checkpoint.
+"""Prints the last line of a job that failed: how to go on from its checkpoint.
 
 Pure, but for a look at whether that is still there.
 """

@@ -1,4 +1,4 @@
-"""What `tensorwire scale` asks of a running job: heard at the door, carried out one at a time.
+"""Carries out what `tensorwire scale` asks of a running job, one request at a time.
 
 Each part of a request, such as "workers", has a handler of its own, which does it. Here is what all
 of them need: one request at a time, its end by an outcome or an error, and that who has asked may

@@ -1,4 +1,4 @@
-"""Our stdout and stderr, on which the lines of all processes of a job come out, each with a name.
+"""Writes the lines of all processes of a job to the launcher's stdout and stderr, with names.
 
 Colours are shown where the output is a terminal. Knows nothing of who prints what when.
 """

@@ -1,4 +1,4 @@
-"""The signals that ask a launcher to end, as something that can be polled.
+"""Receives the signals that ask a launcher to end, as something that can be polled.
 
 Knows nothing of processes; the supervisor decides what a signal means.
 """

@@ -1,4 +1,4 @@
-"""Which processes of a job are stopped, and for how long: silence that counts as a death.
+"""Finds processes of a job that are stopped for so long that they count as dead.
 
 No heartbeat is needed on one host, because the kernel tells whether a process is stopped: a script
 that is stuck in its own code is slow, and not silent. Whoever is silent for too long is killed

@@ -1,4 +1,4 @@
-"""What a job is made of: its processes' commands and environments. Pure; starts nothing.
+"""Describes a job: the commands and environments of its processes. Pure; starts nothing.
 
 The variables named here are the contract with the processes: `tensorwire.torch` reads them.
 """

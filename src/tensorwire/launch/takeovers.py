@@ -1,4 +1,4 @@
-"""Which worker has which places of a job where workers may come and go.
+"""Launcher side of takeovers: decides which worker has which places of an elastic job.
 
 A place is what one worker begins with; there are as many as workers can be. When a worker is
 killed, those that live get its places, evenly. They tell the servers, and say when these know: one

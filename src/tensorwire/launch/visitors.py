@@ -1,4 +1,4 @@
-"""Workers that something else has started: the door at which they come, and who they are.
+"""Lets workers that other programs have started join a job, and checks which ones they are.
 
 A supervisor of the same user listens on a unix socket; who connects says which worker it is. Only
 this user's processes are heard, and the kernel says which process each of them is. Knows no job:

@@ -1,4 +1,4 @@
-"""Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
+"""Knows the members of a job and how they reach each other; no parameters and no torch."""
 
 from .asking import ScaleError, ask_launcher, proof_of, secret_of
 from .claim import drop_claim, hold_claim, refusal

@@ -1,4 +1,4 @@
-"""One process of a host is a worker of a job, and no other one: a lock that ends with its process.
+"""Claims a rank on this host for one process, by a lock that ends with the process.
 
 A process inherits the variables of the one that started it, RANK too. The lock is on a file in a
 folder that no other user can write to, so that nobody else can take it or keep it; a forked child

@@ -1,4 +1,4 @@
-"""What all workers tell each other: sums of numbers and texts of each, by the memory of server 0.
+"""Sums numbers and exchanges texts among all workers, through the memory of server 0.
 
 It is for results and barriers, not for tensors: a worker writes a message behind a word and waits
 for a word of its own. A message is a number that says what it is, of how many workers it is, and

@@ -1,4 +1,4 @@
-"""Which workers are on one host: they share one view of the parameters.
+"""Finds the workers of one host, which share one view of the parameters.
 
 Over a network, what a server sends is then sent once per host.
 """

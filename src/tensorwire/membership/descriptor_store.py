@@ -1,4 +1,4 @@
-"""Descriptors that a server hands to its launcher, so that they outlive it: memory, and its door.
+"""Hands descriptors of a member to its launcher, so that memory and socket outlive it.
 
 As systemd's FDSTORE: the launcher keeps them under a key and gives them to the successor of a
 server that was killed. The messages are in docs/launch.md.

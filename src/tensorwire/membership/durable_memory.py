@@ -1,4 +1,4 @@
-"""Memory of a member that outlives its process: a launcher keeps it for the successor."""
+"""Allocates a member's memory that outlives its process, kept by the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has told this process: its rank among how many, and where they can meet. Pure.
+"""Reads from an engine's variables this process's rank and where workers meet. Pure.
 
 An engine is whatever started the process with others: torchrun and all that set the same variables
 (Ray Train, Accelerate, Kubeflow, a person), Open MPI, MPICH and Intel MPI, Slurm. docs/launch.md

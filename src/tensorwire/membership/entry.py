@@ -1,4 +1,4 @@
-"""How a worker that something else has started finds `tensorwire serve`, and gets its place there.
+"""Finds `tensorwire serve` for a worker that another program has started, and gets its place.
 
 The supervisor of a host listens on a unix socket. A worker says its rank and gets what
 `tensorwire run` would have put into its environment; the socket is then the one for its

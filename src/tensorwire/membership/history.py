@@ -1,4 +1,4 @@
-"""What a worker has got from the others, in order, noted where its successor finds it.
+"""Records what a worker has got from the others, in order, for its successor.
 
 A worker that takes another one's place runs the script from its beginning. What the former one has
 asked of others it does not ask again: it gets what is noted here. So that this does not become ever

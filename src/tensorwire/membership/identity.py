@@ -1,4 +1,4 @@
-"""What members of a job are called, where they are, and the word by which a worker leaves."""
+"""Defines names and hosts of the members of a job, and the word by which a worker leaves."""
 
 from __future__ import annotations
 

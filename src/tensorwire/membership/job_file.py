@@ -1,4 +1,4 @@
-"""What a running job tells the other programs of its user: where its servers are, and the secret.
+"""Publishes a running job's addresses and secret to other programs of its user.
 
 Each server has a file in the user's runtime folder, which nobody else can read, and which is locked
 as long as the server lives. So has each process that takes gradients from files.

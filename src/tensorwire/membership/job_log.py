@@ -1,4 +1,4 @@
-"""The log of one job: its processes, who took whose place on what evidence, and what was saved.
+"""Writes and reads the log of a job: its processes, replacements with evidence, checkpoints.
 
 One JSON object per line, in a file of the user's runtime folder that nobody else can read and that
 is locked while the job's launcher lives. The launcher writes who has which term before it tells the

@@ -1,4 +1,4 @@
-"""Files that are locked while a process lives; the kernel unlocks them when it ends."""
+"""Locks files for the life of a process; the kernel unlocks them when it ends."""
 
 from __future__ import annotations
 

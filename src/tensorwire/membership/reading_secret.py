@@ -1,4 +1,4 @@
-"""The secret of who may read a job's parameters and do nothing else; derived from the job's own."""
+"""Derives from a job's secret the one by which its parameters can be read and nothing else."""
 
 from __future__ import annotations
 

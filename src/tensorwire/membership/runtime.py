@@ -1,4 +1,4 @@
-"""The folder of this user's running jobs on this host, into which no other user can write.
+"""Finds this user's folder of running jobs, into which no other user can write.
 
 It is the place for locks and for what jobs tell about themselves, because nobody else can take a
 name in it. Knows nothing of either.

@@ -1,4 +1,4 @@
-"""A server on the fabric: who has connected, who has left, who is lost."""
+"""Server side of membership: which members have connected, which have left, which are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells clients that attach to its job without being workers.
+"""Both sides of status: what a server tells clients that are no workers, and how they read it.
 
 A reader connects with the job's secret and a name of its own. While one is connected, the server
 writes a description of itself now and then into a region that readers read; without readers it

@@ -1,4 +1,4 @@
-"""What a worker computes for places without one: of workers that are gone, or never came.
+"""Worker side of takeovers: what a worker computes for places that have no worker.
 
 The launcher says who has which places. A thread passes what follows from a death on to the servers
 at once, in control words: they wait for this worker instead. The worker itself takes it to heart

@@ -1,4 +1,4 @@
-"""A worker on the fabric: connected to every server until it leaves."""
+"""Worker side of membership: a worker's connections to all servers until it leaves."""
 
 from __future__ import annotations
 

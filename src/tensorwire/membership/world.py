@@ -1,4 +1,4 @@
-"""Which worker this process is, of how many, and where the servers are.
+"""Reads which worker this process is, of how many, and where the servers are.
 
 A launcher tells it in environment variables; docs/launch.md lists them.
 """

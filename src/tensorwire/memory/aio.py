@@ -1,4 +1,4 @@
-"""Waiting without blocking an asyncio event loop.
+"""Waits for words and transfers without blocking an asyncio event loop.
 
 One descriptor per Node and event loop is watched by the loop; the core rings it at completions and
 doorbells while somebody here waits. asyncio is imported at the first wait, not before.

@@ -1,4 +1,4 @@
-"""Checks of the plain values that users pass: slices, sizes, words, names. Pure."""
+"""Checks the plain values that users pass: slices, sizes, words, names. Pure."""
 
 from __future__ import annotations
 

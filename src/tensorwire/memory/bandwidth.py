@@ -1,4 +1,4 @@
-"""What a path should reach, so that slowness is seen: memory speed, or what the NIC promises.
+"""Estimates what a path should reach: memory speed, or what the NIC promises.
 
 Knows how the system names interfaces and speeds; knows no peers.
 """

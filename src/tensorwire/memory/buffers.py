@@ -1,4 +1,4 @@
-"""The local side of a transfer: which objects of this process may be read or filled, and how.
+"""Decides which objects of this process a transfer may read or fill, and how.
 
 Everything with the buffer protocol goes to the core as it is. Tensors and DLPack objects are
 checked here. torch is never imported: a tensor can only exist if somebody else has imported it.

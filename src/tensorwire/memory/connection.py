@@ -1,4 +1,4 @@
-"""What is told of a connection to another process, and its end: a Peer without its memory."""
+"""Describes a connection to another process and its end: a Peer without its memory."""
 
 from __future__ import annotations
 

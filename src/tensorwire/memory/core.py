@@ -1,4 +1,4 @@
-"""From the package's objects to those of the core, for what is written in C++: loops, faults."""
+"""Converts the package's objects to those of the core, for loops and faults in C++."""
 
 from __future__ import annotations
 

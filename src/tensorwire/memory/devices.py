@@ -1,4 +1,4 @@
-"""Network interfaces and RDMA ports as the kernel shows them under /sys, and whether UCX is there.
+"""Lists network interfaces and RDMA ports from /sys, and tells whether UCX is there.
 
 Reads only, loads nothing, starts nothing. Every reader takes the root of the file system, so that a
 tree of another machine can be read. What cannot be read is None or empty, never a guess.

@@ -1,4 +1,4 @@
-"""Bytes that are filled before anybody else has them: where what is read from a peer shall end up.
+"""Allocates bytes that are filled before other code sees them, as targets of reads.
 
 Many fresh bytes come in large pages, where the system has them. Filling 64 MiB of Python's own
 takes several times as long, nearly all of it for faults of pages.

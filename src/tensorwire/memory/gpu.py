@@ -1,4 +1,4 @@
-"""Memory of GPUs as Python names it: devices, streams, and views of a region's memory.
+"""Names devices, streams and views of memory of GPUs in Python.
 
 torch is never imported; who has tensors on a GPU, or wants one, has imported it. What a GPU does is
 the core's business.

@@ -1,4 +1,4 @@
-"""Names for memory in another process: addresses and handles.
+"""Defines addresses and handles, the names of memory in another process.
 
 A handle is a value: small, picklable, safe to send through any channel, and useless without the
 job's secret. This module is pure (no sockets, no core), because it parses bytes from outside.

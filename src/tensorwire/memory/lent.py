@@ -1,4 +1,4 @@
-"""Memory of another Node of this process, as one Node lends it to its peers for reading."""
+"""Lends memory of another Node of this process to the peers of one Node, for reading."""
 
 from __future__ import annotations
 

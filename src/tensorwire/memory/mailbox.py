@@ -1,4 +1,4 @@
-"""Messages in memory that one process lends another: a word that counts them, and a ring of places.
+"""Sends messages through memory that one process lends another: a counting word and a ring.
 
 A message is written into its place, and the word is raised to its number behind it: whoever sees
 the number sees the whole message. Message n lies in place n modulo their number, until another one

@@ -1,4 +1,4 @@
-"""A peer's memory as this process sees it: what a RemoteRegion shows of it, without its peer."""
+"""Shows a peer's memory in this process: the view of a RemoteRegion, without its peer."""
 
 from __future__ import annotations
 

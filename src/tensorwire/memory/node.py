@@ -1,4 +1,4 @@
-"""This process on the fabric: the Node, its settings from arguments and environment.
+"""Defines the Node, this process on the fabric, and its settings from arguments and environment.
 
 What peers are and what regions hold is elsewhere; this module joins them to the core's Node.
 """

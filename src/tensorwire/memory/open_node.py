@@ -1,4 +1,4 @@
-"""The core's Node with what closes it: held by the Node and by all objects that need it open."""
+"""Holds the core's Node and what closes it, for all objects that need it open."""
 
 from __future__ import annotations
 

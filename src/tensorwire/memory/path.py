@@ -1,4 +1,4 @@
-"""How bytes get to a peer, and what that way should reach."""
+"""Describes how bytes get to a peer, and what that path should reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warning that a connection is slower than both ends could have it.
+"""Warns that a connection is slower than both ends could have it.
 
 The rule is pure: what is known about both ends in, reason and remedy out. `warn_if_slower` gathers
 what is known and says it once per address and process.

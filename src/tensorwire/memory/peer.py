@@ -1,4 +1,4 @@
-"""Another process, seen as a device: what its memory is called, slices of it, and transfers.
+"""Defines Peer, another process seen as a device: names of its memory, slices, transfers.
 
 The objects are thin: a slice is three numbers beside the core's object, and every transfer is one
 call into the core.

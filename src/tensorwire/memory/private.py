@@ -1,4 +1,4 @@
-"""Shared memory seen copy-on-write: what others write appears, what is written here stays here.
+"""Maps shared memory copy-on-write: writes of others appear, own writes stay private.
 
 For memory that a script may reach by accident and must not change for others. Knows no peers: a
 `Region` or `RemoteRegion` makes one of its memory, and `local_memory` of memory without a Node.

@@ -1,4 +1,4 @@
-"""Memory of this Node as objects: Region and Word.
+"""Defines Region and Word, the memory of this Node as objects.
 
 All access here is direct. What peers do is the core's business; a Region only names the memory,
 lends views of it, and waits for its words.

@@ -1,4 +1,4 @@
-"""Cells that a step changes in one go: on a device a call costs as much as some MiB of work."""
+"""Groups cells that a step changes in one call: on a device a call costs as much as some MiB."""
 
 from __future__ import annotations
 

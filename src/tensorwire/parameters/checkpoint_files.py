@@ -1,4 +1,4 @@
-"""Memory that a job lends for checkpoints of anybody: names, requests and the index. Pure.
+"""Defines names, requests and the index of checkpoints in memory that a job lends. Pure.
 
 Server 0 has it. Who knows the job's secret leases a mailbox at its Node, asks for memory and writes
 there; who may read finds the index and the memory at its door. `server/checkpoints.py` is the

@@ -1,4 +1,4 @@
-"""What the slices give to a version: where each one's gradients lie, and what each one weighs."""
+"""Describes what slices give to a version: where gradients lie, and what each one weighs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device with memory of its own, on which a server keeps what its steps change.
+"""Defines a device with memory of its own, on which a server keeps what its steps change.
 
 There are the parameters, the optimizer's state and the gradients that workers bring; the values
 that a version has are copied to memory of the host, where everybody else finds them.

@@ -1,4 +1,4 @@
-"""How a job is paused, and parameters are written meanwhile: words in memory of server 0. Pure.
+"""Both sides: names and words by which a job is paused and parameters are written. Pure.
 
 Whoever has the job's secret asks for a pause by a word of server 0. Each store then stands still
 behind its next step: the step is made, and no worker has been told. Values that are to become the

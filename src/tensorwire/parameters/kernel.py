@@ -1,4 +1,4 @@
-"""What a store needs of whoever does its arithmetic.
+"""Defines the interface between a store and the code that does its arithmetic.
 
 A store knows bytes, cells and slices; numbers are the business of an `Kernel` that is handed in, so
 that this layer needs no torch and the kernels can be anybody's.

@@ -1,4 +1,4 @@
-"""Where every tensor of a store lies: a pure function of what the workers declare.
+"""Computes where every tensor of a store lies, purely from what the workers declare.
 
 A `Spec` says which tensors there are; a `Layout` gives each its place in one flat range of bytes,
 cuts that range into cells on a grid that does not depend on the number of servers, and deals the

@@ -1,4 +1,4 @@
-"""What workers and servers write into each other's memory; pure.
+"""Defines the messages that workers and servers write into each other's memory. Pure.
 
 A commit goes from a worker to every server, once per slice and version: what is to be done, and the
 hyper-parameters of this step. Where a pipeline computes a slice, each of its workers sends one. A

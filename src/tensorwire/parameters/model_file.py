@@ -1,4 +1,4 @@
-"""A store's values as a file in the safetensors format, and which bytes of it lie at which server.
+"""Lays out a store's values as a safetensors file, and finds which server has which bytes.
 
 Pure. The format is 8 bytes with the length of a header, the header in JSON, padded with spaces, and
 the tensors without gaps. Tensors of larger elements come first, so that each lies at a multiple of

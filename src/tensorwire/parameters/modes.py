@@ -1,4 +1,4 @@
-"""How the steps of workers follow each other, and what a server tells a worker of it; pure.
+"""Server and worker side of modes: how the steps of workers follow each other. Pure.
 
 In "sync" a version is made of the commits of all slices. In "async" and "bounded" each commit makes
 a version: each worker goes at its own pace, in "bounded" at most so many steps ahead of the

@@ -1,4 +1,4 @@
-"""How readers that are no workers read a store at a server: names, words and requests.
+"""Defines names, words and requests by which readers that are no workers read a store.
 
 Pure. `server/door.py` has the door at which they come and `server/lending.py` what lies there;
 `tensorwire.files` reads it. docs/files.md has the tables.

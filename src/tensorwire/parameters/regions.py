@@ -1,4 +1,4 @@
-"""The regions of a store: what they are called, how large they are, and what lies where in them.
+"""Names the regions of a store and defines their sizes and layout.
 
 The one place that says so, for workers and servers; whatever will tell a region of an earlier term
 from one of a later belongs here. docs/parameters.md has the table with what the regions are for.

@@ -1,4 +1,4 @@
-"""Tables, of which a step touches a few rows: their numbers and values travel, and nothing else.
+"""Describes tables of which a step touches few rows: only their numbers and values travel.
 
 Tensors of kind "rows" whose rows are equally long lie behind one another and are one *table*. A
 slice's gradient of what a server has of it is two arrays: the numbers of the rows, in rising order

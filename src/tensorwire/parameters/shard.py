@@ -1,4 +1,4 @@
-"""The cells of one server, and what a step does to them. Memory only: no processes, no waiting.
+"""Changes the cells of one server in a step; only memory, no processes and no waiting.
 
 One pass per cell: reduce the slices' gradients into a tile that stays in cache, apply the optimizer
 to that tile. Where something has to be known of the whole gradient first (its norm, whether it is

@@ -1,4 +1,4 @@
-"""The memory of one server's share of a store: what its steps read and change."""
+"""Allocates the memory of one server's share of a store, which its steps read and change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of one version of a store at one server: how it is asked for, and what is in it.
+"""Both sides: how a snapshot of a store is requested from a server, and its layout.
 
 Pure. `server/snapshots.py` makes them, `worker/snapshot.py` asks for them. A snapshot is a region
 that begins with what is in it and where. docs/parameters.md has the tables.

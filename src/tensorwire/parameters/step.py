@@ -1,4 +1,4 @@
-"""What one version is while a shard makes it: what is asked for, and what is found on the way."""
+"""Describes one version while a shard makes it: what is asked for, and what is found."""
 
 from __future__ import annotations
 

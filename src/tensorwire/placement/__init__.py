@@ -1,4 +1,4 @@
-"""Placement: from a data-flow graph to a plan of where every tensor that crosses machines lives.
+"""Plans from a data-flow graph where every tensor that crosses machines lives.
 
 Pure: no memory, no processes, no torch. docs/placement.md is the guide.
 """

@@ -1,4 +1,4 @@
-"""Checks of what comes as JSON: what is wrong is a ValueError that says where it stands. Pure."""
+"""Checks values that come as JSON: errors are ValueErrors that say where they are. Pure."""
 
 from __future__ import annotations
 

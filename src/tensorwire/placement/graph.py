@@ -1,4 +1,4 @@
-"""A data-flow graph of any framework: tensors, operators, and the machine of each operator.
+"""Describes a data-flow graph of any framework: tensors, operators, and their machines.
 
 It holds what placement needs and nothing else: sizes, who makes a tensor, who uses it, and when.
 What an operator computes is not its business. Everything here is checked when it is made, so that a

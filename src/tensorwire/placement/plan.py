@@ -1,4 +1,4 @@
-"""Where every tensor that crosses machines will live, decided before the first step.
+"""Decides before the first step where every tensor that crosses machines will live.
 
 Between two machines the tensors lie one behind the other in ready order, cut into buckets: each
 moves with one transfer and one signal. A Plan is a pure function of the tensors that cross, so all

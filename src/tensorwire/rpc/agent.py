@@ -1,4 +1,4 @@
-"""How a call without metadata of ours tells which attachment it is of: by its user agent.
+"""Marks a call's attachment in its user agent, so that it needs no metadata of tensorwire.
 
 Metadata of a call cost a twentieth of a small one; the user agent travels with all calls of a
 channel anyway, and HTTP/2 compresses it to a byte. So a channel has a token of its own in it. Only

@@ -1,4 +1,4 @@
-"""The asyncio side: channels and servers of `grpc.aio` whose large payload goes ahead.
+"""asyncio: channels and servers of `grpc.aio` whose large payload travels beside messages.
 
 Calls of a channel without interceptors are grpcio's own where nothing of ours is to be done, and
 otherwise stand for such a one, or for one of the runtime. Interceptors of the user's are grpcio's

@@ -1,4 +1,4 @@
-"""Calls of asyncio that their callers have before they have begun.
+"""asyncio: call objects that callers have before their calls have begun.
 
 A call may wait for its channel's attachment, and a request may have to be sent again. What callers
 get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task.

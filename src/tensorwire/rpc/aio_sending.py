@@ -1,4 +1,4 @@
-"""What calls of an asyncio channel do on their way: payload goes ahead, or they go by the runtime.
+"""asyncio: sends the calls of a channel with payload beside them, or by the runtime.
 
 The event loop makes the copy of a payload, as it makes grpcio's; it waits for memory of the other
 end no longer than a moment.

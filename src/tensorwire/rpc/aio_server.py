@@ -1,4 +1,4 @@
-"""A `grpc.aio` server whose large payload comes and goes ahead of its messages.
+"""asyncio: a `grpc.aio` server whose large payload travels beside its messages.
 
 One interceptor, outside of the user's, changes what turns grpcio's bytes into messages and back;
 the behaviours, of whatever kind they are, are the user's own. Parsing and serializing happen in the

@@ -1,4 +1,4 @@
-"""What a client and a server share: a Node at each end, joined to each other alone.
+"""Joins a client and a server: a Node at each end, connected to each other alone.
 
 An attachment belongs to one channel and one server. The client asks for it over gRPC itself
 (`registry.py`) and gets a secret that nobody else has; both then know each other's memory. It

@@ -1,4 +1,4 @@
-"""What a call gives back whose request may have to be sent again: a future, or a stream of answers.
+"""Futures and streams of calls over grpcio whose request may have to be sent again.
 
 Only where payload went ahead of the request; all other calls give back grpcio's own objects. Each
 is the object of the first attempt until that was refused, and of the second from then on.

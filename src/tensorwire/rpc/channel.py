@@ -1,4 +1,4 @@
-"""A grpcio channel whose large payload goes ahead of its messages; its methods are in `methods.py`.
+"""A grpcio channel whose large payload travels beside its messages (see `methods.py`).
 
 Wraps a channel of grpcio, hands calls to it, and gives back what it gives back.
 """

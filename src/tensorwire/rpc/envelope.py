@@ -1,4 +1,4 @@
-"""What travels in the place of a message whose payload went ahead: an envelope. Pure.
+"""Encodes envelopes, which travel in the place of messages with payload beside them. Pure.
 
 It names the memory of the receiver that the payload lies in, and has the rest of the message.
 docs/rpc-wire.md has the layout as a table. No protobuf parser takes it for a message: its first

@@ -1,4 +1,4 @@
-"""The factories: those of grpcio, with what payload may do as further keywords."""
+"""Makes channels and servers like grpcio's factories, with keywords for payload."""
 
 from __future__ import annotations
 

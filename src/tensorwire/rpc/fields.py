@@ -1,4 +1,4 @@
-"""Which fields of a message are Tensors. Pure: descriptors and messages, nothing else.
+"""Finds which fields of a message are Tensors. Pure: descriptors and messages only.
 
 For each type of message it is looked up once which of its fields can lead to one, so that a message
 that can have none costs one look into a table. Extensions and what is packed in an Any are not

@@ -1,4 +1,4 @@
-"""Tells hosts apart, by what both ends of an attachment say of theirs."""
+"""Tells whether both ends of an attachment are on one host, by what each says of its own."""
 
 import os
 import resource

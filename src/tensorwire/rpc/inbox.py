@@ -1,4 +1,4 @@
-"""The memory here that the other side writes payload into, and how it is given back.
+"""gRPC: the memory here into which the peer writes payload, and how it is given back.
 
 Everything that an envelope says is checked before it is used. Knows neither gRPC nor messages.
 """

@@ -1,4 +1,4 @@
-"""A message on its way in: its payload is put back before anybody sees it.
+"""gRPC: puts the payload of an arriving message back before any user code sees it.
 
 The same for requests and responses. Tickets of Tensors that come from outside are never believed:
 those that an envelope has memory for get a new one, all others are taken off.

@@ -1,4 +1,4 @@
-"""One thread per process that gives memory back: what must not happen where it is noticed.
+"""Gives memory back in one thread per process, where the noticing thread must not.
 
 What nobody reports (a message that was dropped, a peer that died) is looked for in turns, as long
 as somebody has asked for that. What may block is put into a queue.

@@ -1,4 +1,4 @@
-"""The memory that this side writes payload into: leases, and who has them.
+"""Manages leases: the memory at the peer into which this side writes payload.
 
 A lease is a region of the receiver that the sender allocated there, or one of the sender that the
 receiver reads (`rendezvous.py`). It is used over and over: the receiver raises a word when nobody

@@ -1,4 +1,4 @@
-"""The loggers of grpcio: what users' functions raise in calls of the runtime is logged there too.
+"""Uses grpcio's loggers for what users' functions raise in calls of the runtime.
 
 So an alert or a filter that a program has for them sees both. What is ours alone goes to
 `tensorwire.rpc`.

@@ -1,4 +1,4 @@
-"""The methods of a channel, as stubs call them: what happens before a call, and when it has ended.
+"""Implements a channel's methods for stubs: what is done before a call and after its end.
 
 A call goes by the runtime or by grpcio. What differs from grpcio there is what happens between the
 user's message and grpcio's bytes; see `outgoing.py` and `incoming.py`.

@@ -1,4 +1,4 @@
-"""How two ends find out that both have tensorwire, and join their memory. Knows no gRPC objects.
+"""Lets two ends find out that both have tensorwire, and join their memory, without gRPC objects.
 
 The client calls a reserved method of the server, and connects to the Node that is named in the
 answer. A server without tensorwire does not know the method, which is an answer too.
@@ -235,9 +235,6 @@ class AttachmentKeeper:
             except Exception as error:
                 self._failed(error)
                 return None
-            if self._closed:
-                attachment.close()
-                return None
             for key, each in list(self._by_id.items()):
                 if each.lost:
                     self._over.add(key)
@@ -246,7 +243,7 @@ class AttachmentKeeper:
             self._by_id[attachment.id] = self.attachment = attachment
             self._pause_s = 0.0
             self._reason = ""
-            if self._closed:  # by another thread, which may have come too early to see it
+            if self._closed:  # meanwhile, by another thread
                 self.close()
                 return None
             return attachment

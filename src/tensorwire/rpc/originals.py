@@ -1,4 +1,4 @@
-"""grpcio's own factories, also where a program has put tensorwire's in their place.
+"""Finds grpcio's own factories, also where a program has replaced them by tensorwire's.
 
 A program may change over by `grpc.insecure_channel = tensorwire.rpc.insecure_channel`, or by a
 function that calls it. The channel within ours is then still to be one of grpcio.

@@ -1,4 +1,4 @@
-"""A message on its way out: what of it goes ahead, and the bytes that grpcio sends.
+"""gRPC: decides what of a leaving message travels beside it, and makes the bytes for grpcio.
 
 The same for requests and responses. Whatever cannot go ahead travels inside, as without
 tensorwire: no attachment, no memory at the receiver, a payload that is too small to be worth it.

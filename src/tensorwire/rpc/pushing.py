@@ -1,4 +1,4 @@
-"""What is pushed: written into memory of the receiver while its envelope is under way.
+"""Pushes messages: writes them into the receiver's memory while the envelope is under way.
 
 The arrays of a message, where the sender has that memory mapped; where it has not, messages of
 middling size: to read them in the sender's memory would take one way more. A word of the receiver

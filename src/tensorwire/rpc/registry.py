@@ -1,4 +1,4 @@
-"""The server's end of what clients ask for: it makes attachments, and knows those there are."""
+"""Server side: makes the attachments that clients ask for, and keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large messages by rendezvous: the receiver reads memory of the sender, in chunks.
+"""gRPC rendezvous: the receiver reads a large message from the sender's memory, in chunks.
 
 The sender copies a message into memory of its own that the receiver may read, chunk by chunk, and
 says after each how far it has come; meanwhile the envelope is on its way, and the receiver reads

@@ -1,4 +1,4 @@
-"""A grpcio server whose large payload comes and goes ahead of its messages.
+"""Synchronous gRPC server: a grpcio server whose large payload travels beside its messages.
 
 All is done by one interceptor, outside of the user's: it wraps the handler of a call, which the
 user's interceptors have seen already, with what turns grpcio's bytes into messages and back. So the

@@ -1,4 +1,4 @@
-"""Which requests need nothing of ours, so that their calls are grpcio's and nothing else."""
+"""Decides which small requests are sent by calls of grpcio alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays as messages: what a Tensor stands for while it is in this process.
+"""Makes messages of arrays: what a Tensor stands for while it is in this process.
 
 A protobuf message holds bytes only, so a Tensor holds a ticket: a number under which this process
 keeps an array that is to be sent, or the memory that one arrived in. Tickets that come from outside

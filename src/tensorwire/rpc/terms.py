@@ -1,4 +1,4 @@
-"""What the two ends tell each other when they join their memory, and what each lets payload do.
+"""Defines what two ends tell each other when they attach, and what each permits payload to do.
 
 docs/rpc-wire.md has the messages. Knows no gRPC objects.
 """

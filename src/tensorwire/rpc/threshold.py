@@ -1,4 +1,4 @@
-"""From which size messages of the runtime travel by rendezvous and not in frames: what pays.
+"""Measures and adapts the size from which messages of the runtime travel by rendezvous.
 
 Measured on the path when the two ends meet (`runtime/measuring.py`), and adapted by what calls take
 afterwards: near the threshold every so many go the other way. Pure; knows no messages.

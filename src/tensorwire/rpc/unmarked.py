@@ -1,4 +1,4 @@
-"""The handlers of calls that have no metadata of ours: small ones of our channels, and all others.
+"""Handles calls at a server that have no metadata of tensorwire.
 
 Most calls are such, so they have as little of ours in them as can be: a handler that is made once
 for each of the user's, with other (de)serializers. No request of such a call is an envelope. Its

@@ -1,4 +1,4 @@
-"""Waiting for a sender: for a word that it raises, or for what is read of its memory."""
+"""Waits for a sender: for a word that it raises, or for a read of its memory."""
 
 from __future__ import annotations
 

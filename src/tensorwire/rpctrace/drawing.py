@@ -1,4 +1,4 @@
-"""A trace for people: tables of calls and messages, payload sizes drawn, what could be gained."""
+"""Prints a trace: tables of calls and messages, payload sizes, and what could be gained."""
 
 from __future__ import annotations
 

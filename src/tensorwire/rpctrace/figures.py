@@ -1,4 +1,4 @@
-"""What all processes of a traced command have recorded, added up."""
+"""Adds up what all processes of a traced command have recorded."""
 
 from __future__ import annotations
 

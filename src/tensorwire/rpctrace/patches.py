@@ -1,4 +1,4 @@
-"""What grpcio does, as it goes by: (de)serializers that count bytes, begin and end of calls.
+"""Wraps grpcio's (de)serializers, which count bytes, and the begin and end of its calls.
 
 The standard library only: it runs in the traced processes, whose Python need not have tensorwire.
 Each module of grpcio is changed right after its own import, before anybody has its names. All stays

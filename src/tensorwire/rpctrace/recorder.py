@@ -1,4 +1,4 @@
-"""Counters of one process in a mapped file, so that a process that is killed loses none.
+"""Counts in a mapped file of each process, so that a process that is killed loses nothing.
 
 The standard library only: it runs in the traced processes, and knows nothing of grpcio. A process
 has `NAME.keys`, a line of JSON for each row, and `NAME.rows`, the rows: a distribution each.

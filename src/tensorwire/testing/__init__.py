@@ -1,4 +1,4 @@
-"""Tools for testing code that uses tensorwire, and tensorwire itself.
+"""Provides tools for tests of code that uses tensorwire, and of tensorwire itself.
 
 A connected pair of Nodes, groups of processes, injected faults, leak checks, and the suite that
 every transport must pass. Nothing here is imported by the rest of the package.

@@ -1,4 +1,4 @@
-"""The conformance suite: what every transport must do, as a list of named checks.
+"""Lists the named checks that every transport must pass.
 
 A new backend is done when `check_transport` passes. Each check runs alone, on fresh Nodes, with the
 target in the same process and again in another one, and must leave nothing behind. `Elsewhere` puts

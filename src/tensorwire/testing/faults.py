@@ -1,4 +1,4 @@
-"""Injected faults: a scripted exchange is repeated with its n-th operation failing, for every n.
+"""Injects faults: repeats a scripted exchange with its n-th operation failing, for every n.
 
 This finds the error path that nobody thought of: whatever step fails, nothing may hang, nothing may
 leak and every transfer must complete exactly once.

@@ -1,4 +1,4 @@
-"""A GPU without torch, for checks: memory and streams by the driver that tensorwire itself loads.
+"""Uses a GPU without torch, for checks: memory and streams by the driver.
 
 Works with NVIDIA's driver and with a stand-in for it (TENSORWIRE_CUDA_LIBRARY) alike.
 """

@@ -1,4 +1,4 @@
-"""Several processes under one roof: started fresh, talked to, stopped, killed, always reaped.
+"""Manages several processes of a test: starts, calls, stops, kills and reaps them.
 
 Processes are spawned, never forked, so each begins without the parent's threads and Nodes. The
 parent's channel to each carries pickled objects between processes of one user and one program; it

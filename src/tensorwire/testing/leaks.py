@@ -1,4 +1,4 @@
-"""What a process holds of the system, counted from outside: descriptors, memory, threads, children.
+"""Counts from outside what a process holds: descriptors, memory, threads, children.
 
 Reads /proc only and knows nothing of tensorwire, so it also finds what other code left behind.
 """

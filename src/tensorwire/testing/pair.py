@@ -1,4 +1,4 @@
-"""Two Nodes of one process, connected: the smallest fabric, for tests of code that uses tensorwire.
+"""Connects two Nodes of one process: the smallest fabric, for tests.
 
 Transfers between them take the same path as between two processes of one host.
 """

@@ -1,4 +1,4 @@
-"""Where a check takes place: a near Node here, connected to a Target, wherever that is.
+"""Sets up a check: a near Node here, connected to a Target, wherever that is.
 
 Also the small words that checks are written in.
 """

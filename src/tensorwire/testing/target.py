@@ -1,4 +1,4 @@
-"""The far side of a check: a Node that does as it is told, in this process or in another one.
+"""Runs the far side of a check: a Node that does as it is told, in any process.
 
 Checks are written once against `Target`. In another process its methods are called by name over
 the group's control channel.

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: replaced as a whole or not at all, and read only if it is undamaged.
+"""Writes a checkpoint's file, which is replaced as a whole or not at all, and verifies it.
 
 What is in it is `checkpoint.py`'s; this module knows files, and the zip archives of torch.save.
 """

@@ -1,4 +1,4 @@
-"""Plain variables that a script carries from epoch to epoch, and a successor has not got.
+"""Finds plain variables that a script carries from epoch to epoch and a successor lacks.
 
 They are found in the text of the script: names of its top level that a loop over `job.epochs`, or
 a function that says `global`, reads before it gives them a value, and gives one. What a clock

@@ -1,4 +1,4 @@
-"""What a job keeps, in one file that torch.load reads too; `archive.py` writes and checks it.
+"""Reads and writes a job's checkpoint as one file that torch.load reads too (see `archive.py`).
 
 Or in a directory of several: `checkpoint_folder.py`.
 """

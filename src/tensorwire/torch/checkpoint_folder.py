@@ -1,4 +1,4 @@
-"""A folder of checkpoints, each a directory that appears complete or not at all.
+"""Manages a folder of checkpoints, each a directory that appears complete or not at all.
 
 `checkpoint-000007` has a safetensors file (https://github.com/huggingface/safetensors) for each
 model, `state.pt` with all else, as `checkpoint.py` writes it, and `checkpoint.json` with the size

@@ -1,4 +1,4 @@
-"""What worker 0 shows while it trains: a line for every epoch, on a terminal a bar for this one."""
+"""Prints worker 0's progress: a line for every epoch, and on a terminal a bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in the memory of a device, and copies between it and the host's memory.
+"""Copies tensors between the memory of a device and that of the host.
 
 Servers keep parameters in the host's memory. What is on a device is copied there and back by the
 device's copy engines, in a stream of its own, from and to memory whose pages are locked.

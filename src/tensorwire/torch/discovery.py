@@ -1,4 +1,4 @@
-"""How a worker finds its job: by `tensorwire run` or `serve`, by an engine, or it is alone.
+"""Finds a worker's job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
 Where an engine has started the workers, the first one of every host starts a server beside it and
 tells the others its address through the store at which they meet. docs/launch.md has it all.

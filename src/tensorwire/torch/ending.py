@@ -1,4 +1,4 @@
-"""How this process ends: by which exception, and whether a person types what it runs."""
+"""Tells how this process ends: by which exception, and whether it is interactive."""
 
 from __future__ import annotations
 

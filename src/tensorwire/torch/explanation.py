@@ -1,4 +1,4 @@
-"""What became of every tensor of a training step: where it lies, how it got there, and why.
+"""Explains for every tensor of a training step where it lies, how it got there, and why.
 
 Nothing is predicted: the rows are read after real steps, from the addresses at which gradients
 arrived and the bytes that were counted where they were copied.

@@ -1,4 +1,4 @@
-"""The processes that share a model: who they are, and a connection between each two of them."""
+"""Connects the processes that share a model, each with every other one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tw.init()` and the Job: what a script uses to train together with the other workers.
+"""Script side of a job: `tw.init()` and `Job`, by which a script trains with other workers.
 
 The Job has what decides a result besides the model: seeds, the position in the data, the objects it
 was asked to keep. How workers reach each other is the `Session`'s.

@@ -1,4 +1,4 @@
-"""The data of a job, dealt to slices. The order depends on seed and epoch, never on the workers."""
+"""Deals the data of a job to slices, in an order that seed and epoch decide, not the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mean of what all workers give: numbers, tensors, or dicts of them."""
+"""Averages what all workers give: numbers, tensors, or dicts of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model may be, looked at before its parameters move into the job's memory."""
+"""Checks a model before its parameters move into the job's memory."""
 
 from __future__ import annotations
 

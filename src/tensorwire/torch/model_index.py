@@ -1,4 +1,4 @@
-"""All tensors of a split model, those of other processes too: what its optimizer has to know.
+"""Lists all tensors of a split model, those of other processes too, for its optimizer.
 
 Processes share a model here; which values the tensors have is known to whoever has them and to the
 servers. Moves nothing.

@@ -1,4 +1,4 @@
-"""What has no meaning where each worker goes at its own pace, and what a report tells of that."""
+"""Torch side of modes: rejects what has no meaning in a mode, and reports on modes."""
 
 from __future__ import annotations
 

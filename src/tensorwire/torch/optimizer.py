@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: a torch optimizer whose parameters live in a store.
+"""Defines `DistributedOptimizer`: a torch optimizer whose parameters live in a store.
 
 The object stays the user's own; only its class gets a subclass with another `step`, `zero_grad`,
 `state_dict` and `load_state_dict`. Gradients leave while backward runs, tensor by tensor, from

@@ -1,4 +1,4 @@
-"""A line where an optimizer steps in a job of several workers without being distributed."""
+"""Prints a line if an optimizer steps in a job of several workers without being distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in its data a job is: the epoch, and the steps that each loader has behind it there.
+"""Records where in its data a job is: the epoch, and the steps of each loader in it.
 
 A checkpoint has it, so that a job goes on with the very next step. It is that of the last version:
 a batch that no step has used yet is given out again.

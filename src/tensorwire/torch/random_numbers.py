@@ -1,4 +1,4 @@
-"""Torch's random numbers in this process: those of the CPU, and of devices that are in use.
+"""Seeds and saves torch's random numbers: of the CPU, and of devices in use.
 
 Only the default generators, which the script uses where it names none.
 """

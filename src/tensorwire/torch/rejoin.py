@@ -1,4 +1,4 @@
-"""A worker that takes the place of one that was killed: its script runs again, to where that was.
+"""Lets a replacement of a killed worker run its script again, to where the worker was.
 
 A script can go on where the job gives something out: an epoch, a batch, the end of a pass, the end
 of the epochs. There what this process alone has is noted (`History.mark`). A successor makes

@@ -1,4 +1,4 @@
-"""Where the workers of a job meet when an engine has started them: a store of torch.distributed.
+"""Torch rendezvous: workers of an engine meet at a store of torch.distributed.
 
 It is the store of the default process group if there is one; else worker 0 keeps one at MASTER_ADDR
 and MASTER_PORT, which `init_process_group` may share, before or after. Through it workers claim

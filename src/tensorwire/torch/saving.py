@@ -1,4 +1,4 @@
-"""What `job.save` and `job.load` do: which calls write, and what a thread writes meanwhile."""
+"""Implements `job.save` and `job.load`: which calls write, and what a thread writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GradScaler` whose decision to skip a step is the same for all workers: the servers take it."""
+"""Defines a `GradScaler` with which all workers skip the same steps: the servers decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server process: `python -m tensorwire.torch.server`. Started by a launcher, never by hand.
+"""Entry point of a server process, `python -m tensorwire.torch.server`: launchers start it.
 
 It runs no user code but that of modules which the launcher was told to import for optimizers: the
 kernels are torch's, the rest is `tensorwire.parameters`.

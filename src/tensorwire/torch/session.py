@@ -1,4 +1,4 @@
-"""A worker of a job on the fabric: who it is, its stores, and what all workers do together.
+"""Represents a worker of a job on the fabric: its rank, its stores, and collective calls.
 
 `Job` is the interface that scripts use; the other modules of this package need a `Session`.
 """

@@ -1,4 +1,4 @@
-"""Where a worker's time goes: the bars of computation and communication that readers ask for."""
+"""Measures where a worker's time goes, computation and communication, for reports."""
 
 from __future__ import annotations
 

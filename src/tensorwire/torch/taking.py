@@ -1,4 +1,4 @@
-"""What a worker computes for others that were killed, as the script sees it: batches that are due.
+"""Gives the script batches of slices that a worker computes for others that were killed.
 
 A step of the script commits one slice. If others of this worker's are missing for the version, a
 worker has died meanwhile or this one has several: `step()` returns without a version, the loader

@@ -1,4 +1,4 @@
-"""Tensors over bytes and bytes of tensors; nothing here copies unless it says so."""
+"""Converts tensors to bytes and back, without copies unless it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker of a job has for itself, and no server: noted for a process in its place."""
+"""Records what one worker has for itself, and no server, for a replacement process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A server's side of a store."""
+"""Implements a server's side of a store."""

@@ -1,4 +1,4 @@
-"""Gradients on their way to a server: which units of a version are still waited for."""
+"""Tracks gradients on their way to a server: which units of a version are still missing."""
 
 from __future__ import annotations
 

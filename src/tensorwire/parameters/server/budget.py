@@ -1,4 +1,4 @@
-"""How much of its time a server copies for readers, however often they ask."""
+"""Limits how much of its time a server copies for readers, however often they ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that server 0 lends for checkpoints, and the thread that answers who writes them.
+"""Lends server 0's memory for checkpoints, and runs the thread that answers their writers.
 
 A checkpoint is seen when it is complete. Until then it is that of the processes that write it: if
 one of them is gone, nobody sees anything of it, and its memory comes back. Written memory is read

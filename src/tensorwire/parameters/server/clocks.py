@@ -1,4 +1,4 @@
-"""Which worker may go on, where each goes at its own pace; pure.
+"""Decides which worker may go on, where each goes at its own pace. Pure.
 
 A slice's clock counts its steps. In a bounded mode a worker waits while it is more than so many
 steps ahead of the slowest slice. A worker that waits for all others, or has left, is excused: it

@@ -1,4 +1,4 @@
-"""The door of a server for readers: a Node of its own, with a secret by which nobody can write.
+"""Opens a server's door for readers: a Node whose secret permits no writing.
 
 Its peers reach what lies at this Node and nothing of the job's. A thread of its own answers them
 and sleeps while there are none. What a reader asks for lies in memory that it leases here, which

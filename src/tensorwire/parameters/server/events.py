@@ -1,4 +1,4 @@
-"""What all servers of a store do next, where each worker goes at its own pace."""
+"""Lists what all servers of a store do next, where each worker goes at its own pace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a server gathers the commits of a version, and finds calls that wait for each other."""
+"""Gathers the commits of a version at a server, and finds calls that wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a store stands still while its job is paused: at server 0, before workers are told a step.
+"""Server side of a pause: a store waits before it tells the workers that a step is made.
 
 The step is made, and its values are in place at this server. No worker goes further before all
 servers have told it, so that the others stand still, too. What is noted outlives the server.

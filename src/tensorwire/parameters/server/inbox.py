@@ -1,4 +1,4 @@
-"""The commits of a store's slices, where each is taken alone."""
+"""Server side: collects the commits of a store's slices where each is applied alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server has done of a store whose workers go at their own pace, for its successor.
+"""Records for a successor what a server has done where workers go at their own pace.
 
 In "sync" all workers are told the same, and a journal has it. Here each worker was told something
 else, and server 0 alone knows which commit came when and who waits for whom. All of that is written

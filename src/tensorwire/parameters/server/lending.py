@@ -1,4 +1,4 @@
-"""What a server lets readers see of a store: its memory as it is, and copies of whole versions.
+"""Lends readers a server's memory of a store as it is, and copies of whole versions.
 
 Readers look at a word before and after they read: it is odd while values are changed. A copy is
 made between two versions, by the door's thread while the store waits for commits, or else by the

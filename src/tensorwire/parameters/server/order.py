@@ -1,4 +1,4 @@
-"""In which order a store's commits are applied, where each worker goes at its own pace.
+"""Orders the commits of a store where each worker goes at its own pace.
 
 Server 0 sees commits as they come, one after the other, and tells the other servers what it does
 with each, when it has noted that for its successor. All servers do the same in the same order, so

@@ -1,4 +1,4 @@
-"""The versions of a store whose workers go at their own pace: each commit of a slice makes one.
+"""Server side of own pace: each commit of a slice makes a version of the store.
 
 There is one copy of parameters and state, and each worker has parameters of its own, in memory
 where servers write while it is in `step()`. So nothing that a worker reads is ever overwritten, and

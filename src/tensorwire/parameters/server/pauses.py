@@ -1,4 +1,4 @@
-"""Pauses of a store whose workers go at their own pace: a worker reads, and no version is made.
+"""Pauses a store whose workers go at their own pace: no version is made while a worker reads.
 
 Who reads has asked every server for the pause, and asks for its end; each request has a number. All
 servers pause behind the same event, each until it has noted the end. A process that takes the place

@@ -1,4 +1,4 @@
-"""A server as a process: its options, its place in the job, its end; arithmetic is handed in."""
+"""Runs a server as a process: its options, its place in the job, its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server writes to others of a version: new values to views, sums to servers, results."""
+"""Writes what a server tells others of a version: new values, sums and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether there is memory for a copy: Linux grants more than it has, and then ends processes."""
+"""Checks whether there is memory for a copy, since Linux grants more than it has."""
 
 from __future__ import annotations
 

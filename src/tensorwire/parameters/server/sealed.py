@@ -1,4 +1,4 @@
-"""Memory that is written once, sealed for good, and lent: what a snapshot for readers lies in.
+"""Allocates memory that is written once, sealed and lent: snapshots for readers lie in it.
 
 It is written as a file is: no page is zeroed or mapped before it is filled, and no mapping for
 writing ever exists.

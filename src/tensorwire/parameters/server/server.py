@@ -1,4 +1,4 @@
-"""A server: the shards of a job's stores, served to workers that only ever write and read memory.
+"""Parameter server: serves the shards of a job's stores to workers that read and write memory.
 
 The main thread opens stores, watches the members and, when something fails, tells every worker why;
 a thread per store makes its versions. docs/parameters.md has the regions and words.

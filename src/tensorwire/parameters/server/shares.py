@@ -1,4 +1,4 @@
-"""A process that serves several shares: each as if it were alone, in a thread of its own.
+"""Serves several shares in one process, each as if alone, in a thread of its own.
 
 A share is given to another process only by the end of this one, so that no thread of it can go on
 beside its successor.

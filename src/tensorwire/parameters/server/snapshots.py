@@ -1,4 +1,4 @@
-"""The snapshots that a server has made of a store: copies of its share of one version, lent out.
+"""Makes a server's snapshots of a store: copies of its share of one version, lent to readers.
 
 A thread of its own copies while the store's thread waits for commits. Who asks is a worker that
 has the version it asks for and has not committed the next one, so that the version stays in place,

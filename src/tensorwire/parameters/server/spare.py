@@ -1,4 +1,4 @@
-"""Memory for the next snapshot, made ahead: most of the time of a copy goes into fresh pages."""
+"""Prepares memory for the next snapshot: most of a copy's time goes into fresh pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions of an open store at a server, as they are made: gathered, applied, told."""
+"""Makes the versions of an open store at a server: gathers, applies, tells."""
 
 from __future__ import annotations
 

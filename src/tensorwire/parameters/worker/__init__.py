@@ -1,1 +1,1 @@
-"""A worker's side of a store."""
+"""Implements a worker's side of a store."""

@@ -1,4 +1,4 @@
-"""A worker without a script: it does what worker 0 does, and gives gradients where steps want them.
+"""Runs a worker without a script: it follows worker 0 and gives gradients where wanted.
 
 It joins calls of all workers, opens the stores that worker 0 opens, and commits for its slice what
 worker 0 commits for slice 0, with the same hyper-parameters. All that it has to know lies in memory

@@ -1,4 +1,4 @@
-"""What a worker uses of a store: push gradients, commit, wait for the next version."""
+"""Defines what a worker uses of a store: push gradients, commit, wait for a version."""
 
 from __future__ import annotations
 

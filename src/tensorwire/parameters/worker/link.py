@@ -1,4 +1,4 @@
-"""One server as one worker sees it. Of other servers it knows only what they have answered."""
+"""Connects one worker to one server; of other servers it knows only their answers."""
 
 from __future__ import annotations
 

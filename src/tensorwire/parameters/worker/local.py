@@ -1,4 +1,4 @@
-"""A store in the process itself, for a worker that is alone: the same shard, and the same bits."""
+"""Keeps a store in the process of a worker that is alone: the same shard and the same bits."""
 # ruff: noqa: D102 - the methods are described in Store
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker brings of a slice to a server: by copies where memory is mapped, or by writes."""
+"""Brings a slice's gradients to a server: by copies into mapped memory, or by writes."""
 
 from __future__ import annotations
 

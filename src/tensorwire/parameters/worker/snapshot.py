@@ -1,4 +1,4 @@
-"""Snapshots of a store as a worker reads them: one version, whatever the store does meanwhile."""
+"""Worker side: snapshots of a store, each of one version, as a worker reads them."""
 
 from __future__ import annotations
 

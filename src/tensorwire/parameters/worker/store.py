@@ -1,4 +1,4 @@
-"""A worker's side of a store that servers have; what concerns one of them is in its `Link`."""
+"""Worker side of a store that servers keep; what concerns one server is in its `Link`."""
 # ruff: noqa: D102 - the methods are described in Store
 
 from __future__ import annotations

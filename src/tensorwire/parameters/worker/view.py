@@ -1,4 +1,4 @@
-"""The parameters as one worker's script sees them: private to it, whatever it writes there."""
+"""Shows one worker's script the parameters, private to it, whatever it writes there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the servicer of a call of an asyncio server, asynchronous or not, of whichever arity.
+"""Runs the servicer of a call at an asyncio server, asynchronous or not, of any arity.
 
 The order of things, what they raise and what it is called are those of `grpc.aio`.
 """

@@ -1,4 +1,4 @@
-"""Calls of an asyncio client that go by a line, as callers of `grpc.aio` know them.
+"""Implements calls of an asyncio client on a line with the interface of `grpc.aio`.
 
 Everything happens in the client's event loop: frames arrive there, and so do deadlines.
 """

@@ -1,4 +1,4 @@
-"""The asyncio client's end of a line, and which of its calls go by it. All others go by grpcio."""
+"""asyncio client side of a line; decides which calls use the runtime and which grpcio."""
 
 from __future__ import annotations
 

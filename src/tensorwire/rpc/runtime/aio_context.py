@@ -1,4 +1,4 @@
-"""What servicers of an asyncio server see of a call that came by a line: as in `grpc.aio`."""
+"""Runtime, asyncio server: the `grpc.aio` ServicerContext for a call that came by a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio server's end of a line: its calls, each a task of the server's event loop."""
+"""asyncio server side of a line: runs each call as a task of the server's event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the servicer of a call, of whichever arity, in a thread of the user's.
+"""Runs the servicer of a call, of any arity, in a thread of the user's pool.
 
 The order of things, what they raise and what it is called are grpcio's: see its `_server.py`.
 """

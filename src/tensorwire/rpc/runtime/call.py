@@ -1,4 +1,4 @@
-"""Calls of a client that go by a line, as grpcio's callers know them.
+"""Implements calls of a client on a line with the interface of grpcio.
 
 An answer is read by the thread that waits for it. What becomes of a call is decided once, by what
 ends it first: its answer, its deadline, a cancellation or the end of the line.

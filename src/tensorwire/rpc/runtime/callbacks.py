@@ -1,4 +1,4 @@
-"""A thread that calls what users want to be called, so that no thread is held up that reads."""
+"""Calls users' callbacks in a thread of their own, so that no reading thread is held up."""
 
 from __future__ import annotations
 

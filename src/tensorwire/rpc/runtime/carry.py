@@ -1,4 +1,4 @@
-"""Which calls of a client go by its line, and how they begin. All others go by grpcio."""
+"""Decides which calls of a client use the runtime and which use grpcio."""
 
 from __future__ import annotations
 

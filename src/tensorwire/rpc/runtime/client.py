@@ -1,4 +1,4 @@
-"""The client's end of a line: its calls, by their numbers."""
+"""Runtime, client side: the calls of a channel on their line, by their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a servicer sees of a call that came by a line: grpcio's ServicerContext."""
+"""Runtime, server side: grpcio's ServicerContext for a call that came by a line."""
 
 from __future__ import annotations
 

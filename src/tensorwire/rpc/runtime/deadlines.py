@@ -1,4 +1,4 @@
-"""One thread per process that does what is to be done when a deadline has passed."""
+"""Runs what is due when deadlines pass, in one thread per process."""
 
 from __future__ import annotations
 

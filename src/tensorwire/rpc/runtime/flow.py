@@ -1,4 +1,4 @@
-"""How much of a stream may be under way: what one end may send, and what the other has to take.
+"""Limits how much of a stream is under way: what one end may send until the other takes it.
 
 Each direction of a call that streams has a window of so many bytes. What arrives and is not taken
 uses it up, so a slow reader bounds memory at both ends; what is taken opens it again, by credits

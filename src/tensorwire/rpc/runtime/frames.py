@@ -1,4 +1,4 @@
-"""What travels between the two ends of a line: frames, as bytes. Pure.
+"""Encodes and decodes the frames that travel between the two ends of a line. Pure.
 
 docs/rpc-wire.md has the tables.
 

@@ -1,4 +1,4 @@
-"""The bytes of a message that leaves by a line, and what is left to do when they have been sent."""
+"""Holds the bytes of a message that leaves by a line, and what is done after they are sent."""
 
 from __future__ import annotations
 

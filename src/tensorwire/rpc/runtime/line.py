@@ -1,4 +1,4 @@
-"""Frames between two ends, both ways: written in turns by whoever has some, read by one at a time.
+"""Moves frames between two ends: many threads write in turns, one at a time reads.
 
 Whoever sends while another thread writes leaves its frames to that thread, which writes all of them
 at once, in order. Knows the header of a frame, and nothing of calls.

@@ -1,4 +1,4 @@
-"""What waits in an event loop instead of a thread: waiters, deadlines and callbacks of calls.
+"""Waits in an event loop instead of a thread: waiters, deadlines and callbacks of calls.
 
 All of it belongs to one event loop, and is used in its thread, unless it says otherwise.
 """

@@ -1,4 +1,4 @@
-"""What messages take in frames and by rendezvous, measured by a client when it meets its server."""
+"""Measures the time of messages in frames and by rendezvous when a client meets its server."""
 
 from __future__ import annotations
 

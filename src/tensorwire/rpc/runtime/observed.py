@@ -1,4 +1,4 @@
-"""Who counts the calls of this runtime, if anybody does: `tensorwire rpc trace`."""
+"""Passes the calls of the runtime to `tensorwire rpc trace`, if it counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options of a channel or a server this runtime keeps, so that it may carry its calls."""
+"""Decides which options of a channel or server the runtime keeps, so that it may carry calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call ends, as its client sees it."""
+"""Describes the end of a call as its client sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of a call that streams them: taken from the user's iterator, in a thread, and sent.
+"""Takes a call's streamed requests from the user's iterator, in a thread, and sends them.
 
 The thread keeps the call only weakly, so that a call that is forgotten is cancelled, as in grpcio.
 """

@@ -1,4 +1,4 @@
-"""Rings: memory of one end that the other one writes frames into, over and over, in order.
+"""Defines rings: memory of one end into which the other writes frames, over and over.
 
 The core reads and writes them, see cpp/rpc_line.h. Here is how its readers and writers are made.
 """

@@ -1,4 +1,4 @@
-"""Quick calls of a client are run by one thread of the user's pool, which reads the next ones too.
+"""Runs quick calls of a client in one thread of the user's pool, which reads the next ones too.
 
 What costs most in a small call is to hand it from the thread that reads to another one, and to wake
 both. So a thread of the pool that has answered goes on reading for a moment, and runs what has come

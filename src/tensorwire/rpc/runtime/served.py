@@ -1,4 +1,4 @@
-"""A call at its server, from its first frame to its last: what arrives, and what leaves."""
+"""Serves one call from its first frame to its last: what arrives, and what leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's end of a line: finds the servicer of a call and runs it in the user's threads.
+"""Runtime, server side: finds the servicer of a call and runs it in the user's thread pool.
 
 The order of things, what they raise and what it is called are grpcio's: see its `_server.py`.
 """

@@ -1,4 +1,4 @@
-"""Calls of a client with a stream of responses, as grpcio's callers know them."""
+"""Implements a client's calls with a stream of responses with the interface of grpcio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads of this process for work of calls that may block."""
+"""Runs the work of calls that may block in threads of this process."""
 
 from __future__ import annotations
 

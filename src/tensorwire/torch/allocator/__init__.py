@@ -1,1 +1,1 @@
-"""Gradients produced where they are read: slots, and the allocator of torch that fills them."""
+"""Produces gradients where they are read: slots, and the allocator of torch that fills them."""

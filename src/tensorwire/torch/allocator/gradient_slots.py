@@ -1,4 +1,4 @@
-"""Where the gradients of one optimizer's parameters are produced.
+"""Manages the slots in which the gradients of one optimizer's parameters are produced.
 
 Every parameter may have a slot: memory where its gradient is wanted, at a server or in a registered
 region. After the first step it is known which allocation of backward each gradient was, and from

@@ -1,4 +1,4 @@
-"""The allocator that produces gradients in their slots: compiled for this torch, loaded, called.
+"""Compiles, loads and calls the allocator that produces gradients in their slots.
 
 `allocator.cc` needs one library per minor version of torch. A wheel brings those of the versions
 that it was built beside; for another one it is compiled against the headers of the installed torch

@@ -1,4 +1,4 @@
-"""An Accelerator of Accelerate whose optimizers train on a tensorwire job.
+"""Implements an Accelerator of Accelerate whose optimizers train on a tensorwire job.
 
 Data loaders, schedulers, `gather`, trackers and checkpoints stay Accelerate's own; gradients,
 clipping and the optimizer's step are the job's, and no model is wrapped.

@@ -1,4 +1,4 @@
-"""What the adapters share: joining the job, and what a library asks for by model or parameters.
+"""Shares code of the adapters: joining the job, and lookups by model or parameters.
 
 The libraries deal out the data and have a process group of torch.distributed for their own
 figures. Gradients, parameters and the optimizer's state are the job's. This module imports none of

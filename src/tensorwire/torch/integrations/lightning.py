@@ -1,4 +1,4 @@
-"""A strategy for Lightning's Trainer: `Trainer(strategy=TensorwireStrategy())`.
+"""Implements a strategy for Lightning: `Trainer(strategy=TensorwireStrategy())`.
 
 It is Lightning's DDPStrategy without DistributedDataParallel: samplers, metrics, loggers and
 checkpoints stay Lightning's own; gradients, clipping and the optimizer's step are the job's.

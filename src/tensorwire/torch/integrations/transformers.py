@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face transformers on a tensorwire job.
+"""Implements the Trainer of Hugging Face transformers on a tensorwire job.
 
 It trains through an Accelerator, which is `accelerate.py`'s here.
 """

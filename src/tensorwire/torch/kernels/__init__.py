@@ -1,4 +1,4 @@
-"""What servers compute: torch's own arithmetic on cells of a store, reduction and optimizer.
+"""Computes on servers by torch's own arithmetic on cells: reduction and optimizer.
 
 Knows no processes. `describe` makes of an optimizer the text by which it travels, and `kernel_of`
 makes of a text the arithmetic.

@@ -1,4 +1,4 @@
-"""What a user's optimizer is, found by trying: how it travels, or why servers cannot run it.
+"""Describes a user's optimizer for servers, by trying it, or says why they cannot run it.
 
 A class outside the known ones is tried on small tensors, a dozen steps with changing rates and some
 zero gradients: once by the user's own object, and once as servers would do it, flat and cut into

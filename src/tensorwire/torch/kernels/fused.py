@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW by torch's fused kernels, applied to cells instead of whole tensors.
+"""Applies SGD, Adam and AdamW by torch's fused kernels to cells instead of whole tensors.
 
 The fused kernels work element by element and vector by vector; cells start and end on 64 bytes, so
 the cut changes no bit. Knows no processes.

@@ -1,4 +1,4 @@
-"""How an optimizer travels to the servers: as a text that names its class and all it needs.
+"""Serializes an optimizer for servers as a text with its class and all it needs.
 
 The numbers of a group (learning rate, …) may change with every step, and travel with it. What
 cannot change is in the text: flags that are no numbers, and which state the class keeps.

@@ -1,4 +1,4 @@
-"""Any optimizer that works element by element or tensor by tensor: the class's own `step()`.
+"""Runs the class's own `step()` of optimizers that work by elements or by tensors.
 
 An instance of the class has one parameter, which lies over the bytes of a cell; its state lies over
 the cell's arrays of state. It is made as `pickle` makes one, from the numbers and options of its

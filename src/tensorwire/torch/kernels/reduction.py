@@ -1,4 +1,4 @@
-"""Servers that average and scale gradients, and no more: worker 0 makes the optimizer's steps."""
+"""Averages and scales gradients on servers where worker 0 makes the optimizer's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables with sparse gradients: the rows that a step has, and what an optimizer does to them."""
+"""Applies an optimizer to the rows of tables with sparse gradients that a step has."""
 
 from __future__ import annotations
 

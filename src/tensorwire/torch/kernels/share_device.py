@@ -1,4 +1,4 @@
-"""A GPU on which a server keeps its share; also the host's memory treated as if it were a GPU's."""
+"""Keeps a server's share on a GPU, or in host memory that is treated like a GPU's."""
 
 from __future__ import annotations
 

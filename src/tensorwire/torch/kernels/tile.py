@@ -1,4 +1,4 @@
-"""The reduction of a cell's gradients; what an optimizer then does to the cell is a subclass's."""
+"""Reduces a cell's gradients; subclasses apply an optimizer to the cell."""
 
 from __future__ import annotations
 

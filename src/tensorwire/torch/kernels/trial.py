@@ -1,4 +1,4 @@
-"""Tries a class of optimizers on small tensors: does it come to the same bits as servers run it?
+"""Tries a class of optimizers on small tensors: servers run it if all bits are equal.
 
 A dozen steps with changing rates and some zero gradients are made twice: by the user's own object,
 and as servers would make them, flat and cut into cells, or tensor by tensor, or on the rows of a

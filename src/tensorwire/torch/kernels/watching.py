@@ -1,4 +1,4 @@
-"""Notices that the step of a class reads shapes: then it may treat some sizes otherwise.
+"""Notices that the step of a class reads shapes: it may then treat some sizes otherwise.
 
 A trial has a few small tensors; what a class does from a size on that they do not have, it cannot
 see. Knows only torch.

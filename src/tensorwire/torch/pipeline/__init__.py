@@ -1,1 +1,1 @@
-"""A model that several processes share: how it is cut into stages, and how they run in turn."""
+"""Splits a model over processes: cuts it into stages and runs them in turn."""

@@ -1,4 +1,4 @@
-"""What moves between the stages of a split model: values, and their gradients back.
+"""Moves values between the stages of a split model, and their gradients back.
 
 Between stages of one process directly, else over edges (tensorwire.edges).
 """

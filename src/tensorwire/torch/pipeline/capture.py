@@ -1,4 +1,4 @@
-"""From a PyTorch model to stages and the values that cross between them.
+"""Cuts a PyTorch model into stages and the values that cross between them.
 
 `torch.export` traces the model once, on its meta or real tensors, and the trace is cut where
 `pipe_split` stands. Knows no machines and moves nothing.

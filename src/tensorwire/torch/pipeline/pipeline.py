@@ -1,4 +1,4 @@
-"""A model that is split over processes: each has its stages, and what crosses moves under a plan.
+"""Runs a model that is split over processes: each has stages, and a plan moves what crosses.
 
 `split` captures, plans and materialises; a `Split` runs steps. Activations and their gradients are
 edges of a graph (tensorwire.edges); so are the gradients of weights that several processes have.

@@ -1,4 +1,4 @@
-"""In which order a machine of a pipeline runs its stages: PyTorch's schedules, by their names.
+"""Orders the stages of a machine by PyTorch's pipeline schedules, by their names.
 
 Pure: numbers in, order out. PyTorch's own classes carry out their orders with two-sided messages of
 a process group and cannot be given another way to send.

@@ -1,4 +1,4 @@
-"""A backward in two halves: first the gradients of inputs, later those of everything else.
+"""Splits backward in two: first the gradients of inputs, later those of everything else.
 
 The method is that of zero-bubble pipelines (Qi et al., arXiv:2401.10241), on autograd's graph. Its
 nodes that lead to an input are the chain; what hangs on it, down to parameters, are branches. The

@@ -1,4 +1,4 @@
-"""One stage of a split model: forward and backward of a micro-batch, and what is kept between."""
+"""Runs one stage of a split model: forward and backward of a micro-batch."""
 
 from __future__ import annotations
 

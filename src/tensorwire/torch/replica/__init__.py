@@ -1,1 +1,1 @@
-"""One worker's copy of a model while it trains: its parameters in a store, and the step."""
+"""Trains one worker's copy of a model: its parameters in a store, and the step."""

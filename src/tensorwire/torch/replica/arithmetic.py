@@ -1,4 +1,4 @@
-"""What is done to the parameters of one optimizer, and where: on the servers, or in worker 0."""
+"""Decides what is done to an optimizer's parameters, on the servers or in worker 0."""
 
 from __future__ import annotations
 

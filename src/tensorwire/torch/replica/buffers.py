@@ -1,4 +1,4 @@
-"""What happens to a model's buffers (BatchNorm's statistics and the like) in a distributed step.
+"""Averages, broadcasts or keeps a model's buffers (BatchNorm's statistics) in each step.
 
 A worker that computes several slices gives each the buffers that the step began with, so that the
 result does not depend on who computes which slice.

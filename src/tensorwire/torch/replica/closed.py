@@ -1,4 +1,4 @@
-"""What a closed optimizer has in the place of its Replica: nothing but the error of every use."""
+"""Replaces the Replica of a closed optimizer: every use is an error."""
 
 from __future__ import annotations
 

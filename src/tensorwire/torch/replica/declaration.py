@@ -1,4 +1,4 @@
-"""Which tensors an optimizer's store has: what every worker declares, and what cannot be."""
+"""Declares the tensors of an optimizer's store, or says what cannot be one."""
 
 from __future__ import annotations
 

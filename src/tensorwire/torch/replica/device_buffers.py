@@ -1,4 +1,4 @@
-"""Buffers on a device: many small tensors cross to the host and back in one copy."""
+"""Copies many small buffers of a device to the host and back in one transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients on a device: each is copied away beside backward, as soon as it is there.
+"""Copies each gradient off a device during backward, as soon as it is there.
 
 It is copied straight into the memory that its server reads, where that is mapped here, on the
 device or the host, or into registered memory of the host from which it is sent.

@@ -1,4 +1,4 @@
-"""Parameters on a device whose values a store has in the host's memory, or in that of the device.
+"""Keeps parameters on a device whose values a store has in host or device memory.
 
 Each version is copied behind `step()`, with one copy per stretch of the store and server. What a
 script writes to a parameter stays on the device and is overwritten by the next version; it is found

@@ -1,4 +1,4 @@
-"""Memory of this process for parameters that a script edits. Knows stores, and no versions."""
+"""Provides memory for parameters that a script edits; knows stores, and no versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of the gradients are looked at in a step: all of them in the first, then in turn.
+"""Chooses which bytes of the gradients a step checks: all in the first, then in turn.
 
 Looking is taking a checksum when a gradient leaves, and again at `step()`. It finds what torch does
 not count: changes by way of `.grad.data`.

@@ -1,4 +1,4 @@
-"""What is known of each parameter's gradient between backward and the step."""
+"""Tracks each parameter's gradient between backward and the step."""
 
 from __future__ import annotations
 

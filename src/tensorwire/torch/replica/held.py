@@ -1,4 +1,4 @@
-"""What an optimizer has while another one steps, noted for a process in the place of this one.
+"""Records what an optimizer has while another one steps, for a replacement process.
 
 Such a process computes its last batch again. If one of several optimizers had stepped, it computes
 with the parameters which that step has made, and what comes out differs: other gradients for those

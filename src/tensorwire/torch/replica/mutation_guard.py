@@ -1,4 +1,4 @@
-"""Notices what a script did to parameters outside of `step()` and `tw.edit`.
+"""Notices changes of parameters by the script outside of `step()` and `tw.edit`.
 
 Looked at before every step and every other change, and before a checkpoint is written: values by
 version counter, address and form, the place in the model by identity, and which parameters are

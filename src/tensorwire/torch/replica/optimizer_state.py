@@ -1,4 +1,4 @@
-"""An optimizer's state, between torch's own form and a store's arrays."""
+"""Converts an optimizer's state between torch's form and a store's arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has a model: each worker all of it, or the processes of a pipeline its stages.
+"""Tells which process has which part of a model: all of it, or stages of a pipeline.
 
 In a pipeline the optimizer of each process is of its own parameters alone. What is saved and loaded
 is that of the whole model and of a plain optimizer of all its parameters.

@@ -1,4 +1,4 @@
-"""What becomes of gradients: they leave for the servers while backward runs, from hooks.
+"""Sends gradients to the servers while backward runs, from hooks.
 
 A gradient leaves when it is complete, or it lies where the servers read it; what a commit says of
 each is known here. The protocol of a step is the `Replica`'s.

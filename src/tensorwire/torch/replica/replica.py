@@ -1,4 +1,4 @@
-"""One worker's copy of a model in training: its parameters in a store, and the protocol of a step.
+"""Trains one worker's copy of a model: parameters in a store, and the protocol of a step.
 
 It is what `DistributedOptimizer` puts behind the user's optimizer. It declares the tensors,
 publishes values, commits, and waits for versions. Gradients are the `Reducer`'s, and the memory of

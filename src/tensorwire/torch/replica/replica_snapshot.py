@@ -1,4 +1,4 @@
-"""One version of what an optimizer trains, for a checkpoint: its state and the parameters."""
+"""Torch side of a snapshot for a checkpoint: an optimizer's parameters and state of one version."""
 
 from __future__ import annotations
 

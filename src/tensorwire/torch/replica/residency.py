@@ -1,4 +1,4 @@
-"""Parameters whose memory is a store's: how they get there, are edited, and come back."""
+"""Moves parameters into a store's memory, edits them there, and brings them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All slices of a step that one worker computes in turn have the same hyper-parameters."""
+"""Checks that all slices of a step in one worker have the same hyper-parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples a slice's gradient stands for: its weight in the mean over all slices."""
+"""Counts the samples of a slice's gradient: its weight in the mean over all slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of tables: their rows are pushed, as soon as the host has them.
+"""Pushes the rows of tables' gradients as soon as the host has them.
 
 On a device several lookups of one row are several rows of the gradient, and how many are left when
 they are added up only the device knows. It is asked once, for all tables, and not while backward

@@ -1,4 +1,4 @@
-"""The slices of a step that one worker computes in turn, where some were those of dead workers.
+"""Computes in turn the slices of a step that one worker has, those of dead workers too.
 
 How many there are is known when one is committed: `step()` then looks which ones nobody has
 committed. What needs no batch is committed at once.

@@ -1,4 +1,4 @@
-"""Steps that worker 0 makes with the averaged gradients, where servers cannot make them."""
+"""Makes steps in worker 0 with averaged gradients, where servers cannot make them."""
 
 from __future__ import annotations
 

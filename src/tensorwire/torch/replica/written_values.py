@@ -1,4 +1,4 @@
-"""Parameters that somebody has written while the job was paused: all workers make them a version.
+"""Makes parameters that were written during a pause a version, at all workers.
 
 The values lie at the servers, so that any worker may commit slice 0, which says what there is: also
 one that computes it in the place of one that was killed. docs/files.md has the user's side.
