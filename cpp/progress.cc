@@ -86,9 +86,8 @@ Progress::Progress()
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       kick_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoch_(fork::epoch()) {
-  if (!epoll_ || !kick_) {
+  if (!epoll_ || !kick_)
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
-  }
   epoll_event event{.events = EPOLLIN, .data = {.fd = kick_.get()}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
   try {
