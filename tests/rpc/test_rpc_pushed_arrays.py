@@ -331,10 +331,10 @@ def test_a_message_that_cannot_be_made_waits_for_its_arrays(
     np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))
 
 
-def test_who_pushes_and_does_not_go_on_is_refused(
+def test_who_pushes_and_does_not_go_on_is_not_waited_for(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody waits for it any longer."""
+    """The call is made again by grpcio, as the servicer has not run."""
     monkeypatch.setattr(pushing, "STALLED_S", 0.3)
     monkeypatch.setattr(waiting, "STALLED_S", 0.3)
     channel = open_channel(both)
@@ -342,10 +342,8 @@ def test_who_pushes_and_does_not_go_on_is_refused(
     call(rpc.tensor(numbers(8)))
     monkeypatch.setattr(pushing.PushedArrays, "run", lambda arrays, needed: None)
     began = time.monotonic()
-    with pytest.raises(grpc.RpcError) as caught:
-        call(rpc.tensor(numbers(LONG)), timeout=LONG_S)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "has not come further" in str(caught.value.details())
+    answer = call(rpc.tensor(numbers(LONG)), timeout=LONG_S)
+    np.testing.assert_array_equal(rpc.array(answer), numbers(LONG))
     assert time.monotonic() - began < LONG_S / 2
     monkeypatch.undo()
     np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))

@@ -371,9 +371,7 @@ class Job:
             first, session.first_epoch = session.first_epoch, 0
             given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
             for epoch in given:
-                session.epoch = epoch
-                session.position.begin_epoch(epoch)
-                self.session.done = epoch + 1
+                session.begin_epoch(epoch)
                 if session.taking is not None:
                     tell_offer(session, self._kept, self.local_replicas)
                 if progress is None and self.rank == 0:  # since another worker was killed

@@ -21,7 +21,14 @@ from torch.utils.data import (
 )
 
 from .position import LoaderPass
-from .random_numbers import seed_all
+from .random_numbers import (
+    BEHIND_A_PASS,
+    IN_A_STEP,
+    random_state,
+    seed_all,
+    seed_of,
+    set_random_state,
+)
 from .session import Session
 from .taking import BatchTurns, Taking
 
@@ -35,20 +42,6 @@ def checked_seed(seed: Any) -> int:
     if not -(1 << 63) <= number < 1 << 64:
         raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
     return number
-
-
-def seed_of(*parts: int) -> int:
-    """A seed that differs wherever a part differs (splitmix64 over the parts)."""
-    state = 0
-    for part in parts:
-        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-_MASK = (1 << 64) - 1
 
 
 def deal(count: int, slices: int, batch_size: int, drop_last: bool) -> list[list[tuple[int, int]]]:
@@ -174,8 +167,27 @@ class _Seeded(Dataset[Any]):
         return [self._dataset[index] for index in batch]
 
 
+class _BeginWorker:
+    """What a process of a loader does first: the user's dataset and function are what it sees."""
+
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self._own = own
+
+    def __call__(self, number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", info.dataset._dataset)  # frozen, as users see it
+        if self._own is not None:
+            self._own(number)
+
+
 class Loader:
-    """Made by `Job.loader`. Iterating it is one epoch."""
+    """Made by `Job.loader`. Iterating it is one epoch.
+
+    Attributes:
+        dataset: as given.
+        batch_size: as given, of one slice.
+    """
 
     def __init__(
         self,
@@ -200,6 +212,7 @@ class Loader:
                     "given. Of a part give torch.utils.data.Subset(dataset, indices); for another "
                     "order or weights iterate a DataLoader of your own, other samples per worker"
                 )
+        self.dataset, self.batch_size = dataset, batch_size
         self._session, self._begin_pass = session, begin_pass
         self._shuffle, self._accumulate = shuffle, accumulate
         self._name = session.position.name_of_next_loader()
@@ -220,6 +233,8 @@ class Loader:
         )
         self._batches = _Batches()
         self._generator = torch.Generator()
+        if options.get("num_workers"):
+            options = {**options, "worker_init_fn": _BeginWorker(options.get("worker_init_fn"))}
         self._loader = DataLoader(
             _Seeded(dataset), batch_sampler=self._batches, generator=self._generator, **options
         )
@@ -271,8 +286,9 @@ class Loader:
         session.check_present("a new pass of a loader")
         session.check_due("a new pass of a loader")
         if session.taking is None or not trains:
-            batches = [batch(*each) for each in self._mine()]
-            seeds = [seed(*each) for each in self._mine()]
+            turns = list(self._mine())
+            batches = [batch(*each) for each in turns]
+            seeds = [(step, seed(step, index)) for step, index in turns]
         if not trains:
             yield from self._give(batches, seeds, None)
             return
@@ -294,11 +310,12 @@ class Loader:
                 session.rejoin.end_pass(self._name, number)
 
     def _give(
-        self, batches: list[_Batch], seeds: list[int], of: LoaderPass | None
+        self, batches: list[_Batch], seeds: list[tuple[int, int]], of: LoaderPass | None
     ) -> Iterator[Any]:
-        """Gives out batches, each with the random numbers of its seed."""
+        """Gives out batches, each with its step and the random numbers of its seed."""
         self._batches.now = batches
         session, looked_at = self._session, of is None or of.first_step == 0
+        before = random_state() if of is None else None
         this = object()
         given = zip(batches, seeds, self._loader, strict=True)
         rejoin = None if of is None else session.rejoin
@@ -308,10 +325,11 @@ class Loader:
                     rejoin.begin_batch(self._name, of.number, of.given == 0)
                 if (each := next(given, None)) is None:
                     break
-                batch, seed, data = each
+                batch, (step, seed), data = each
                 seed_all(seed)
                 session.batch_comes(this, len(batch))
                 if of is not None:
+                    self._begin_step(step, of)
                     of.given += 1
                 yield data
                 if looked_at:
@@ -320,6 +338,21 @@ class Loader:
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, of is not None)
+            if before is not None:
+                set_random_state(before)  # an evaluation leaves no trace
+            elif of is not None:
+                self._draw_alike(of)
+
+    def _begin_step(self, step: int, of: LoaderPass) -> None:
+        """An optimizer that draws numbers draws those of the step, of which all slices are one."""
+        session, step = self._session, step // self._accumulate
+        session.step_seed = seed_of(session.seed, session.epoch, of.number, step, IN_A_STEP)
+
+    def _draw_alike(self, ended: LoaderPass) -> None:
+        """Behind a pass all workers draw the same numbers, of which none depends on its slices."""
+        session, number = self._session, ended.number
+        session.step_seed = None
+        seed_all(seed_of(session.seed, session.epoch, number, len(self._steps), BEHIND_A_PASS))
 
     def _give_in_turn(
         self,
@@ -358,6 +391,7 @@ class Loader:
                 data = next(given)
                 seed_all(seed(*each))
                 session.batch_comes(this, len(range(*self._steps[each[0]][each[1]])))
+                self._begin_step(each[0], of)
                 taking.give(each[1])
                 of.given = turns.given
                 yield data
@@ -367,6 +401,7 @@ class Loader:
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, True)
+            self._draw_alike(of)
 
     def _mine(self) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""

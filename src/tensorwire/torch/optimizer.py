@@ -216,6 +216,8 @@ class DistributedMixin:
     _tensorwire: Replica  # until `close`
     param_groups: list[dict[str, Any]]
 
+    # A compiled function may call these.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits this slice's gradients and returns with the next version in place.
 
@@ -239,6 +241,7 @@ class DistributedMixin:
         self._tensorwire.step()
         return loss
 
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that left since the last step are withdrawn."""
         self._tensorwire.withdraw()

@@ -12,6 +12,22 @@ from typing import NamedTuple
 import torch
 
 
+def seed_of(*parts: int) -> int:
+    """A seed that differs wherever a part differs (splitmix64 over the parts)."""
+    state = 0
+    for part in parts:
+        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+_MASK = (1 << 64) - 1
+# The last part of a seed that is of no slice.
+IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP = -2, -3, -4
+
+
 class RandomState(NamedTuple):
     """Where the default generators are.
 

@@ -30,6 +30,7 @@ from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernel, permitted_imports
 from .position import Position
+from .random_numbers import IN_AN_EPOCH, seed_all, seed_of
 from .rejoin import Rejoin
 from .statistics import Statistics
 from .taking import Taking
@@ -63,6 +64,7 @@ class Session:
         done: epochs that a checkpoint of now has behind it.
         first_epoch: with which the next loop of `Job.epochs` begins.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
+        step_seed: of an optimizer that draws numbers in a step of a loader; None: there is no step.
         position: the same, for a checkpoint.
         statistics: of the steps.
         before_release: called before servers free a store.
@@ -87,6 +89,7 @@ class Session:
         self.first_epoch = 0
         self.batches = 0
         self.batch_samples = 0
+        self.step_seed: int | None = None
         self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
         self._left = 0, 0  # the last batch of a pass that was over before a step used it
         self._used = 0  # batches that were given out before the last version
@@ -184,6 +187,12 @@ class Session:
         return self.rejoin is not None and self.rejoin.notes and self.taking is None
 
     # ---- data
+
+    def begin_epoch(self, epoch: int) -> None:
+        """`Job.epochs` gives out an epoch, in which all workers draw the same random numbers."""
+        self.epoch, self.done = epoch, epoch + 1
+        self.position.begin_epoch(epoch)
+        seed_all(seed_of(self.seed, epoch, IN_AN_EPOCH))
 
     def batch_comes(self, iteration: object, samples: int) -> None:
         """An iteration over a loader gives out a batch."""

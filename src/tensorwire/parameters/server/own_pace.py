@@ -291,7 +291,9 @@ class OwnPace(Versions):
         commits = [replace(commit, version=version) for commit, _ in taken]
         ranks = [self._inbox.rank(index) for index in range(len(commits))]
         for rank, commit in zip(ranks, commits, strict=True):
-            if different := commits[0].difference(commit, f"in worker {ranks[0]}", f"in {rank}"):
+            # With hyper-parameters nothing is applied, and workers have made other steps.
+            alike = replace(commit, hyper=commits[0].hyper)
+            if different := commits[0].difference(alike, f"in worker {ranks[0]}", f"in {rank}"):
                 raise DisagreementError(f"workers {ranks[0]} and {rank} disagree: {different}")
         operation = commits[0].operation
         if operation not in (PUBLISH, RELEASE):

@@ -20,6 +20,7 @@ import torch
 from tensorwire.errors import UnavailableError
 from tensorwire.parameters import Bytes, Place
 
+from ..script_line import script_stacklevel
 from .library import Allocator, load
 
 NOT_YET = "no gradient has arrived yet"
@@ -362,5 +363,5 @@ def try_slots(
         return GradientSlots(parameters, places)
     except UnavailableError as error:
         text = f"gradients are copied to their place instead of being produced there: {error}"
-        warnings.warn(text, PlacementWarning, stacklevel=7)  # the script
+        warnings.warn(text, PlacementWarning, stacklevel=script_stacklevel())
         return str(error)

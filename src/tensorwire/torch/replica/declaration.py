@@ -151,6 +151,9 @@ def _check_device(name: str, parameter: torch.Tensor) -> None:
 
 def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
     dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES and kind not in ("trained", "rows"):  # frozen: travels as bytes
+        name = f"{name} of {dtype} {tuple(parameter.shape)}"
+        return TensorSpec(name, "uint8", (parameter.nbytes,), kind, group)
     if dtype not in ITEM_BYTES or (
         kind in ("trained", "rows") and not parameter.is_floating_point()
     ):

@@ -8,7 +8,8 @@ frozen.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class MutationGuard:
         self._on_device = on_device
         self._owners = self._find_owners()
         self._seen: dict[int, tuple[Any, ...]] = {}
+        self._steps: Counter[int] = Counter()  # that have changed a parameter since
         if store.compares:
             warnings.warn(
                 "the kernel does not tell which memory this process has written "
@@ -61,7 +63,12 @@ class MutationGuard:
 
     def remember(self) -> None:
         """All is as it should be now."""
+        self._steps.clear()
         self._seen = {i: _look_at(p) for i, p in self._held.items()}
+
+    def stepped(self, changed: Iterable[int]) -> None:
+        """Autograd was told once that a step has changed some parameters."""
+        self._steps.update(changed)
 
     def check(self, wait: bool = True) -> None:
         """Raises RuntimeError if something was changed since, with what to do instead.
@@ -91,7 +98,8 @@ class MutationGuard:
 
     def _check_values(self) -> None:
         """What was written in place is undone, so that the caller may go on after the error."""
-        changed = [i for i, p in self._held.items() if _look_at(p) != self._seen[i]]
+        steps = self._steps
+        changed = [i for i, p in self._held.items() if _look_at(p, steps[i]) != self._seen[i]]
         written = [i for i in self._store.take_back(bool(changed)) if i in self._held]
         if not changed and not written:
             return
@@ -104,7 +112,7 @@ class MutationGuard:
                 else:
                     value = self._store.value(i)
                     parameter.data = in_form(value, parameter.dtype, size, stride)
-                self._seen[i] = _look_at(parameter)
+                self._seen[i] = _look_at(parameter, steps[i])
         if self._on_device is not None:
             self._on_device.forget_check()
         raise self._changed((changed or written)[0])
@@ -121,7 +129,8 @@ class MutationGuard:
             "step(), in place or by way of .data; other workers would not see it. Change "
             "parameters inside 'with tw.edit(model):', on all workers. To evaluate with other "
             "values (an average of weights), put them in and back inside one such block, or load "
-            "them into copy.deepcopy(model)"
+            "them into copy.deepcopy(model). An nn.Embedding with max_norm= changes its rows in "
+            "forward, and cannot be distributed"
         )
 
     def frozen_or_not(self) -> nn.Parameter | None:
@@ -156,7 +165,8 @@ def _form_of(parameter: torch.Tensor) -> str:
     return f"{parameter.dtype} on {parameter.device}"
 
 
-def _look_at(parameter: torch.Tensor) -> tuple[Any, ...]:
+def _look_at(parameter: torch.Tensor, steps: int = 0) -> tuple[Any, ...]:
     """What differs after a change in place, or of the memory or form that `.data` has."""
     negated = parameter.is_neg(), parameter.is_conj()
-    return parameter._version, parameter.data_ptr(), parameter.shape, parameter.stride(), *negated
+    version = parameter._version - steps
+    return version, parameter.data_ptr(), parameter.shape, parameter.stride(), *negated

@@ -166,6 +166,7 @@ class Reducer:
 
     # ---- while backward runs
 
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self.samples.gradient_comes()
         if not self.waits and self._session.rejoin is not None:

@@ -398,7 +398,7 @@ class Replica:
             return
         result = self.store.wait()
         self.last_norm = result.norm
-        self._residency.refresh()
+        self._residency.refresh(present[0] if result.finite or not check_finite else b"")
         self.buffers.take(self.store)
         if self.arithmetic.by_worker and (result.finite or not check_finite):
             if self.session.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorwire.parameters import Store
+from tensorwire.parameters import ABSENT, Store
 
 from ..views import tensor_at
 from .device_parameters import DeviceParameters
@@ -69,10 +69,18 @@ class Residency:
         if self.on_device is not None:
             self.on_device.settle()
 
-    def refresh(self) -> None:
-        """The store has another version, which is copied where its memory is not seen."""
+    def refresh(self, present: bytes) -> None:
+        """The store has another version, which is copied where its memory is not seen.
+
+        Autograd is told that those changed of which `present` has a gradient, so that it refuses a
+        graph that was made before, as behind any other optimizer.
+        """
         if self.on_device is not None:
             self.on_device.refresh()
+        trained = {i: p for i, p in self.parameters.items() if present and p.requires_grad}
+        changed = [i for i in trained if present[i] != ABSENT]
+        torch.autograd.graph.increment_version([trained[i] for i in changed])
+        self.guard.stepped(changed)
 
     def parts(self) -> list[range]:
         """All tensors of the store, in parts of some size; the same in all workers."""

@@ -13,6 +13,7 @@ import torch
 
 from tensorwire.memory import checksum
 
+from ..script_line import script_stacklevel
 from ..session import Session
 from ..views import flat_bytes
 
@@ -79,8 +80,7 @@ class SameBatches:
         for one in told if session.rank == 0 else ():
             ranks = [rank for rank, each in enumerate(told) if each == one != bytes(8)]
             if len(ranks) > 1:
-                # At the line that called the optimizer's step(), which torch wraps.
-                warnings.warn(_text(ranks), SameBatchesWarning, stacklevel=5)
+                warnings.warn(_text(ranks), SameBatchesWarning, stacklevel=script_stacklevel())
                 return
 
 

@@ -9,8 +9,8 @@ import torch
 
 from tensorwire.parameters import Store
 
-from ..loader import seed_of
-from ..random_numbers import kept_random_state, seed_all
+from ..random_numbers import kept_random_state, seed_all, seed_of
+from ..session import present_session
 from ..views import tensor_at
 from .arithmetic import Arithmetic
 
@@ -57,7 +57,10 @@ class WorkerSteps:
                 value = tensor_at(average, parameter).to(parameter.device) if present[i] else None
                 parameter.grad = value
             with kept_random_state():
-                drawn = int(torch.randint(1 << 62, ()))  # another one in every step of a loader
+                session = present_session()
+                drawn = None if session is None else session.step_seed
+                if drawn is None:  # no step of a loader
+                    drawn = int(torch.randint(1 << 62, ()))
                 seed_all(seed_of(drawn, self._store.version))
                 self._arithmetic.step()
             for i, old in before.items():
