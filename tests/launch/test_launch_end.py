@@ -77,6 +77,23 @@ def test_one_worker_fails(place: Place, failure: str, code: int, said: str) -> N
         assert "RuntimeError: oh no" in lines_of(done.stderr, "worker 1")
 
 
+def test_a_worker_that_fails_and_does_not_end(place: Place) -> None:
+    """It has a thread that goes on, and the others would wait for it for ever."""
+    done = place.run(
+        """
+        if rank == 1:
+            import threading
+            threading.Thread(target=wait).start()
+            raise RuntimeError("oh no")
+        wait()
+        """,
+        patience={"stuck_s": 0.5},
+    )
+    assert done.returncode == 1
+    assert "raised RuntimeError at " in next(summary(done.stderr))
+    assert "has not ended since: it may have a thread" in done.stderr
+
+
 def test_a_killed_worker(place: Place) -> None:
     with place.start('print(f"pid of {rank}: {os.getpid()}.")\nwait()') as job:
         os.kill(job.pid_of("1"), signal.SIGKILL)

@@ -260,3 +260,19 @@ def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[server 0] ended\n" in done.stdout
+
+
+def test_a_worker_that_never_joins(tmp_path: Path) -> None:
+    """It has ended well, and the others would wait in tw.init() for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "if os.environ['TENSORWIRE_RANK'] == '1': raise SystemExit\n"
+        "import tensorwire.torch as tw\n"
+        "tw.init()\n"
+    )
+    command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "ended without joining the job, and worker 0 (pid" in done.stderr
+    assert "every worker has to call tw.init()" in done.stderr

@@ -510,9 +510,11 @@ def test_a_frozen_stage(team: Team) -> None:
 
 def seeds(job: tw.Job) -> Any:
     """What torch draws in each process after it got a batch, and the batch."""
-    x, _ = next(iter(job.loader(samples("mlp"), batch_size=BATCH, shuffle=True)))
+    batches = iter(job.loader(samples("mlp"), batch_size=BATCH, shuffle=True))
+    x, _ = next(batches)
+    drawn = torch.rand(1).item()
     evaluated = [float(each[0].sum()) for each in job.shard(samples("mlp"))]
-    return x.numpy(), torch.rand(1).item(), evaluated, (job.replica, job.stage, job.replicas)
+    return x.numpy(), drawn, evaluated, (job.replica, job.stage, job.replicas)
 
 
 def test_what_processes_of_a_replica_share(team: Team) -> None:

@@ -236,6 +236,11 @@ class Restarts:
         member = self._members.get((process.kind, process.index))
         return member is not None and process.kind == "worker" and member.keeper.left is True
 
+    def has_begun(self, process: Replaceable) -> bool:
+        """Whether a worker has begun to join the job; false where nobody hands anything over."""
+        member = self._members.get((process.kind, process.index))
+        return member is not None and (member.keeper.restorable or member.keeper.left is not None)
+
     def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 

@@ -51,6 +51,7 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
+        stuck_s: a worker, to end after an error that nothing has caught.
         standby_s: since a standby was used, until there is another one for a server that dies; the
             first one twice as long after all workers have joined: short jobs do not pay for one.
         rebalance_s: how long servers' work is measured before it is compared.
@@ -61,6 +62,7 @@ class Patience:
     grace_s: float = 3.0
     alone_s: float = 1.0
     kill_s: float = 1.0
+    stuck_s: float = 30.0
     standby_s: float = 3.0
     rebalance_s: float = 5.0
 

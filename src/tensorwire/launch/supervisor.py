@@ -97,6 +97,8 @@ class Supervisor:
         self._reports = Reports()
         self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
+        self._stuck_at: float | None = None
+        self._absent: Process | None = None  # a worker that has ended and never joined
 
     def run(self) -> int:
         """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
@@ -273,7 +275,8 @@ class Supervisor:
     def _turn(self, deadline: float = math.inf) -> None:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         wake_at = [*self._escalation.times(), *self._restarts.times(), *self._silence.times()]
-        wake_at += [*self._times(), *([] if self._show_at is None else [self._show_at])]
+        wake_at += self._times()
+        wake_at += [at for at in (self._show_at, self._stuck_at) if at is not None]
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -294,6 +297,7 @@ class Supervisor:
         for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
             if process not in self._lost:
                 self._note_end(process)
+        self._check_waiting()
         self._replace_lost()
         if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
@@ -346,6 +350,7 @@ class Supervisor:
             if (failure := failure_in(told)) is not None:
                 del self._inboxes[name]
                 self._reports.add(name, failure)
+                self._stuck_at = self._stuck_at or time.monotonic() + self._patience.stuck_s
                 if self._show_at is None and not self._reports.shown:
                     self._show_at = time.monotonic() + self._patience.grace_s
         if cause := self._reports.cause():
@@ -365,6 +370,22 @@ class Supervisor:
                 process.read_all()  # what it printed before comes before
         self._screen.tell_of(name, self._reports.traceback(name))
 
+    def _check_waiting(self) -> None:
+        """Ends a job whose workers wait for one that has not joined, or has failed and lives on."""
+        waiting = next((each for each in self._workers() if self._restarts.has_begun(each)), None)
+        if self._absent is not None and waiting is not None:
+            self._fail(
+                f"{_named(self._absent)} ended without joining the job, and {_named(waiting)} "
+                "waits for it: every worker has to call tw.init()",
+                1,
+                self._absent,
+            )
+        elif passed(self._stuck_at):
+            self._stuck_at = None
+            if stuck := next((e for e in self._workers() if self._reports.has(e.name)), None):
+                text = f"{_named(stuck)} raised {self._reports.kind(stuck.name)}"
+                self._fail(f"{text}, and has not ended since: it may have a thread", 1, stuck)
+
     def _note_end(self, process: Process) -> None:
         if process.kind == "standby":
             self._restarts.note_standby(process)
@@ -373,6 +394,8 @@ class Supervisor:
         self._ended.append(process)
         orphans = self._restarts.note_left(process, self._living())
         started = not self._workers_left
+        if process.kind == "worker" and process.code == 0 and not self._restarts.has_begun(process):
+            self._absent = process
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
         failed = process.code != 0 or not started
         if failed and not process.told_to_end and not self._ending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class MutationGuard:
         self._owners = self._find_owners()
         self._seen: dict[int, tuple[Any, ...]] = {}
         self._steps: Counter[int] = Counter()  # that have changed a parameter since
+        # Those after the step that autograd is being told of, which an interrupt may keep apart.
+        self._next: tuple[Sequence[int], Counter[int]] | None = None
         if store.compares:
             warnings.warn(
                 "the kernel does not tell which memory this process has written "
@@ -63,12 +65,24 @@ class MutationGuard:
 
     def remember(self) -> None:
         """All is as it should be now."""
-        self._steps.clear()
+        self._next, self._steps = None, Counter()
         self._seen = {i: _look_at(p) for i, p in self._held.items()}
 
-    def stepped(self, changed: Iterable[int]) -> None:
-        """Autograd was told once that a step has changed some parameters."""
-        self._steps.update(changed)
+    def expect(self, changed: Sequence[int]) -> None:
+        """Autograd is about to be told, in one call, that a step has changed some parameters."""
+        steps = self._steps.copy()
+        steps.update(changed)
+        self._next = changed, steps
+
+    def settle(self) -> None:
+        """It was told, or not if that was interrupted."""
+        if self._next is None:
+            return
+        changed, steps = self._next
+        first = changed[0] if changed else None
+        if first is not None and _look_at(self._held[first], steps[first]) == self._seen[first]:
+            self._steps = steps
+        self._next = None
 
     def check(self, wait: bool = True) -> None:
         """Raises RuntimeError if something was changed since, with what to do instead.
@@ -98,6 +112,7 @@ class MutationGuard:
 
     def _check_values(self) -> None:
         """What was written in place is undone, so that the caller may go on after the error."""
+        self.settle()
         steps = self._steps
         changed = [i for i, p in self._held.items() if _look_at(p, steps[i]) != self._seen[i]]
         written = [i for i in self._store.take_back(bool(changed)) if i in self._held]

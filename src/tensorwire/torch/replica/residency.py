@@ -79,8 +79,9 @@ class Residency:
             self.on_device.refresh()
         trained = {i: p for i, p in self.parameters.items() if present and p.requires_grad}
         changed = [i for i in trained if present[i] != ABSENT]
+        self.guard.expect(changed)
         torch.autograd.graph.increment_version([trained[i] for i in changed])
-        self.guard.stepped(changed)
+        self.guard.settle()
 
     def parts(self) -> list[range]:
         """All tensors of the store, in parts of some size; the same in all workers."""
