@@ -214,7 +214,7 @@ void bind_rpc(nb::module_& m);
 namespace nanobind::detail {
 template <>
 struct type_caster<tensorwire::Seconds> {
-  NB_TYPE_CASTER(tensorwire::Seconds, const_name("float | None"))
+  NB_TYPE_CASTER(tensorwire::Seconds, const_name("float"))
   bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
     value = tensorwire::Seconds(source);
     return true;
