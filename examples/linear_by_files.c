@@ -70,7 +70,7 @@ int main(int argc, char** argv) {
   rank_ = atoi(argv[2]);
   long done = 1, version;
   // Until the script has made its optimizer.
-  while (wanted_version() == 0 && errno == ENOENT) usleep(100000);
+  while ((errno = 0, wanted_version()) == 0 && errno == ENOENT) usleep(100000);
   while ((version = wanted_version()) != 0) {
     if (version <= done) {  // of the step that was committed last
       usleep(500);

@@ -91,7 +91,7 @@ def test_a_worker_that_fails_and_does_not_end(place: Place) -> None:
     )
     assert done.returncode == 1
     assert "raised RuntimeError at " in next(summary(done.stderr))
-    assert "has not ended since: it may have a thread" in done.stderr
+    assert "a thread of it may keep it alive" in done.stderr
 
 
 def test_a_killed_worker(place: Place) -> None:

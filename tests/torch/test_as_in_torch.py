@@ -216,6 +216,46 @@ def test_frozen_parameters_of_any_dtype(team: Team) -> None:
     assert first[0] == [[0, 3], [1, 4], [2, 5]]
 
 
+def ordered(job: Any) -> None:
+    """The workers have the elements of a frozen parameter in other orders."""
+    model = linear()
+    values = torch.arange(6, dtype=torch.int8).view(2, 3)
+    values = values.t().contiguous().t() if job.rank else values
+    model.register_parameter("q", nn.Parameter(values, requires_grad=False))
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+
+def test_frozen_parameters_in_other_orders_are_refused(team: Team) -> None:
+    for failure in team.failures(ordered):
+        assert "strides (3, 1)" in failure.text
+        assert "strides (1, 2)" in failure.text
+
+
+def behind_two(job: Any) -> list[float]:
+    """Numbers behind passes of two loaders, one of which was left and is collected late."""
+    model = linear()
+    optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+    found = []
+    for _ in job.epochs(1):
+        left = iter(job.loader(DATA, batch_size=4))
+        next(left)
+        for loader in (job.loader(DATA, batch_size=4), job.loader(DATA, batch_size=4)):
+            for x in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(torch.rand(()).item())
+        before = torch.get_rng_state()
+        del left
+        assert torch.equal(before, torch.get_rng_state())
+    return found
+
+
+def test_behind_each_loader_others_are_drawn(team: Team) -> None:
+    first, second = team.alone(behind_two)
+    assert first != second
+
+
 def together(job: Any) -> float:
     """Workers that have made different steps edit together."""
     model = linear()

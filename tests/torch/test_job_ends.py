@@ -276,3 +276,25 @@ def test_a_worker_that_never_joins(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ended without joining the job, and worker 0 (pid" in done.stderr
     assert "every worker has to call tw.init()" in done.stderr
+
+
+def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
+    """It is lost, which is told; not that it never came."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "import tensorwire.torch as tw\n"
+        "job = tw.init()\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
+        "for step in range(5):\n"
+        "    if step == 2 and job.rank == 1: os._exit(0)\n"
+        "    model(torch.ones(1, 1)).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "without joining" not in done.stderr
+    assert "worker 1 (pid" in done.stderr
+    assert "was lost" in done.stderr

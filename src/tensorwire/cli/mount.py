@@ -46,10 +46,10 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
     file is and what is refused; why something was refused, this process prints. If it is killed,
     its files answer ENOTCONN until `umount DIR`; the job does not notice.
     """  # noqa: D301
-    if not os.path.isdir(folder):
-        raise click.ClickException(f"{folder!r} is no folder: mkdir it first")
     if _is_mounted(folder):
         raise click.ClickException(f"a job is mounted at {folder} already: umount {folder} first")
+    if not os.path.isdir(folder):
+        raise click.ClickException(f"{folder!r} is no folder: mkdir it first")
     address = bare_address(address or _only_job())
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -72,7 +72,7 @@ def _is_mounted(folder: str) -> bool:
     """What is mounted at a folder, last if there are several, is a job."""
     place = os.path.realpath(folder)
     kind = ""
-    with open("/proc/self/mounts") as file:
+    with open("/proc/self/mounts", errors="surrogateescape") as file:
         for line in file:
             _, at, found, *_ = line.split(" ")
             if re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), at) == place:

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tensorwire.errors import (
     BusyError,
@@ -57,15 +57,16 @@ class Explanations:
     def __init__(self, who: str) -> None:
         self._who, self._last = who, ""
 
-    def __call__(self, error: OSError) -> int:
-        """Prints the text of a refusal if it says more than its number; returns the number."""
-        number, text = error.errno or errno.EIO, error.strerror or ""
-        if number in _REFUSALS and text not in ("", os.strerror(number)):
-            line = f"{self._who}: {error.filename}: {text}"
-            if line != self._last:
-                self._last = line
+    def __call__(self, error: OSError) -> None:
+        """Prints the text of a refusal if it says more than its number."""
+        text = error.strerror or ""
+        if error.errno not in _REFUSALS or text in ("", os.strerror(error.errno)):
+            return
+        line = f"{self._who}: {error.filename}: {text}"
+        if line != self._last:
+            self._last = line
+            with suppress(OSError, ValueError):  # nobody reads it
                 print(line, file=sys.stderr, flush=True)
-        return number
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         }
         self._opening = threading.Lock()
         self._opened: list[Tree] = []
-        self._process = os.getpid()
+        _MADE.add(self)
         weakref.finalize(self, _close, self._opened)
 
     @property
@@ -91,9 +91,6 @@ class TensorwireFileSystem(AbstractFileSystem):
             OSError: nobody is there, or the secret is wrong.
         """
         with self._opening:
-            if self._process != os.getpid():  # a fork: that connection is the parent's
-                self._process = os.getpid()
-                self._opened.clear()
             if not self._opened:
                 with as_os_errors(self.unstrip_protocol("")):
                     reader = JobReader(self.address, **self._options)  # type: ignore[arg-type]
@@ -482,3 +479,16 @@ def _read_only(path: str) -> OSError:
 def _close(trees: list[Tree]) -> None:
     while trees:
         trees.pop().close()
+
+
+_MADE: weakref.WeakSet[TensorwireFileSystem] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: connections are the parent's, and a thread that is not here may lock."""
+    for each in list(_MADE):
+        each._opening = threading.Lock()
+        each._opened.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

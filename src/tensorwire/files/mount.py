@@ -66,8 +66,7 @@ ROOT = 1
 _THREADS = 4  # answer at once; where all wait for a server, one more does
 _MOST_THREADS = 64
 _INIT_S = 5.0  # for the kernel's first request
-_XATTR = "user.tensorwire."
-_FOLDER_VALID_S = 1
+_XATTR, _FOLDER_VALID_S = "user.tensorwire.", 1
 _LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
 _LOOK_SHARE = 0.01  # of the time since the last change
 _LOOK_AGAIN_S = 10.0  # behind ESTALE
@@ -218,7 +217,8 @@ class JobMount:
             with wanted_while(lambda: not interrupted.is_set()):
                 answer = self._answer(operation, node, body)
         except OSError as error:
-            self._mount.answer(unique, self._explain(error))
+            self._mount.answer(unique, error.errno or errno.EIO)
+            self._explain(error)
         except Exception:
             traceback.print_exc(file=sys.stderr)
             self._mount.answer(unique, errno.EIO)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -242,8 +243,10 @@ class Tree:
             try:
                 node = folder.child(part)
             except (LookupError, ValueError):
-                if parts[0] in ("params", "optimizer") and f"{part}.npy" in folder.names():
-                    raise refuse(errno.ENOENT, path, f"the file is {part}.npy") from None
+                if parts[0] in ("params", "optimizer"):
+                    with suppress(LookupError, ValueError):
+                        folder.child(f"{part}.npy")
+                        raise refuse(errno.ENOENT, path, f"the file is {part}.npy") from None
                 raise refuse(errno.ENOENT, path) from None
         return node
 

@@ -34,6 +34,7 @@ from tensorwire.launch.screen import Screen
 from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
+from tensorwire.launch.stragglers import Stragglers
 from tensorwire.membership import JOB_LOG, JobLog, running_servers, shown_command
 
 # One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
@@ -97,8 +98,8 @@ class Supervisor:
         self._reports = Reports()
         self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
-        self._stuck_at: float | None = None
-        self._absent: Process | None = None  # a worker that has ended and never joined
+        stuck_s = self._patience.stuck_s
+        self._stragglers = Stragglers(self._restarts, self._reports, stuck_s)
 
     def run(self) -> int:
         """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
@@ -275,8 +276,8 @@ class Supervisor:
     def _turn(self, deadline: float = math.inf) -> None:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         wake_at = [*self._escalation.times(), *self._restarts.times(), *self._silence.times()]
-        wake_at += self._times()
-        wake_at += [at for at in (self._show_at, self._stuck_at) if at is not None]
+        wake_at += [*self._times(), *self._stragglers.times()]
+        wake_at += [] if self._show_at is None else [self._show_at]
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -297,7 +298,8 @@ class Supervisor:
         for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
             if process not in self._lost:
                 self._note_end(process)
-        self._check_waiting()
+        if found := self._stragglers.find(self._workers()):
+            self._fail(f"{_named(found[1])} {found[0]}", 1, found[1])
         self._replace_lost()
         if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
@@ -350,7 +352,7 @@ class Supervisor:
             if (failure := failure_in(told)) is not None:
                 del self._inboxes[name]
                 self._reports.add(name, failure)
-                self._stuck_at = self._stuck_at or time.monotonic() + self._patience.stuck_s
+                self._stragglers.note_failed(name)
                 if self._show_at is None and not self._reports.shown:
                     self._show_at = time.monotonic() + self._patience.grace_s
         if cause := self._reports.cause():
@@ -370,32 +372,15 @@ class Supervisor:
                 process.read_all()  # what it printed before comes before
         self._screen.tell_of(name, self._reports.traceback(name))
 
-    def _check_waiting(self) -> None:
-        """Ends a job whose workers wait for one that has not joined, or has failed and lives on."""
-        waiting = next((each for each in self._workers() if self._restarts.has_begun(each)), None)
-        if self._absent is not None and waiting is not None:
-            self._fail(
-                f"{_named(self._absent)} ended without joining the job, and {_named(waiting)} "
-                "waits for it: every worker has to call tw.init()",
-                1,
-                self._absent,
-            )
-        elif passed(self._stuck_at):
-            self._stuck_at = None
-            if stuck := next((e for e in self._workers() if self._reports.has(e.name)), None):
-                text = f"{_named(stuck)} raised {self._reports.kind(stuck.name)}"
-                self._fail(f"{text}, and has not ended since: it may have a thread", 1, stuck)
-
     def _note_end(self, process: Process) -> None:
         if process.kind == "standby":
             self._restarts.note_standby(process)
             return
+        self._stragglers.note_end(process)
         self._restarts.release(process)
         self._ended.append(process)
         orphans = self._restarts.note_left(process, self._living())
         started = not self._workers_left
-        if process.kind == "worker" and process.code == 0 and not self._restarts.has_begun(process):
-            self._absent = process
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
         failed = process.code != 0 or not started
         if failed and not process.told_to_end and not self._ending:
@@ -436,6 +421,7 @@ class Supervisor:
             if (process.kind, process.index) != (kind, index):
                 continue
             if self._job.durable is None:  # nobody has asked for it: the job runs as it would have
+                self._stragglers.note_begun(process)
                 self._restarts.release(process)
                 self._say(f"{_named(process)} will not be replaced if it is killed: {text}")
             else:

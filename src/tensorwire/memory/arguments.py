@@ -66,14 +66,14 @@ def whole_number(value: Any, low: int, high: int, what: str) -> int:
 
 
 def seconds(value: Any, what: str, above: float = -math.inf) -> float:
-    """Checks a number of seconds: finite, and above a limit."""
+    """Checks a number of seconds above a limit."""
     try:
         result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} is a number of seconds, not {value!r}") from None
     if isinstance(value, str | bytes):
         raise TypeError(f"{what} is a number of seconds, not {value!r}")
-    if not (math.isfinite(result) and result > above):
+    if math.isnan(result) or (result <= above and above > -math.inf):
         limit = "" if above == -math.inf else f" above {above:g}"
         raise ValueError(f"{what} is a number of seconds{limit}, not {value!r}")
     return result

@@ -264,7 +264,7 @@ class _UnaryRequest(Method):
         options: CallOptions,
     ) -> Any:
         link, marked = self._begin(options, waits=False)
-        outgoing = SentMessage(request, link, last=False)
+        outgoing = SentMessage(request, link, last=False, keeps_body=True)
         try:
             first = call(*options.behind(outgoing, marked))
         except BaseException:

@@ -156,6 +156,7 @@ class SentMessage:
         "ahead",
         "body",
         "by_rendezvous",
+        "keeps_body",
         "kept",
         "last",
         "link",
@@ -165,7 +166,10 @@ class SentMessage:
         "tickets",
     )
 
-    def __init__(self, message: Any, link: CallLink, *, last: bool) -> None:
+    def __init__(
+        self, message: Any, link: CallLink, *, last: bool, keeps_body: bool = False
+    ) -> None:
+        self.keeps_body = keeps_body
         self.message = message
         self.link = link
         self.last = last
@@ -227,7 +231,8 @@ class SentMessage:
                 body = message if serializer is None else serializer(message)
             if attachment is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
-            self.body = None if self.last else body
+            if self.keeps_body:
+                self.body = body
             if self.link.offers and attachment.rendezvous is not None and body:
                 self.size_bytes = len(body)
                 self.by_rendezvous = attachment.rendezvous.takes(len(body))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -216,6 +217,7 @@ class Loader:
         self._session, self._begin_pass = session, begin_pass
         self._shuffle, self._accumulate = shuffle, accumulate
         self._name = session.position.name_of_next_loader()
+        self._number_of_name = crc32(self._name.encode())
         self._length = len(dataset)
         self._epoch, self._passes = session.position.began, 0
         steps = deal(self._length, session.slices, batch_size, drop_last)
@@ -338,21 +340,25 @@ class Loader:
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, of is not None)
-            if before is not None:
-                set_random_state(before)  # an evaluation leaves no trace
-            elif of is not None:
-                self._draw_alike(of)
+            if session.gave_last(this):
+                if before is not None:
+                    set_random_state(before)  # an evaluation leaves no trace
+                elif of is not None:
+                    self._draw_alike(of)
 
     def _begin_step(self, step: int, of: LoaderPass) -> None:
         """An optimizer that draws numbers draws those of the step, of which all slices are one."""
-        session, step = self._session, step // self._accumulate
-        session.step_seed = seed_of(session.seed, session.epoch, of.number, step, IN_A_STEP)
+        step //= self._accumulate
+        self._session.step_seed = self._seed_of_pass(of, step, IN_A_STEP)
 
     def _draw_alike(self, ended: LoaderPass) -> None:
         """Behind a pass all workers draw the same numbers, of which none depends on its slices."""
-        session, number = self._session, ended.number
-        session.step_seed = None
-        seed_all(seed_of(session.seed, session.epoch, number, len(self._steps), BEHIND_A_PASS))
+        self._session.step_seed = None
+        seed_all(self._seed_of_pass(ended, len(self._steps), BEHIND_A_PASS))
+
+    def _seed_of_pass(self, of: LoaderPass, step: int, what: int) -> int:
+        session = self._session
+        return seed_of(session.seed, session.epoch, self._number_of_name, of.number, step, what)
 
     def _give_in_turn(
         self,
@@ -401,7 +407,8 @@ class Loader:
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, True)
-            self._draw_alike(of)
+            if session.gave_last(this):
+                self._draw_alike(of)
 
     def _mine(self) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""

@@ -90,6 +90,7 @@ class Session:
         self.batches = 0
         self.batch_samples = 0
         self.step_seed: int | None = None
+        self._giver: object = None  # the iteration that has given out the last batch
         self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
         self._left = 0, 0  # the last batch of a pass that was over before a step used it
         self._used = 0  # batches that were given out before the last version
@@ -198,6 +199,7 @@ class Session:
         """An iteration over a loader gives out a batch."""
         self.batches += 1
         self.batch_samples = samples
+        self._giver = iteration
         self._present.pop(iteration, None)
         self._present[iteration] = self.batches, samples
 
@@ -206,6 +208,10 @@ class Session:
         last = self._present.pop(iteration, None)
         if last is not None and trains:
             self._left = last
+
+    def gave_last(self, iteration: object) -> bool:
+        """Whether the last batch was of an iteration; of others nobody knows when they end."""
+        return self._giver is iteration
 
     def is_ahead(self, slice_index: int) -> bool:
         """A worker that was killed has committed a slice for the next version of a store."""

@@ -86,8 +86,9 @@ class CarriedMethod:
         data: Any = None
         try:
             data, outgoing = leaving(
-                request, attachment, lambda: link, self._serializer, link.traced, last=False
-            )
+                request, attachment, lambda: link, self._serializer, link.traced, last=False,
+                keeps_body=again is not None,
+            )  # fmt: skip
         except Exception:
             logs.COMMON.exception("Exception serializing message!")
         except BaseException:

@@ -20,6 +20,7 @@ def leaving(
     traced: Any,
     *,
     last: bool,
+    keeps_body: bool = False,
 ) -> tuple[Any, SentMessage | None]:
     """What travels of a message, and whose `finish` follows; None: it is small, and all there.
 
@@ -30,6 +31,7 @@ def leaving(
         serializer: the user's.
         traced: what counts messages, None if nobody does.
         last: as for `SentMessage`.
+        keeps_body: likewise.
 
     Returns:
         No bytes, if the serializer has made none.
@@ -38,11 +40,11 @@ def leaving(
         Exception: as `SentMessage.serialize`.
     """
     if traced is not None or may_have_tensors(type(message)):
-        sent = SentMessage(message, link(), last=last)
+        sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
         return observed.serialize(traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
     # What is small can only travel inside, in frames.
     if type(data) is bytes and len(data) < attachment.small_bytes and not data.startswith(MAGIC):
         return data, None
-    sent = SentMessage(message, link(), last=last)
+    sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
     return sent.serialize(lambda _: data), sent

@@ -152,7 +152,10 @@ def _check_device(name: str, parameter: torch.Tensor) -> None:
 def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES and kind not in ("trained", "rows"):  # frozen: travels as bytes
-        name = f"{name} of {dtype} {tuple(parameter.shape)}"
+        if parameter.is_conj() or parameter.is_neg():
+            raise ValueError(f"parameter {name!r} is a conjugated view: give it resolve_conj()")
+        strides = memory_format_of(parameter)  # a worker with another order must not agree
+        name = f"{name} of {dtype} {tuple(parameter.shape)}, strides {strides}"
         return TensorSpec(name, "uint8", (parameter.nbytes,), kind, group)
     if dtype not in ITEM_BYTES or (
         kind in ("trained", "rows") and not parameter.is_floating_point()
