@@ -80,7 +80,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         }
         self._opening = threading.Lock()
         self._opened: list[Tree] = []
-        _MADE.add(self)
+        _MADE[id(self)] = self  # fsspec compares by what they were made with
         weakref.finalize(self, _close, self._opened)
 
     @property
@@ -481,12 +481,12 @@ def _close(trees: list[Tree]) -> None:
         trees.pop().close()
 
 
-_MADE: weakref.WeakSet[TensorwireFileSystem] = weakref.WeakSet()
+_MADE: weakref.WeakValueDictionary[int, TensorwireFileSystem] = weakref.WeakValueDictionary()
 
 
 def _forked() -> None:
     """In a forked child: connections are the parent's, and a thread that is not here may lock."""
-    for each in list(_MADE):
+    for each in list(_MADE.values()):
         each._opening = threading.Lock()
         each._opened.clear()
 
