@@ -147,7 +147,7 @@ def test_a_request_that_cannot_be_sent_again_ends_its_future(
     def fail(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(methods, "_as_sent", fail)
+    monkeypatch.setattr(methods, "as_sent", fail)
     future = call.future(bytes(1000), timeout=10)
     called = threading.Event()
     with contextlib.suppress(ZeroDivisionError):  # where it is over already

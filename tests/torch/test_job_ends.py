@@ -262,26 +262,32 @@ def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
     assert "[server 0] ended\n" in done.stdout
 
 
-def test_a_worker_that_never_joins(tmp_path: Path) -> None:
-    """It has ended well, and the others would wait in tw.init() for ever."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\n"
-        "if os.environ['TENSORWIRE_RANK'] == '1': raise SystemExit\n"
-        "import tensorwire.torch as tw\n"
-        "tw.init()\n"
-    )
+def run_two(script: Path, text: str) -> str:
+    """What the launcher says of a job of two workers that fails."""
+    script.write_text(text)
     command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "ended without joining the job, and worker 0 (pid" in done.stderr
-    assert "every worker has to call tw.init()" in done.stderr
+    return done.stderr
+
+
+def test_a_worker_that_never_joins(tmp_path: Path) -> None:
+    """It has ended well, and the others would wait in tw.init() for ever."""
+    said = run_two(
+        tmp_path / "script.py",
+        "import os\n"
+        "if os.environ['TENSORWIRE_RANK'] == '1': raise SystemExit\n"
+        "import tensorwire.torch as tw\n"
+        "tw.init()\n",
+    )
+    assert "ended without joining the job, and worker 0 (pid" in said
+    assert "every worker has to call tw.init()" in said
 
 
 def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
     """It is lost, which is told; not that it never came."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    said = run_two(
+        tmp_path / "script.py",
         "import os, torch\n"
         "import tensorwire.torch as tw\n"
         "job = tw.init()\n"
@@ -290,11 +296,8 @@ def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
         "for step in range(5):\n"
         "    if step == 2 and job.rank == 1: os._exit(0)\n"
         "    model(torch.ones(1, 1)).sum().backward()\n"
-        "    opt.step()\n"
+        "    opt.step()\n",
     )
-    command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "without joining" not in done.stderr
-    assert "worker 1 (pid" in done.stderr
-    assert "was lost" in done.stderr
+    assert "without joining" not in said
+    assert "worker 1 (pid" in said
+    assert "was lost" in said

@@ -116,12 +116,24 @@ def examine_peer(
 
 
 def _secret_of_job(address: str) -> bytes | None:
-    """Of a job of this user on this host, whose server listens there; else None."""
+    """The secret of a job of this user on this host whose server listens at an address.
+
+    None, which stands for that of the environment, if there is no such job or it has no secret.
+
+    Raises:
+        UnavailableError: the job's secret is in a file that cannot be read.
+    """
     try:
-        server = next((each for each in running_servers() if each.address == address), None)
+        servers = running_servers()
+    except UnavailableError:  # no folder is fit for files of jobs, so no job has left one
+        return None
+    server = next((each for each in servers if each.address == address), None)
+    try:
         return None if server is None else secret_of(server) or None
-    except (UnavailableError, OSError):
-        return None  # then there is that of the environment
+    except OSError as error:
+        raise UnavailableError(
+            f"the secret of the job at {address} cannot be read: {error}"
+        ) from error
 
 
 def examine_machine(

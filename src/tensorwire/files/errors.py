@@ -38,7 +38,8 @@ def refuse(code: int, path: str, why: str = "") -> OSError:
     return OSError(code, f"{text}: {why}" if why else text, path)
 
 
-# Of what a program asks for wrongly; others say that something is missing or over.
+# Errors of what a program asks for wrongly. Others say that something is missing or over, which
+# programs ask for all the time.
 _REFUSALS = {
     *(errno.EINVAL, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EDOM, errno.EFBIG, errno.ENODATA),
     *(errno.ESTALE, errno.ENOSPC, errno.EOPNOTSUPP),
@@ -46,12 +47,12 @@ _REFUSALS = {
 
 
 class Explanations:
-    """Prints on stderr why something was refused, for programs that get a number alone.
+    """Prints on stderr why something was refused, for programs that get only an error number.
 
-    Of several equal ones in a row the first. Threads may call it at the same time.
+    A line that equals the one before it is not printed again. Several threads may call it.
 
     Args:
-        who: stands before each line.
+        who: the name of the command, with which each line begins.
     """
 
     def __init__(self, who: str) -> None:

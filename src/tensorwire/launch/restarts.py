@@ -237,7 +237,7 @@ class Restarts:
         return member is not None and process.kind == "worker" and member.keeper.left is True
 
     def has_begun(self, process: Replaceable) -> bool:
-        """Whether a worker has begun to join the job; false where nobody hands anything over."""
+        """Whether a worker has begun to join the job. False for all workers with --no-durable."""
         member = self._members.get((process.kind, process.index))
         return member is not None and (member.keeper.restorable or member.keeper.left is not None)
 

@@ -12,7 +12,7 @@ from tensorwire.launch.restarts import Restarts
 
 
 class Stragglers:
-    """A worker that has ended, well, before it joined; one that has failed and does not end.
+    """Knows a worker that ended with code 0 before it joined, and those that failed and live on.
 
     Args:
         restarts: knows who has begun to join.
@@ -27,7 +27,7 @@ class Stragglers:
         self._stuck_at: dict[str, float] = {}
 
     def note_begun(self, process: Process) -> None:
-        """It has said something; what it has handed over is about to be forgotten."""
+        """A worker has begun to join, and what it has handed over is about to be forgotten."""
         self._begun.add(process.pid)
 
     def note_failed(self, name: str) -> None:
@@ -45,7 +45,11 @@ class Stragglers:
         return list(self._stuck_at.values())
 
     def find(self, workers: Sequence[Process]) -> tuple[str, Process] | None:
-        """Why the job cannot go on, of the workers that run; None: it can."""
+        """Returns why the job cannot go on and the worker that is the cause; None: it can go on.
+
+        Args:
+            workers: those that run.
+        """
         running = {each.name: each for each in workers}
         self._stuck_at = {name: at for name, at in self._stuck_at.items() if name in running}
         for name in [name for name, at in self._stuck_at.items() if passed(at)]:

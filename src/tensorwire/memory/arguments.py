@@ -65,16 +65,16 @@ def whole_number(value: Any, low: int, high: int, what: str) -> int:
     return result
 
 
-def seconds(value: Any, what: str, above: float = -math.inf) -> float:
-    """Checks a number of seconds above a limit."""
+def seconds(value: Any, what: str, above: float | None = None) -> float:
+    """Checks a number of seconds, which may be infinite, and that it is above a limit."""
     try:
         result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} is a number of seconds, not {value!r}") from None
     if isinstance(value, str | bytes):
         raise TypeError(f"{what} is a number of seconds, not {value!r}")
-    if math.isnan(result) or (result <= above and above > -math.inf):
-        limit = "" if above == -math.inf else f" above {above:g}"
+    if math.isnan(result) or (above is not None and result <= above):
+        limit = "" if above is None else f" above {above:g}"
         raise ValueError(f"{what} is a number of seconds{limit}, not {value!r}")
     return result
 

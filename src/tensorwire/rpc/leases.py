@@ -33,8 +33,8 @@ _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
 _FREED_AT_ONCE = 16
 _PAUSES = 10
-"""For so many times as long as was waited for it (at most a second) a receiver that does not answer
-is not asked again."""
+"""A receiver that does not answer is asked again after so many times as long as it was waited for,
+of which one second counts at most."""
 
 
 class Leased(Protocol):

@@ -22,7 +22,7 @@ from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import MAGIC, NO_ATTACHMENT, mark
 from .incoming import Reader
 from .negotiation import AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, Encoded, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .small import SmallRequests
@@ -277,16 +277,10 @@ class _UnaryRequest(Method):
         def again(ended: Any) -> Any:
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
-            # As it was: the user may have changed it for the next call.
-            plain = SentMessage(_as_sent(request, outgoing.body), AGAIN, last=False)
+            plain = SentMessage(as_sent(request, outgoing.body), AGAIN, last=False)
             return call(*options.behind(plain, options.metadata))
 
         return wrap(first, again, partial(call_is_confirmed, link))
-
-
-def _as_sent(request: Any, body: bytes | None) -> Any:
-    """A request that is sent again; its bytes are those that were made of it the first time."""
-    return request if body is None else Encoded(request, lambda _: body, body)
 
 
 def call_is_confirmed(link: CallLink) -> bool:

@@ -134,6 +134,18 @@ AGAIN = CallLink(None, (0, 0), no_deadline, always)
 """For a request that is sent again as it is, because its payload went ahead to somebody else."""
 
 
+def as_sent(request: Any, body: bytes | None) -> Any:
+    """A request for a second attempt, whose bytes are those of the first.
+
+    The user may have changed the message for the next call since.
+
+    Args:
+        request: the user's message.
+        body: what was made of it; None: it has arrays, and is serialized again.
+    """
+    return request if body is None else Encoded(request, lambda _: body, body)
+
+
 class SentMessage:
     """A message that is handed to grpcio in the place of the user's.
 

@@ -169,7 +169,11 @@ class _Seeded(Dataset[Any]):
 
 
 class _BeginWorker:
-    """What a process of a loader does first: the user's dataset and function are what it sees."""
+    """Begins a process of a loader: `get_worker_info` shows the user's dataset, not our wrapper.
+
+    Args:
+        own: the user's `worker_init_fn`, called after that.
+    """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own

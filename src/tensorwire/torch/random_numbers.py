@@ -24,7 +24,7 @@ def seed_of(*parts: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-# The last part of a seed that is of no slice.
+# Stand for a slice in seeds of numbers that all workers draw.
 IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP = -2, -3, -4
 
 

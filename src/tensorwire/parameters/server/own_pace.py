@@ -291,7 +291,8 @@ class OwnPace(Versions):
         commits = [replace(commit, version=version) for commit, _ in taken]
         ranks = [self._inbox.rank(index) for index in range(len(commits))]
         for rank, commit in zip(ranks, commits, strict=True):
-            # With hyper-parameters nothing is applied, and workers have made other steps.
+            # Hyper-parameters differ where workers have made other numbers of steps. They do not
+            # matter, because no gradient is applied here.
             alike = replace(commit, hyper=commits[0].hyper)
             if different := commits[0].difference(alike, f"in worker {ranks[0]}", f"in {rank}"):
                 raise DisagreementError(f"workers {ranks[0]} and {rank} disagree: {different}")

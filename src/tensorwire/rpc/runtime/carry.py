@@ -11,7 +11,7 @@ import grpc
 
 from .. import logs
 from ..attachment import RpcAttachment
-from ..outgoing import CallLink, Encoded, SentMessage, always, no_deadline
+from ..outgoing import CallLink, SentMessage, always, as_sent, no_deadline
 from ..tensors import delivered
 from ..threshold import LEAST_BYTES
 from . import observed
@@ -101,9 +101,7 @@ class CarriedMethod:
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
         if again is not None:
-            # As it was: the user may have changed it for the next call.
-            body = data if outgoing is None else outgoing.body
-            sent = request if body is None else Encoded(request, lambda _: body, body)
+            sent = as_sent(request, data if outgoing is None else outgoing.body)
             call.sends_again(partial(again, sent))
         if outgoing is not None:
             link.leaves(outgoing, timed=not self._takes_stream)

@@ -72,8 +72,12 @@ class Residency:
     def refresh(self, present: bytes) -> None:
         """The store has another version, which is copied where its memory is not seen.
 
-        Autograd is told that those changed of which `present` has a gradient, so that it refuses a
-        graph that was made before, as behind any other optimizer.
+        Autograd is told that the parameters changed of which this worker has a gradient, so that it
+        refuses a graph that was made before the step, as after any other optimizer. A parameter
+        that only other workers have a gradient of changes too, and autograd is not told.
+
+        Args:
+            present: what this worker's commit says of each tensor; empty if no step was applied.
         """
         if self.on_device is not None:
             self.on_device.refresh()
