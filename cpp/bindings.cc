@@ -3,17 +3,24 @@
 
 #include <atomic>
 
-#include "memory_limit.h"
+#include "control_groups.h"
 #include "resolve.h"
 
 namespace tensorwire {
 
+namespace {
+
+nb::str to_text(std::string_view text) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+}  // namespace
+
 void set_error(Code code, std::string_view what) {
   try {
-    nb::object text = nb::steal(
-        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
-    nb::object made =
-        nb::module_::import_("tensorwire.errors").attr("from_code")(static_cast<int>(code), text);
+    nb::object made = nb::module_::import_("tensorwire.errors")
+                          .attr("from_code")(static_cast<int>(code), to_text(what));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
   } catch (nb::python_error& raised) {
     raised.restore();
@@ -96,9 +103,28 @@ NB_MODULE(_core, m) {
       "memory_limit",
       [](const std::string& root) {
         MemoryLimit most = memory_limit(root);
-        return std::make_pair(most.bytes, most.of);
+        return std::make_pair(most.bytes, to_text(most.of));
       },
       "root"_a = "", "How many bytes of memory this process may have, and what sets that limit.");
+  m.def(
+      "control_groups",
+      [](const std::string& controller, const std::string& root) {
+        std::vector<std::tuple<nb::bytes, nb::str, bool>> found;
+        for (const ControlGroup& group : control_groups(controller, root)) {
+          nb::bytes folder(group.folder.data(), group.folder.size());
+          found.emplace_back(folder, to_text(group.name), group.version_2);
+        }
+        return found;
+      },
+      "controller"_a, "root"_a = "",
+      "The control groups that bound this process, its own first, where they can have limits of a "
+      "controller such as memory: folder, name for people, and whether it is of version 2.");
+  m.def("cpu_quota", &cpu_quota, "root"_a = "",
+        "How many cores the control groups of this process grant at present, such as 0.5; None "
+        "without a limit.");
+  m.def("cores", &cores,
+        "How many cores this process can keep busy: those that it may run on, or fewer, such as "
+        "0.5, where its control groups granted fewer when it began.");
 }
 
 }  // namespace tensorwire

@@ -3,8 +3,8 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include "control_groups.h"
 #include "error.h"
-#include "memory_limit.h"
 #include "text.h"
 
 namespace tensorwire {

@@ -15,15 +15,11 @@
 #include <vector>
 
 #include "clock.h"
+#include "control_groups.h"
 #include "fork.h"
 
 namespace tensorwire {
 namespace {
-
-int cores() {
-  cpu_set_t set;
-  return ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
 
 // Threads that want to run now, on the whole host; 0 if unknown.
 int runnable() {
@@ -132,9 +128,10 @@ int64_t spin_bound_ns(Polls polls) {
   int64_t now = now_ns();
   int64_t last = looked_at.load(std::memory_order_relaxed);
   if (now - last > kLookNs && looked_at.compare_exchange_strong(last, now)) {
-    int here = cores();
-    bool too_many = runnable() > here;
-    several = here > 1;
+    double here = cores();
+    // With less than one core, who polls uses up what the group grants to all of it.
+    bool too_many = here < 1 || runnable() > here;
+    several = here >= 2;
     bound = here < 2 || too_many ? 0 : cost;
     calm = too_many ? 0 : 1;
     if (too_many) crowded_until.store(now + kCrowdedNs, std::memory_order_relaxed);

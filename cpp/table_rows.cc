@@ -1,7 +1,5 @@
 #include "table_rows.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "blocking.h"
+#include "control_groups.h"
 #include "error.h"
 #include "spin.h"
 
@@ -23,9 +22,8 @@ constexpr size_t kMostThreads = 4;
 
 // Not more than half of the cores: others have work too. One where all have.
 size_t most_threads() {
-  cpu_set_t set;
-  if (spin_bound_ns() == 0 || ::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return std::clamp<size_t>(static_cast<size_t>(CPU_COUNT(&set)) / 2, 1, kMostThreads);
+  if (spin_bound_ns() == 0) return 1;
+  return std::clamp<size_t>(static_cast<size_t>(cores()) / 2, 1, kMostThreads);
 }
 
 void check(const TableBytes& table, std::span<const int64_t> rows, size_t packed) {

@@ -1,7 +1,6 @@
 """How a job starts: commands, environments, servers that do not come up, wrong arguments."""
 
 import json
-import os
 import resource
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from launching import FAKE_SERVER, Place, lines_of, summary
 from tensorwire import launch
 from tensorwire.cli import main
 from tensorwire.launch.spec import reserve_port
+from tensorwire.memory import cores
 from tensorwire.testing import assert_no_leak
 
 PRINT_ENVIRONMENT = "import json; print(json.dumps(dict(os.environ)))"
@@ -47,8 +47,7 @@ def test_the_environment_of_workers(place: Place) -> None:
         assert environment["TENSORWIRE_SLICES"] == "4"
         assert environment["TENSORWIRE_TRANSPORTS"] == "tcp,shm"
         assert environment["PYTHONUNBUFFERED"] == "1"
-        cores = len(os.sched_getaffinity(0))
-        assert environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+        assert environment["OMP_NUM_THREADS"] == str(max(1, int(cores()) // 2))
     secrets = {environment["TENSORWIRE_SECRET"] for environment in found}
     assert len(secrets) == 1
     assert len(bytes.fromhex(secrets.pop())) == 32

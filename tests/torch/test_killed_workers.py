@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from programs import output_of
 
+from tensorwire.memory import cores
 from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import CHANGING, TAKING, rows_of
 
@@ -480,7 +481,7 @@ def test_under_a_torchrun_each_only_what_died_is_started_again(
     """First a worker is killed, later the server; the other worker's torchrun notices nothing."""
     script, checkpoint, path = (tmp_path / name for name in ("script.py", "checkpoint", "job"))
     script.write_text(SCRIPT)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))  # as tensorwire run deals them
+    threads = str(max(1, int(cores()) // 2))  # as tensorwire run deals them
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TENSORWIRE_SUPERVISOR": str(path)}
 
     def start(fail: str, *command: str, **more: str) -> "subprocess.Popen[str]":

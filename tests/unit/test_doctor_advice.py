@@ -62,6 +62,11 @@ def test_a_fine_machine() -> None:
         (Cpu("x", 8, 8, 4.0, 0.1), "cores", NOTE),
         (Cpu("x", 8, 8, 8.0, 0.1), "cores", OK),
         (Cpu("x", 8, 2, None, 2.5), "load", NOTE),
+        (Cpu("x", 8, 8, 0.5), "threads", NOTE),
+        (Cpu("x", 8, 8, 0.5, threads=1), "threads", OK),
+        (Cpu("x", 8, 8, 4.0, threads=8), "threads", NOTE),
+        (Cpu("x", 8, 8, 4.0, threads=4), "threads", OK),
+        (Cpu("x", 8, 8, threads=9), "threads", NOTE),
     ],
 )
 def test_cores(cpu: Cpu, subject: str, level: str) -> None:

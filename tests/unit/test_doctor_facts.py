@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorwire.bench import machine
 from tensorwire.doctor import facts
 from tensorwire.doctor.facts import Facts
 
@@ -59,41 +58,27 @@ def test_odd_buffers(tmp_path: Path, text: str) -> None:
     assert facts.read_tcp(tmp_path).receive_bytes is None
 
 
+GROUPS = {
+    "proc/self/cgroup": "0::/\n",
+    "proc/self/mountinfo": "30 29 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+}
+
+
 @pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "150000"}, None),
-        ({"sys/fs/cgroup/cpu.max": "100 0"}, None),
-        (
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/cpu.max": "200000 100000",
-                "sys/fs/cgroup/job/step/cpu.max": "800000 100000",
-            },
-            2.0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu:/x\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-        ),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
-    ],
-)  # fmt: skip
-def test_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    write(tmp_path, files)
-    assert machine.cpu_quota(tmp_path) == quota
+    ("setting", "threads"), [("4", 4), ("", None), ("4,2", None), ("\u00b2", None)]
+)
+def test_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, threads: int | None
+) -> None:
+    write(tmp_path, {**GROUPS, "sys/fs/cgroup/cpu.max": "150000 100000"})
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    found = facts.read_cpu(tmp_path)
+    assert (found.quota, found.threads) == (1.5, threads)
 
 
 def test_memory(tmp_path: Path) -> None:
     write(tmp_path, {
+        **GROUPS,
         "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n",
         "sys/fs/cgroup/memory.max": "900000",
         "sys/fs/cgroup/memory.current": "100000",

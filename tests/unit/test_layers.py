@@ -44,7 +44,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
-    ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
+    ("clock", "control_groups", "copy", "error", "fork", "page", "sha256", "text", "word"),
     ("blocking", "cuda_driver", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
     ("gpu", "table_rows", "write_tracking"),
     ("mapping",),

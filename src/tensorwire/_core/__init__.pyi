@@ -415,3 +415,18 @@ def memory_limit(root: str = '') -> tuple[int, str]:
     """
     How many bytes of memory this process may have, and what sets that limit.
     """
+
+def control_groups(controller: str, root: str = '') -> list[tuple[bytes, str, bool]]:
+    """
+    The control groups that bound this process, its own first, where they can have limits of a controller such as memory: folder, name for people, and whether it is of version 2.
+    """
+
+def cpu_quota(root: str = '') -> float | None:
+    """
+    How many cores the control groups of this process grant at present, such as 0.5; None without a limit.
+    """
+
+def cores() -> float:
+    """
+    How many cores this process can keep busy: those that it may run on, or fewer, such as 0.5, where its control groups granted fewer when it began.
+    """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import time
@@ -15,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorwire.memory.devices import read_line, read_number
+from tensorwire import _core
+from tensorwire.memory.devices import read_line
 
 PACKAGES = ("tensorwire", "numpy", "torch", "grpcio", "nixl-cu12", "nixl-cu13", "nixl")
 """Distributions whose version may explain a figure."""
@@ -50,30 +52,6 @@ def memory_bytes(key: str = "MemTotal", root: Path = _ROOT) -> int | None:
     return None if value is None else int(value.split()[0]) * 1024
 
 
-def control_groups(root: Path = _ROOT) -> list[Path]:
-    """The control groups (version 2) of this process, its own first, each bounding those before."""
-    top = root / "sys/fs/cgroup"
-    for line in (read_line(root / "proc/self/cgroup") or "").splitlines():
-        if line.startswith("0::/"):
-            own = top / line[4:]
-            return [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
-    return [top]
-
-
-def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Cores that the control groups grant this process, None when they set no limit."""
-    found = []
-    for folder in control_groups(root):
-        quota, _, period = (read_line(folder / "cpu.max") or "max").partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period) > 0:
-            found.append(int(quota) / int(period))
-    old = root / "sys/fs/cgroup/cpu"
-    quota_us, period_us = (read_number(old / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
-    if quota_us and period_us and quota_us > 0:
-        found.append(quota_us / period_us)
-    return min(found, default=None)
-
-
 def version(package: str) -> str | None:
     """The version of an installed distribution, None when it is not installed."""
     try:
@@ -100,7 +78,7 @@ def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "affinity": sorted(os.sched_getaffinity(0)),
-        "cpu_quota": cpu_quota(),
+        "cpu_quota": _core.cpu_quota(),
         "governor": read_line(_ROOT / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "hypervisor": _hypervisor(),
         "kernel": platform.release(),
@@ -125,16 +103,16 @@ def _hypervisor() -> str | None:
 def warnings_about(machine: dict[str, Any]) -> list[str]:
     """What makes figures worse or less certain than the machine is, one sentence each."""
     found = []
-    cores = len(machine["affinity"])
+    quota = machine["cpu_quota"]
+    cores = min(len(machine["affinity"]), math.inf if quota is None else quota)
     load = machine["load_average"]
     if load and load[0] > 0.25 * cores:
         found.append(
-            f"load average {load[0]:.2f} on {cores} cores: other work disturbs the figures; "
+            f"load average {load[0]:.2f} on {cores:g} cores: other work disturbs the figures; "
             "run again on a quiet machine"
         )
-    if cores < 2:
+    if len(machine["affinity"]) < 2:
         found.append("one core only: both processes share it, so latency is that of the scheduler")
-    quota = machine["cpu_quota"]
     if quota is not None and quota < 2:
         found.append(f"the control group grants {quota:g} cores: long runs will be throttled")
     if machine["governor"] not in (None, "performance"):

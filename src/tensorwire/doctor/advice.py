@@ -165,8 +165,21 @@ def about_cpu(cpu: Cpu) -> Iterator[Finding]:
         (cpu.free < 2, WARNING, f"{text}: both ends of a transfer share one",
          "two cores or more for this process (docker: --cpus=2; Slurm: --cpus-per-task=2)"),
         (cpu.free < cpu.usable, NOTE, f"{text}: long runs are throttled",
-         "start no more threads than the group grants (OMP_NUM_THREADS), or raise its cpu.max"),
+         "raise cpu.max or cpu.cfs_quota_us (docker: --cpus; Kubernetes: resources.limits.cpu)"),
     )  # fmt: skip
+    if cpu.quota is not None or cpu.threads is not None:
+        granted = f"{cpu.free:g} cores"
+        share = "1" if cpu.free < 2 else f"{int(cpu.free)} / workers, at least 1"
+        yield _judge(
+            "threads", f"OMP_NUM_THREADS is {cpu.threads or 'not set'}, on {granted}",
+            (cpu.threads is not None and cpu.threads > max(1, cpu.free), NOTE,
+             f"each worker takes {cpu.threads} (OMP_NUM_THREADS), more than {granted} can run",
+             "unset it under tensorwire run, which divides the cores among its workers; elsewhere "
+             f"set it to {share}"),
+            (cpu.threads is None and cpu.free < cpu.usable, NOTE,
+             f"torch takes {cpu.usable} where nobody tells it otherwise, and {granted} are granted",
+             f"tensorwire run divides what is granted; elsewhere set OMP_NUM_THREADS to {share}"),
+        )  # fmt: skip
     if cpu.load is not None:
         text = f"{cpu.load:.1f} runnable tasks on {cpu.free:g} cores"
         yield _judge(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tensorwire import _core
 from tensorwire.bench import machine
 from tensorwire.memory.devices import (
     UCX_LIBRARY,
@@ -30,8 +31,9 @@ from tensorwire.memory.devices import (
     read_number,
 )
 from tensorwire.memory.node import TRANSPORTS
+from tensorwire.parameters import groups_left
 
-FORMAT = 2
+FORMAT = 3
 _CAP_IPC_LOCK = 14
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 16)
@@ -105,6 +107,7 @@ class Cpu:
         cores, usable: of the machine; of this process by its affinity.
         quota: cores that the control group grants, None without a limit.
         load: runnable tasks over the last minute.
+        threads: of each process by OMP_NUM_THREADS, None if that is not set.
     """
 
     model: str = ""
@@ -112,6 +115,7 @@ class Cpu:
     usable: int = 1
     quota: float | None = None
     load: float | None = None
+    threads: int | None = None
 
     @property
     def free(self) -> float:
@@ -246,24 +250,21 @@ def read(root: Path = _ROOT) -> Facts:
 
 
 def read_cpu(root: Path = _ROOT) -> Cpu:
-    """Cores, quota and load."""
+    """Cores, quota, load and threads."""
     load = (read_line(root / "proc/loadavg") or "").split()
+    threads = os.environ.get("OMP_NUM_THREADS", "")[:9]
     return Cpu(
         model=machine.cpu_model(root) or "",
         cores=os.cpu_count() or 1,
         usable=len(os.sched_getaffinity(0)),
-        quota=machine.cpu_quota(root),
+        quota=_core.cpu_quota(str(root)),
         load=float(load[0]) if load else None,
+        threads=int(threads) if threads.isdecimal() else None,
     )
 
 
 def read_memory(root: Path = _ROOT) -> SharedMemory:
     """What shared memory can be had."""
-    left = []
-    for folder in machine.control_groups(root):
-        most, used = read_number(folder / "memory.max"), read_number(folder / "memory.current")
-        if most is not None and used is not None:
-            left.append(max(0, most - used))
     try:
         status = os.statvfs(root / "dev/shm")
         dev_shm = status.f_blocks * status.f_frsize
@@ -275,7 +276,7 @@ def read_memory(root: Path = _ROOT) -> SharedMemory:
         huge_pages=machine.chosen(switch) or "",
         dev_shm_bytes=dev_shm,
         available_bytes=machine.memory_bytes("MemAvailable", root),
-        group_left_bytes=min(left, default=None),
+        group_left_bytes=min((left for left, _ in groups_left(root)), default=None),
     )
 
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensorwire.membership import (
@@ -26,6 +26,7 @@ from tensorwire.membership import (
     shown_command,
     without_ranks,
 )
+from tensorwire.memory import cores
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
@@ -91,6 +92,8 @@ class JobSpec:
     shares: int | None = None
     rebalance: bool = False
     server_command: tuple[str, ...] = _SERVER_COMMAND
+    # Once for a job: a worker that replaces another must compute with as many threads.
+    cores: float = field(default_factory=cores, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -269,9 +272,8 @@ class JobSpec:
             added["TENSORWIRE_SLICES"] = str(self.slices)
         if not environment.get("OMP_NUM_THREADS"):
             # Each worker would take all cores, and together they would be slower than one.
-            cores = len(os.sched_getaffinity(0))
             # By the places: bits depend on it, and not on how many workers there are at present.
-            added["OMP_NUM_THREADS"] = str(max(1, cores // self.places))
+            added["OMP_NUM_THREADS"] = str(max(1, int(self.cores) // self.places))
         if report_fd is not None:
             added["TENSORWIRE_REPORT_FD"] = str(report_fd)
             paths = [_STARTUP, *filter(None, [environment.get("PYTHONPATH")])]

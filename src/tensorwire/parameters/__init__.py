@@ -38,6 +38,7 @@ from .messages import (
 from .modes import SYNC, Mode, Pace, Paces, checked_mode
 from .regions import AVERAGE
 from .server.process import serve
+from .server.room import groups_left
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.interface import Part, Place, Store
@@ -100,6 +101,7 @@ __all__ = [
     "Tile",
     "Weight",
     "checked_mode",
+    "groups_left",
     "most_threads",
     "padded",
     "serve",

@@ -1,19 +1,28 @@
-"""Checks whether there is memory for a copy, since Linux grants more than it has."""
+"""Tells how much memory is left, since Linux grants more than it has."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tensorwire import _core
+
 _ROOT = Path("/")
 _KEPT = 8  # one part of so many of what is left is not taken
+# Of a control group, by whether it is of version 2: its limit, what it uses, and of its memory.stat
+# what begins the names of page cache in it and in the groups below.
+_FILES = {
+    True: ("memory.max", "memory.current", ""),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
 
 
 def check_room(size_bytes: int, root: Path = _ROOT) -> None:
     """Finds that so much can be written to memory.
 
-    What the host and the control groups (version 2) of this process can still give counts,
-    together with page cache, which they can take back.
+    What the host and the control groups of this process can still give counts, together with page
+    cache, which they can take back.
 
     Args:
         size_bytes: that are wanted.
@@ -30,36 +39,36 @@ def check_room(size_bytes: int, root: Path = _ROOT) -> None:
 def _left(root: Path) -> Iterator[tuple[int, str]]:
     if (free := _numbers(root / "proc/meminfo").get("MemAvailable:")) is not None:
         yield free * 1024, "this host"
-    top = root / "sys/fs/cgroup"
-    for group in _groups(root, top):
-        most, used = (_number(group / f"memory.{name}") for name in ("max", "current"))
+    yield from groups_left(root)
+
+
+def groups_left(root: Path = _ROOT) -> Iterator[tuple[int, str]]:
+    """Yields how many bytes each control group of this process can still give, and its name.
+
+    Groups without a limit are left out.
+    """
+    for folder, name, version_2 in _core.control_groups("memory", str(root)):
+        limit, usage, part = _FILES[version_2]
+        group = Path(os.fsdecode(folder))
+        most, used = _number(group / limit), _number(group / usage)
         if most is not None and used is not None:
             stat = _numbers(group / "memory.stat")
-            cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
-            yield max(most - used + cache, 0), f"the control group /{group.relative_to(top)}"
-
-
-def _groups(root: Path, top: Path) -> list[Path]:
-    """This process's own first, then those that bound it."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::/"):
-            own = top / line[4:]
-            return [own, *(each for each in own.parents if each.is_relative_to(top))]
-    return []
+            cache = sum(stat.get(f"{part}{kind}_file", 0) for kind in ("inactive", "active"))
+            yield max(most - used + cache, 0), f"the control group {name}"
 
 
 def _numbers(path: Path) -> dict[str, int]:
     lines = (line.split() for line in _text(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:
     text = _text(path).strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:
+    except (OSError, ValueError):
         return ""  # no such group, or no limits in it

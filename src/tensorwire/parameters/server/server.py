@@ -6,7 +6,6 @@ a thread per store makes its versions. docs/parameters.md has the regions and wo
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
@@ -23,7 +22,7 @@ from tensorwire.membership import (
     called,
     was_never_there,
 )
-from tensorwire.memory import Word
+from tensorwire.memory import Word, cores
 from tensorwire.transitions import END, OPENING
 from tensorwire.walk import Walk
 
@@ -50,7 +49,7 @@ _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its p
 
 def most_threads() -> int:
     """How many threads a server uses for its arithmetic unless it is told otherwise."""
-    return min(4, len(os.sched_getaffinity(0)))
+    return max(1, min(4, int(cores())))
 
 
 class EndJob:
