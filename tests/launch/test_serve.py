@@ -237,6 +237,20 @@ def test_strangers_at_the_door(place: Place) -> None:
             stranger.close()
 
 
+def test_nonsense_at_the_door_is_refused_and_the_job_goes_on(place: Place) -> None:
+    """Named for a bug: 4,096 brackets ended the supervisor, and its job, by RecursionError."""
+    with serve(place, "become(); leave()") as job:
+        job.supervisor.wait_for("workers join by")
+        for nonsense in (b"[" * 4096, b'{"rank": true}', b'{"rank": 0.0}', b'{"rank": 1e999}'):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+                visitor.settimeout(10)
+                visitor.connect(str(job.socket))
+                visitor.send(nonsense)
+                assert "that is no question" in json.loads(visitor.recv(1000))["refused"]
+        job.run(0, 1)
+        assert job.end()[0] == 0
+
+
 def test_two_supervisors_at_one_place(place: Place, tmp_path: Path) -> None:
     with serve(place, "become()\nleave()", workers=1) as job:
         job.supervisor.wait_for("a worker joins")

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tensorwire.cli.scale import scale
 from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.launch.scaling import Scaling
-from tensorwire.membership import JobFile, JobLog, RunningServer, ScaleError, ask_launcher
+from tensorwire.membership import JobFile, JobLog, RunningServer, ScaleError, ask_launcher, proof_of
 
 SECRET = b"of the job"
 
@@ -162,11 +162,13 @@ def test_one_at_a_time_and_one_that_is_too_late(launcher: Launcher) -> None:
     assert launcher.ask({"workers": {"count": 1}}) == {}
 
 
-def connect(launcher: Launcher) -> socket.socket:
+def connect(launcher: Launcher, nonce: list[str] | None = None) -> socket.socket:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(10)
     channel.connect(launcher.path)
-    channel.recv(1000)
+    told = json.loads(channel.recv(1000))["nonce"]
+    if nonce is not None:
+        nonce.append(told)
     return channel
 
 
@@ -177,7 +179,17 @@ def connect(launcher: Launcher) -> socket.socket:
         (b"[1]", "does not understand"),
         (b'{"ask": {}}', "does not understand"),
         (b'{"ask": {"workers": {}}, "proof": "no"}', "not the secret"),
-        (b'{"ask": {"workers": {}}, "proof": 7}', "not the secret"),
+        (b'{"ask": {"workers": {}}, "proof": 7}', "proof is 7, not text"),
+        (b"[" * 4096, "nested too deeply"),
+        (
+            b'{"ask": {"workers": {"count": true}}, "proof": ""}',
+            "count is True, not a whole",
+        ),
+        (b'{"ask": {"workers": {"count": 2.0}}, "proof": ""}', "count is 2.0, not a whole number"),
+        (b'{"ask": {"workers": {"drain": [1.0]}}, "proof": ""}', "is 1.0, not a whole number"),
+        (b'{"ask": {"workers": {"drain": [true]}}, "proof": ""}', "is True, not a whole number"),
+        (b'{"ask": {"workers": 3}, "proof": ""}', "workers is 3, not an object"),
+        (b'{"ask": {"workers": {"many": 3}}, "proof": ""}', "'many', which is unknown"),
     ],
 )
 def test_strangers(launcher: Launcher, told: bytes, why: str) -> None:
@@ -185,6 +197,40 @@ def test_strangers(launcher: Launcher, told: bytes, why: str) -> None:
         channel.send(told)
         assert why in json.loads(channel.recv(1000))["error"]
     assert not launcher.handlers["workers"].asked
+
+
+def test_nonsense_instead_of_a_cancellation_takes_it_back(launcher: Launcher) -> None:
+    nonce: list[str] = []
+    with connect(launcher, nonce) as channel:
+        message = {"ask": {"workers": {"count": 1}}, "proof": proof_of(SECRET, nonce[0])}
+        channel.send(json.dumps(message).encode())
+        assert json.loads(channel.recv(1000)) == {"says": "it has begun"}
+        channel.send(b"[" * 4096)
+        assert "nested too deeply" in json.loads(channel.recv(1000))["error"]
+    while not launcher.handlers["workers"].cancelled:
+        time.sleep(0.01)
+    launcher.handlers["workers"].why = ""
+    launcher.handlers["workers"].outcome = {}
+    assert launcher.ask({"workers": {"count": 1}}) == {}
+
+
+@pytest.mark.parametrize("at", ["check", "begin", "tend"])
+def test_a_mistake_of_a_handler_ends_its_request_alone(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Named for a bug: whatever was no ScaleError ended the launcher, and the job with it."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    workers = launcher.handlers["workers"]
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, at, fail)
+        with pytest.raises(ScaleError, match="made a mistake, ZeroDivisionError: a mistake"):
+            launcher.ask({"workers": {"count": 1}})
+    assert bool(workers.cancelled) == (at != "check")
+    workers.why, workers.outcome = "", {}
+    assert launcher.ask({"workers": {"count": 1}}) == {}
 
 
 def test_who_asks_and_goes_away(launcher: Launcher) -> None:

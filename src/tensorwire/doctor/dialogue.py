@@ -20,6 +20,7 @@ from tensorwire.memory import (
     Word,
     mailbox_bytes,
 )
+from tensorwire.outside import parse_json
 
 CLIENT_REGION = "tensorwire-doctor-client-2"
 SERVER_REGION = "tensorwire-doctor-2"
@@ -81,13 +82,8 @@ class Dialogue:
         (size,) = _SIZE.unpack(data[: _SIZE.size].tobytes())
         if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a message of {size} bytes")
-        try:
-            message = json.loads(data[_SIZE.size : _SIZE.size + size].tobytes())
-        except RecursionError as error:
-            raise ValueError("a message that is nested too deeply") from error
-        if not isinstance(message, dict):
-            raise ValueError("a message that is no object")
-        return message
+        text = data[_SIZE.size : _SIZE.size + size].tobytes()
+        return parse_json(text, dict[str, Any], _MAX_TEXT_BYTES)
 
     def ask(self, message: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
         """Sends a message and returns the answer.

@@ -10,10 +10,12 @@ import select
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from tensorwire.outside import parse_json
 
 from .commit_text import CommitText
 from .errors import refuse
@@ -24,6 +26,12 @@ from .npy import npy_header, numpy_dtype
 
 _MOST_ANSWER = 16 << 10
 _ANSWER_S = 60.0
+
+
+class _WriterAnswer(TypedDict, total=False):
+    errno: int
+    text: str | None
+    path: str | None
 
 
 class FileWorker:
@@ -233,11 +241,14 @@ class FileWorker:
             raise
         if not data:
             raise self._gone()
-        answer = json.loads(data)
-        if answer["errno"]:
+        try:
+            answer = parse_json(data, _WriterAnswer)
+        except ValueError as wrong:
+            answer = _WriterAnswer(errno=errno.EPROTO, text=f"its answer makes no sense: {wrong}")
+        if number := answer.get("errno", 0):
             for each in descriptors:
                 os.close(each)
-            error = OSError(answer["errno"], answer["text"], answer.get("path", self._folder))
+            error = OSError(number, answer.get("text"), answer.get("path", self._folder))
             error.told = True  # type: ignore[attr-defined]
             raise error
         return descriptors

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 from tensorwire.membership import (
     JobFile,
@@ -30,6 +31,7 @@ from tensorwire.membership import (
     runtime_folder,
 )
 from tensorwire.memory import Region
+from tensorwire.outside import parse_json
 from tensorwire.parameters import Bytes, Spec
 from tensorwire.parameters.server.door import DOOR
 from tensorwire.parameters.worker.following import FollowedStore, ScriptlessWorker
@@ -44,6 +46,11 @@ _MOST_BYTES = 128 << 10  # of a request
 _MOST_WRITERS = 64
 _MOST_REFUSED = 64  # of those beyond, that are told so when they ask; others are hung up on
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 2e-4, 5e-3
+
+
+class _WriterRequest(TypedDict, total=False):
+    do: str
+    text: str
 
 
 class WorkerFiles:
@@ -193,11 +200,11 @@ class Writers:
                         f"grads/{self._rank}",
                         f"{_MOST_WRITERS} programs are connected to this worker, which is the most",
                     )
-                descriptors = self._do(json.loads(data))
+                descriptors = self._do(parse_json(data, _WriterRequest, _MOST_BYTES))
             except OSError as error:
                 answer = {"errno": error.errno, "text": error.strerror, "path": error.filename}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                answer = {"errno": errno.EINVAL, "text": "that is no request"}
+            except ValueError as error:
+                answer = {"errno": errno.EINVAL, "text": f"that is no request: {error}"}
             socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
         except OSError:
             self._hang_up(channel)
@@ -210,16 +217,16 @@ class Writers:
         self._refused.discard(channel)
         channel.close()
 
-    def _do(self, request: dict[str, object]) -> list[int]:
+    def _do(self, request: _WriterRequest) -> list[int]:
         """What is asked for; the descriptors that are the answer."""
         if self.files is None:
             raise refuse(errno.ENOENT, f"grads/{self._rank}", "no optimizer is there yet")
-        if request["do"] == "open":
+        if request.get("do") == "open":
             return [self.files.descriptor]
-        if request["do"] == "commit":
-            self.files.commit(str(request["text"]))
+        if request.get("do") == "commit":
+            self.files.commit(request.get("text", ""))
             return []
-        raise ValueError
+        raise ValueError("it asks for nothing")
 
     def close(self) -> None:
         """Nobody connects any more, and who has connected learns that the job is over."""

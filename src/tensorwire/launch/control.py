@@ -17,12 +17,29 @@ import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tensorwire.membership import PEER_CREDENTIALS, proof_of, runtime_folder
+from tensorwire.outside import parse_json
 
 _MOST_CLIENTS = 64
 _LONGEST = 1 << 16
+
+
+class RequestPart(TypedDict, total=False):
+    """One part of what is asked for; docs/launch.md has which part has what."""
+
+    count: int
+    drain: list[int]
+
+
+class _ScaleRequest(TypedDict):
+    ask: dict[str, RequestPart]
+    proof: str
+
+
+class _Cancellation(TypedDict):
+    cancel: bool
 
 
 class Client:
@@ -36,7 +53,7 @@ class Client:
     def __init__(self, channel: socket.socket, secret: bytes) -> None:
         self._channel, self._secret = channel, secret
         self._nonce = secrets.token_hex(16)
-        self.message: dict[str, Any] | None = None
+        self.message: dict[str, RequestPart] | None = None
         self.cancelled = False
         self._send({"nonce": self._nonce})
 
@@ -76,23 +93,22 @@ class Client:
             self.close()
             return False
         try:
-            told = json.loads(data)
             if self.message is not None:
-                self.cancelled = bool(told["cancel"])
+                self.cancelled = parse_json(data, _Cancellation)["cancel"]
                 return False
-            asked, proof = told["ask"], told["proof"]
-            proven = hmac.compare_digest(str(proof), proof_of(self._secret, self._nonce))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            self.refuse("the launcher does not understand this: is the command of its version?")
+            told = parse_json(data, _ScaleRequest)
+        except ValueError as error:
+            self.cancelled = True
+            self.refuse(
+                f"the launcher does not understand this ({error}): is the command of its version?"
+            )
             return False
-        if not proven:
+        proof = told["proof"].encode(errors="replace")
+        if not hmac.compare_digest(proof, proof_of(self._secret, self._nonce).encode()):
             self.refuse("this is not the secret of the job")
-        elif not isinstance(asked, dict):
-            self.refuse("nothing is asked for")
-        else:
-            self.message = asked
-            return True
-        return False
+            return False
+        self.message = told["ask"]
+        return True
 
     def _send(self, message: dict[str, Any]) -> None:
         # Who does not read is told nothing more; it hears of that when it reads.

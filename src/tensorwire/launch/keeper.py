@@ -18,9 +18,10 @@ import socket
 import struct
 import termios
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from tensorwire.membership import LISTENER, ChangeWord
+from tensorwire.outside import parse_json
 
 MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size"
@@ -36,6 +37,25 @@ _AT_ONCE = 64
 _ALL = 1 << 16
 # What workers say of changes; membership/takeovers.py has what it means.
 _CHANGES = {ChangeWord.AT, ChangeWord.SWITCHED, ChangeWord.READY, ChangeWord.JOINED}
+
+
+class _MemberSays(TypedDict, total=False):
+    """What members say; docs/launch.md has which keys go together."""
+
+    keep: str
+    about: Any
+    drop: str
+    leave: bool
+    offer: str
+    joins: str
+    saving: str
+    took: int
+    at: int
+    number: int
+    ready: int
+    switched: int
+    obstacle: str
+    joined: int
 
 
 class KeeperError(Exception):
@@ -267,23 +287,25 @@ class Keeper:
         if self._queue:
             raise KeeperError("it spoke before it had read what it was told")
         message = _parsed(data)
-        if isinstance(in_order := message.get("leave"), bool) and not descriptors:
-            self.left = in_order
+        if "leave" in message and not descriptors:
+            self.left = message["leave"]
             self._drop(LISTENER)
-        elif isinstance(offer := message.get("offer"), str) and not descriptors:
-            self.offer = offer
-            self.joins = str(message.get("joins", ""))
-        elif isinstance(saving := message.get("saving"), str) and not descriptors:
-            self.saving = saving
-        elif isinstance(number := message.get("took"), int) and not descriptors:
-            self.took = max(self.took, number)
+        elif "offer" in message and not descriptors:
+            self.offer = message["offer"]
+            self.joins = message.get("joins", "")
+        elif "saving" in message and not descriptors:
+            self.saving = message["saving"]
+        elif "took" in message and not descriptors:
+            self.took = max(self.took, message["took"])
         elif (said := _CHANGES & message.keys()) and not descriptors:
-            self.said[said.pop()] = message
-        elif isinstance(key := message.get("drop"), str) and "keep" not in message:
+            self.said[said.pop()] = {**message}
+        elif "drop" in message and "keep" not in message:
+            key = message["drop"]
             if descriptors:
                 raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")
             self._drop(key)
-        elif isinstance(key := message.get("keep"), str) and "drop" not in message:
+        elif "keep" in message and "drop" not in message:
+            key = message["keep"]
             if len(descriptors) != 1:
                 raise KeeperError(f"a keep of {key!r} came with {len(descriptors)} descriptors")
             self._keep(key, message.get("about"), descriptors)
@@ -331,14 +353,11 @@ def _batch(entries: list[str]) -> bytes:
     return f'{{"kept": [{", ".join(entries)}]}}'.encode()
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parsed(data: bytes) -> _MemberSays:
     try:
-        message = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise KeeperError(f"a message is no JSON: {_shown(data)}") from error
-    if not isinstance(message, dict):
-        raise KeeperError(f"a message is no object: {_shown(data)}")
-    return message
+        return parse_json(data, _MemberSays, LONGEST_MESSAGE)
+    except ValueError as error:
+        raise KeeperError(f"a message makes no sense: {error}: {_shown(data)}") from error
 
 
 def _shown(data: bytes) -> str:

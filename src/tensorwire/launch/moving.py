@@ -8,11 +8,12 @@ started and have imported everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.balance import Suggestion
+from tensorwire.launch.control import RequestPart
 from tensorwire.launch.dealt import Dealt, deal_anew
 from tensorwire.launch.process import Process
 from tensorwire.launch.restarts import Restarts
@@ -78,19 +79,21 @@ class Moves:
 
     # --- what is asked --------------------------------------------------------------------------
 
-    def check(self, asked: Mapping[str, Any]) -> None:
+    def check(self, asked: RequestPart) -> None:
         """See `Handler`."""
-        count, most = asked.get("count"), len(self._dealt.owners)
-        if type(count) is not int or not 1 <= count <= most:
+        count, most = asked.get("count", 0), len(self._dealt.owners)
+        if "drain" in asked:
+            raise ScaleError("workers can be named that leave, and servers cannot: leave out drain")
+        if not 1 <= count <= most:
             raise ScaleError(
                 f"the job can have 1 to {most} servers, as it was started with {most} shares "
-                f"(--shares), not {count!r}"
+                f"(--shares), not {count}"
             )
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
         """See `Handler`."""
         self.check(asked)
-        count, most = int(asked["count"]), len(self._dealt.owners)
+        count, most = asked["count"], len(self._dealt.owners)
         present = sorted(set(self._dealt.owners.values()))
         free = (number for number in range(most) if number not in present)
         servers = [*present[:count], *(next(free) for _ in range(count - len(present)))]

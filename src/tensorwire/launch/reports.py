@@ -6,11 +6,11 @@ terminal, and waits for nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.process import Process
+from tensorwire.outside import parse_json
 from tensorwire.tracebacks import Failure, hint
 
 LONGEST_REPORT = 4 << 20
@@ -25,8 +25,8 @@ def failure_in(told: FirstLine) -> Failure | None:
         return None
     line = told.text.partition(b"\n")[0]
     try:
-        return Failure(**json.loads(line))
-    except (ValueError, TypeError):
+        return parse_json(bytes(line), Failure, LONGEST_REPORT)
+    except ValueError:
         shown = bytes(line[:1000]).decode(errors="replace")
         return Failure("a report that cannot be read", shown, "", f"{shown}\n", 0, False, False)
 

@@ -7,11 +7,12 @@ go away.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from tensorwire.launch.control import Client, ControlDoor
+from tensorwire.launch.control import Client, ControlDoor, RequestPart
 from tensorwire.membership import ScaleError
 
 _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
@@ -20,14 +21,14 @@ _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
 class Handler(Protocol):
     """Carries out one part of a request; at most one is under way."""
 
-    def check(self, asked: Mapping[str, Any]) -> None:
+    def check(self, asked: RequestPart) -> None:
         """Looks whether it can be done, as far as that is known now; nothing changes.
 
         Raises:
             ScaleError: it cannot be done.
         """
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
         """Checks it, and begins.
 
         Args:
@@ -52,14 +53,14 @@ class Handler(Protocol):
 class FixedServers:
     """The handler of a job whose servers keep what they have."""
 
-    def check(self, asked: Mapping[str, Any]) -> None:
+    def check(self, asked: RequestPart) -> None:
         """See `Handler`."""
         raise ScaleError(
             "this job was started without --shares, and its servers keep what they have; with "
             "tensorwire run --shares N there can be 1 to N servers"
         )
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
         """See `Handler`."""
         self.check(asked)
 
@@ -89,7 +90,7 @@ class Scaling:
         self._handlers, self._reason_against, self._note = handlers, reason_against, note
         self._door: ControlDoor | None = None
         self._client: Client | None = None
-        self._waiting: list[tuple[str, Mapping[str, Any]]] = []  # parts that come next
+        self._waiting: list[tuple[str, RequestPart]] = []  # parts that come next
         self._present: Handler | None = None
         self._outcome: dict[str, Any] = {}
 
@@ -133,8 +134,12 @@ class Scaling:
             elif (why := self._reason_against()) and self._present is not None:
                 self._present.cancel(why)
             self._go_on()
-        except ScaleError as error:
-            self._end(str(error))
+        except Exception as error:
+            why = _reason_in(error)
+            if self._present is not None and not isinstance(error, ScaleError):
+                with contextlib.suppress(Exception):  # the first one is told
+                    self._present.cancel(why)
+            self._end(why)
 
     def _take(self, client: Client) -> None:
         asked = client.message or {}
@@ -147,21 +152,16 @@ class Scaling:
         self._client, self._outcome = client, {}
         self._waiting = list(asked.items())
 
-    def _reason_of_request(self, asked: Mapping[str, Any]) -> str:
+    def _reason_of_request(self, asked: Mapping[str, RequestPart]) -> str:
+        """Why what is asked cannot be done; "" if it can be, as far as is known."""
         unknown = sorted(asked.keys() - self._handlers.keys())
         if unknown or not asked:
             return f"this job cannot change {', '.join(unknown) or 'nothing'}"
-        if not all(isinstance(part, dict) for part in asked.values()):
-            return "the launcher does not understand this: is the command of its version?"
-        return self._reason_of_parts(asked)
-
-    def _reason_of_parts(self, asked: Mapping[str, Mapping[str, Any]]) -> str:
-        """Why one part cannot be done, before another one is begun; "" if all can be."""
         try:
-            for name, part in asked.items():
+            for name, part in asked.items():  # before any is begun
                 self._handlers[name].check(part)
-        except ScaleError as error:
-            return str(error)
+        except Exception as error:
+            return _reason_in(error)
         return ""
 
     def _go_on(self) -> None:
@@ -176,9 +176,8 @@ class Scaling:
             if not self._waiting:
                 break
             name, asked = self._waiting.pop(0)
-            handler = self._handlers[name]
-            handler.begin(asked, self._client.say)
-            self._present = handler
+            self._present = self._handlers[name]
+            self._present.begin(asked, self._client.say)
         client, self._client = self._client, None
         self._leave(client)
         client.finish(self._outcome)
@@ -194,3 +193,10 @@ class Scaling:
     def _leave(self, client: Client) -> None:
         if self._door is not None:
             self._door.forget(client)
+
+
+def _reason_in(error: Exception) -> str:
+    """Why a request is not done. A mistake of this program ends the request, and not the job."""
+    if isinstance(error, ScaleError):
+        return str(error)
+    return f"the launcher has made a mistake, {type(error).__name__}: {error}"

@@ -15,15 +15,20 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import PEER_CREDENTIALS, is_there, runtime_folder, try_lock
+from tensorwire.outside import parse_json
 
 # Who has connected and says nothing for long makes room for others.
 _MOST_WAITING = 256
 _LONGEST_CLAIM = 4096
 _LONGEST_PATH = 107  # of a unix socket, as the kernel has room for it
+
+
+class _PlaceQuestion(TypedDict):
+    rank: int
 
 
 class Visitor:
@@ -184,14 +189,17 @@ class Door:
             data = came.recv(_LONGEST_CLAIM)
             told = came.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
             pid, user, _ = PEER_CREDENTIALS.unpack(told)
-            rank = json.loads(data)["rank"]
-            if user == os.geteuid() and type(rank) is int:
+            if user == os.geteuid():
+                rank = parse_json(data, _PlaceQuestion, _LONGEST_CLAIM)["rank"]
                 visitor = Visitor(rank, pid, os.pidfd_open(pid))
                 if not _is_closed(came):  # so that the number is still that of who connected
                     return Claim(visitor, came)
                 visitor.close()
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # it is gone, or in no process table of this one, or no worker
+        except ValueError as error:
+            with contextlib.suppress(OSError):
+                came.send(json.dumps({"refused": f"that is no question: {error}"}).encode())
+        except OSError:
+            pass  # it is gone, or in no process table of this one
         came.close()
         return None
 

@@ -10,10 +10,11 @@ docs/elastic.md has the protocol, membership/takeovers.py the workers' part of i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
+from tensorwire.launch.control import RequestPart
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
@@ -84,11 +85,15 @@ class WorkerCount:
 
     # ---- the request
 
-    def check(self, asked: Mapping[str, Any]) -> None:
+    def check(self, asked: RequestPart) -> None:
         """See `Handler`."""
         count, drain = asked.get("count"), asked.get("drain", [])
-        if type(count) is not int or not isinstance(drain, list):
-            raise ScaleError("the launcher does not understand what is asked of the workers")
+        if count is None:
+            raise ScaleError('how many workers there are to be is not said: "count"')
+        if self._joining or self._state == "switching":
+            raise ScaleError(
+                "a change that failed is still being taken back; try again in a moment", busy=True
+            )
         if (takeovers := self._restarts.takeovers) is None:
             raise ScaleError(_NOT_ELASTIC)
         places = self._job.places
@@ -108,12 +113,12 @@ class WorkerCount:
             )
         self._check(present, count > len(present))
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
         """See `Handler`."""
         self.check(asked)
         takeovers, places = self._restarts.takeovers, self._job.places
         assert takeovers is not None
-        count, drain, present = asked["count"], asked.get("drain", []), takeovers.present()
+        count, drain, present = asked["count"], set(asked.get("drain", [])), takeovers.present()
         self._clear()
         self._tell, self._before = say, len(present)
         stay = [rank for rank in present if rank not in drain]
@@ -147,7 +152,8 @@ class WorkerCount:
         assert takeovers is not None
         history = self._restarts.keeper(takeovers.owner_of(0)).held(_HISTORY)
         if history is None:
-            raise ScaleError("no worker can join: what the others have noted is not held")
+            self._abandon("no worker can join: what the others have noted is not held")
+            return
         self._joins[rank] = self._joins.get(rank, 0) + 1
         try:
             self._joining[rank] = self._staff.start_joiner(rank, self._joins[rank])

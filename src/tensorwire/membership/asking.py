@@ -14,9 +14,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.outside import parse_json
 
 from .job_file import RunningServer
 
@@ -25,6 +26,17 @@ _PURPOSE = b"tensorwire: ask the launcher of a job"
 _LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
 _ANSWER_S = 10.0  # of a launcher that is asked to take something back
 _LOOK_S = 0.1  # whether it is still wanted
+
+
+class _Nonce(TypedDict):
+    nonce: str
+
+
+class _ScaleAnswer(TypedDict, total=False):
+    says: str
+    done: dict[str, dict[str, Any]]
+    error: str
+    busy: bool
 
 
 class ScaleError(Exception):
@@ -91,7 +103,7 @@ def ask_launcher(
         try:
             channel.settimeout(min(timeout_s, _ANSWER_S))
             channel.connect(path)
-            nonce = json.loads(channel.recv(_LONGEST))["nonce"]
+            nonce = parse_json(channel.recv(_LONGEST), _Nonce)["nonce"]
             channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
         except (OSError, ValueError) as error:
             raise UnavailableError(f"the launcher of the job does not answer: {error}") from error
@@ -116,16 +128,19 @@ def ask_launcher(
                 continue
             except OSError:
                 data = b""
-            told: dict[str, Any] = (
-                json.loads(data) if data else {"error": "the job has ended meanwhile"}
-            )
+            told = _ScaleAnswer(error="the job has ended meanwhile")
+            if data:
+                try:
+                    told = parse_json(data, _ScaleAnswer)
+                except ValueError as error:
+                    text = f"the launcher of the job cannot be understood: {error}"
+                    raise UnavailableError(text) from error
             if "says" in told:
-                show(str(told["says"]))
-                kept = str(told["says"]) if late else ""
+                show(told["says"])
+                kept = told["says"] if late else ""
             elif "done" in told:
-                outcome: dict[str, Any] = told["done"]
-                return outcome
+                return told["done"]
             elif late and not interrupted:
-                raise TimeoutError(f"not done within {timeout_s:g} s: {told['error']}")
+                raise TimeoutError(f"not done within {timeout_s:g} s: {told.get('error')}")
             else:
-                raise ScaleError(str(told["error"]), told.get("busy") is True)
+                raise ScaleError(told.get("error", "nobody says why"), told.get("busy", False))

@@ -15,10 +15,12 @@ import select
 import socket
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tensorwire.outside import parse_json
 
 LISTENER = "listener"
 """The key of the socket on which a server listens."""
@@ -31,6 +33,20 @@ JOINS, DONOR = "TENSORWIRE_JOINS", "donor"
 
 _MOST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 128
+
+
+Told = TypeVar("Told")
+
+
+class _StandbyStart(TypedDict):
+    start: list[str]
+    term: int
+    restarts: int
+    messages: int
+
+
+class _HandedOver(TypedDict):
+    kept: list[list[Any]]
 
 
 class Kept(NamedTuple):
@@ -88,17 +104,15 @@ class DescriptorStore:
         if not data:
             return None
         try:
-            told = json.loads(data)
-            term, restarts = int(told["term"]), int(told["restarts"])
-            start = Takeover([str(each) for each in told["start"]], term, restarts)
-            for _ in range(int(told["messages"])):
+            told = parse_json(data, _StandbyStart, _MOST_BYTES)
+            for _ in range(told["messages"]):
                 data, descriptors = self._receive()
-                entries = json.loads(data)["kept"]
+                entries = parse_json(data, _HandedOver, _MOST_BYTES)["kept"]
                 for (key, about), descriptor in zip(entries, descriptors, strict=True):
                     self._kept[key] = Kept(about, descriptor)
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"the launcher told a standby {data[:100]!r}: {error}") from error
-        return start
+        return Takeover(told["start"], told["term"], told["restarts"])
 
     def keep(self, key: str, about: dict[str, Any], descriptor: int) -> None:
         """Hands a duplicate to the launcher, in place of what was kept under the key."""
@@ -116,12 +130,19 @@ class DescriptorStore:
         """Tells the launcher something else; docs/launch.md has the messages."""
         self._send(message, [])
 
-    def hear(self) -> dict[str, Any] | None:
-        """What the launcher says next, which is waited for; None: it is gone. One thread."""
+    def hear(self, form: type[Told]) -> Told | None:
+        """What the launcher says next, which is waited for; None: it is gone. One thread.
+
+        Args:
+            form: what it may say; see `parse_json`.
+
+        Raises:
+            ValueError: it says something else.
+        """
         data, descriptors = self._receive()
         for descriptor in descriptors:
             self._map_donor(descriptor)
-        return json.loads(data) if data else None
+        return parse_json(data, form, _MOST_BYTES) if data else None
 
     def map_donor(self) -> NDArray[np.uint8]:
         """The history of the worker from which a member that joins learns where the script is."""

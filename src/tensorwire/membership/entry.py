@@ -14,9 +14,10 @@ import socket
 import struct
 import time
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TypedDict
 
 from tensorwire.errors import UnavailableError
+from tensorwire.outside import parse_json
 
 from .claim import refusal
 from .descriptor_store import STORE, TERM
@@ -35,6 +36,13 @@ _MOST_BYTES = 1 << 16
 # Nobody listens, one that was killed has left its name, and so many come that one has to wait.
 _NOT_YET = FileNotFoundError, ConnectionRefusedError, BlockingIOError
 _SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
+
+
+class _PlaceAnswer(TypedDict, total=False):
+    environment: dict[str, str]
+    term: int
+    holder: int
+    refused: str
 
 
 def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float = 120.0) -> None:
@@ -57,15 +65,15 @@ def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float =
     again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     channel = _connect(path, 0.0 if again else timeout_s)
     try:
-        answer = _ask(channel, path, {"rank": rank})
+        answer = _ask(channel, path, rank)
         if holder := answer.get("holder"):
             raise RuntimeError(refusal(rank, _TOLD_BY, f"process {holder}"))
-        if why := answer.get("refused"):
+        if (why := answer.get("refused")) or "environment" not in answer:
             raise RuntimeError(f"tensorwire serve at {path} has no place for worker {rank}: {why}")
         for name in _SECRETS:
             environ.pop(name, None)
         environ.update(answer["environment"])
-        if term := int(answer["term"]):
+        if term := answer.get("term"):
             environ[TERM] = str(term)
         channel.setblocking(True)
         environ[STORE] = str(channel.detach())
@@ -119,9 +127,9 @@ def _check_user(channel: socket.socket, path: str) -> None:
         )
 
 
-def _ask(channel: socket.socket, path: str, question: dict[str, Any]) -> dict[str, Any]:
+def _ask(channel: socket.socket, path: str, rank: int) -> _PlaceAnswer:
     try:
-        channel.send(json.dumps(question).encode())
+        channel.send(json.dumps({"rank": rank}).encode())
         data = channel.recv(_MOST_BYTES)
     except OSError as error:
         raise UnavailableError(f"tensorwire serve at {path} does not answer: {error}") from None
@@ -129,5 +137,7 @@ def _ask(channel: socket.socket, path: str, question: dict[str, Any]) -> dict[st
         raise UnavailableError(
             f"tensorwire serve at {path} has ended; its own messages tell why, unless it was killed"
         )
-    answer: dict[str, Any] = json.loads(data)
-    return answer
+    try:
+        return parse_json(data, _PlaceAnswer, _MOST_BYTES)
+    except ValueError as error:
+        raise UnavailableError(f"what listens at {path} is no tensorwire serve: {error}") from None

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tensorwire.outside import parse_json
+
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 
@@ -164,11 +166,11 @@ def _remove_dead(path: Path) -> None:
 
 
 def _read(path: Path, kind: type[Told]) -> Iterator[Told]:
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not try_lock(descriptor):
-                yield kind(**json.loads(os.read(descriptor, _MOST_BYTES)))
+                yield parse_json(os.read(descriptor, _MOST_BYTES), kind)
             elif is_there(path, descriptor):
                 path.unlink()  # nobody has the lock: its process was killed
         finally:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tensorwire.errors import UnavailableError
+from tensorwire.outside import parse_json
 
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
@@ -27,6 +28,37 @@ JOB_LOG = "TENSORWIRE_JOB_LOG"
 
 _MOST_KEPT = 8  # of jobs that are over
 _MOST_BYTES = 4 << 20  # that are read of one
+
+
+class _LogLine(TypedDict, total=False):
+    """A line; docs/status.md has which keys go with which `what`."""
+
+    what: str
+    time: float
+    job: str
+    launcher: int
+    command: str
+    started: float
+    durable: bool
+    kind: str
+    index: int
+    pid: int
+    server: int
+    address: str
+    term: int
+    dead: int
+    evidence: str
+    moves: bool
+    step: int
+    share: int
+    giver: int
+    taker: int
+    size: int
+    memory: int
+    versions: dict[str, int]
+    why: str
+    path: str
+    text: str
 
 
 @dataclass
@@ -94,12 +126,13 @@ class LoggedJob:
     control: str = ""
     moves: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Does what a line says, the next one."""
+    def take(self, line: _LogLine) -> None:
+        """Does what a line says, the next one; KeyError if it does not say all of it."""
         match line.pop("what"):
             case "job":
-                for name in ("job", "launcher", "command", "started", "durable"):
-                    setattr(self, name, line[name])
+                self.job, self.launcher = line["job"], line["launcher"]
+                self.command, self.started = line["command"], line["started"]
+                self.durable = line["durable"]
             case "member":
                 self.members.append(_member(line))
             case "server listens":
@@ -123,7 +156,7 @@ class LoggedJob:
                     if (member.kind, member.index) == ("worker", line["index"]):
                         member.change = f"left behind step {line['step']}"
             case "moved":
-                self.moves.append(line)
+                self.moves.append({**line})
                 for member in self.members:
                     if (member.kind, member.index) == ("share", line["share"]):
                         member.server = line["taker"]
@@ -139,7 +172,7 @@ class LoggedJob:
                 self.failure = line["text"]
 
 
-def _member(line: dict[str, Any]) -> LoggedMember:
+def _member(line: _LogLine) -> LoggedMember:
     return LoggedMember(line["kind"], line["index"], line["pid"], line.get("server"))
 
 
@@ -267,8 +300,8 @@ def _write(descriptor: int, what: str, about: dict[str, Any]) -> None:
 def _read(path: str, descriptor: int, running: bool = True) -> LoggedJob:
     job = LoggedJob(path, running)
     for line in os.pread(descriptor, _MOST_BYTES, 0).splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            job.take(json.loads(line))
+        with contextlib.suppress(ValueError, KeyError):
+            job.take(parse_json(line, _LogLine))
     return job
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.memory import Mailbox, Node, Peer, RemoteMailbox, mailbox_bytes
+from tensorwire.outside import parse_json
 
 READER = "reader-"
 """How the names of readers' Nodes begin."""
@@ -78,8 +79,9 @@ def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, An
     while time.monotonic() < deadline:
         number, data = mailbox.latest(deadline)
         if number:
-            found: dict[str, Any] = json.loads(data.tobytes().partition(b"\0")[0])
-            if reader in found["readers"]:
+            text = data.tobytes().partition(b"\0")[0]
+            found = parse_json(text, dict[str, Any], _MOST_BYTES)
+            if reader in found.get("readers", ()):
                 return found
         time.sleep(0.02)
     raise TimeoutError(f"{peer.name!r} at {peer.address} did not tell its status in time")

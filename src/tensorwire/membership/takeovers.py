@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,24 @@ def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
         if place not in found:
             found[min(found, key=lambda rank: (len(found[rank]), rank))].append(place)
     return found
+
+
+class _LauncherSays(TypedDict, total=False):
+    """What the launcher says; docs/launch.md has which keys go together."""
+
+    lost: list[int]
+    number: int
+    next: list[int]
+    words: list[int]
+    prepare: int
+    plan: int
+    left: int
+    go: int
+    cancel: int
+    step: int
+    mine: list[int]
+    owners: dict[str, int]
+    donor: int | None
 
 
 class ChangeWord(StrEnum):
@@ -89,11 +107,10 @@ class PlannedChange:
         }  # fmt: skip
 
     @staticmethod
-    def from_message(word: ChangeWord, told: Mapping[str, Any]) -> PlannedChange:
+    def from_message(number: int, told: _LauncherSays) -> PlannedChange:
         """The other way round."""
-        owners = {int(rank): int(owner) for rank, owner in told["owners"].items()}
-        mine = [int(rank) for rank in told["mine"]]
-        return PlannedChange(int(told[word]), int(told["step"]), mine, owners, told["donor"])
+        owners = {int(rank): owner for rank, owner in told["owners"].items()}
+        return PlannedChange(number, told["step"], told["mine"], owners, told["donor"])
 
 
 class Takeovers:
@@ -152,46 +169,47 @@ class Takeovers:
 
     def _run(self) -> None:
         # Whoever waits for a server that is gone gets the error.
-        with contextlib.suppress(TensorwireError, OSError):
-            while (told := self._store.hear()) is not None:
-                if "lost" in told:
-                    self._hear_lost(told)
-                else:
-                    self._hear_change(told)
-        with self._change:
-            self._over = True
-            self._change.notify_all()
+        try:
+            with contextlib.suppress(TensorwireError, OSError):
+                while (told := self._store.hear(_LauncherSays)) is not None:
+                    if "lost" in told:
+                        self._hear_lost(told)
+                    else:
+                        self._hear_change(told)
+        finally:  # nobody waits for what cannot come any more
+            with self._change:
+                self._over = True
+                self._change.notify_all()
 
-    def _hear_lost(self, told: Mapping[str, Any]) -> None:
-        number, lost = int(told["number"]), [int(rank) for rank in told["lost"]]
+    def _hear_lost(self, told: _LauncherSays) -> None:
+        number, lost = told["number"], told["lost"]
         with self._change:
             if self._plan is not None:
-                self._plan.mine += [int(rank) for rank in told.get("next", lost)]
+                self._plan.mine += told.get("next", lost)
             elif "next" in told:  # the change has taken place here
-                lost = [int(rank) for rank in told["next"]]
+                lost = told["next"]
             self._told.append(lost)
         for rank in told.get("words", lost):
-            self._tell(int(rank), taken_by(self._place.rank, number))
+            self._tell(rank, taken_by(self._place.rank, number))
         failpoint("owner.told")
         self._store.tell({"took": number})
 
-    def _hear_change(self, told: Mapping[str, Any]) -> None:
+    def _hear_change(self, told: _LauncherSays) -> None:
         with self._change:
-            if ChangeWord.PREPARE in told:
+            if "prepare" in told:
                 self._hold_at = self.steps + 1
-                number = told[ChangeWord.PREPARE]
-                self._store.tell({ChangeWord.AT: self.steps, "number": number})
-            elif ChangeWord.PLAN in told:
-                self._plan = PlannedChange.from_message(ChangeWord.PLAN, told)
+                self._store.tell({ChangeWord.AT: self.steps, "number": told["prepare"]})
+            elif "plan" in told:
+                self._plan = PlannedChange.from_message(told["plan"], told)
                 self._hold_at = None
-            elif ChangeWord.LEFT in told:
-                self._left = int(told[ChangeWord.LEFT])
-            elif ChangeWord.CANCEL in told:
+            elif "left" in told:
+                self._left = told["left"]
+            elif "cancel" in told:
                 self._hold_at = None
                 if self._plan is not None:
                     self._left = self._plan.number  # nobody is waited for
-            elif ChangeWord.GO in told:
-                self._go = PlannedChange.from_message(ChangeWord.GO, told)
+            elif "go" in told:
+                self._go = PlannedChange.from_message(told["go"], told)
             self._change.notify_all()
 
     def adopt(self) -> bool:

@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from tensorwire.outside import parse_json
+
 from .agent import ChannelAgent
 from .attachment import Limits
 from .runtime.options import MessageLimits, Offer
@@ -61,15 +63,7 @@ def encode(**values: Any) -> bytes:
 
 def decode(data: bytes) -> dict[str, Any]:
     """What the other end tells; ValueError if it cannot be understood."""
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes are too many")
-    try:
-        values = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(values, dict):
-        raise ValueError("it is no object")
-    return values
+    return parse_json(data, dict[str, Any], _MOST_BYTES)
 
 
 def whole_number(values: dict[str, Any], name: str) -> int:

@@ -34,6 +34,7 @@ from tensorwire.membership import (
     torch_job,
 )
 from tensorwire.memory.bandwidth import source_address
+from tensorwire.outside import parse_json
 
 JOIN_TIMEOUT = "TENSORWIRE_JOIN_TIMEOUT"
 _PAUSES_S = 0.005, 0.1  # between two looks at what may be there: the first one, and the longest
@@ -90,7 +91,7 @@ class Meeting:
             key = f"members/{self.rank}"
             holder = "another process"
             if self.store.check([key]):
-                holder = json.loads(self.store.get(key))["name"]
+                holder = parse_json(self.store.get(key), dict[str, str])["name"]
             raise RuntimeError(refusal(self.rank, self._told_by, holder))
         told = {"host": str(this_host() or ""), "name": me}
         self.store.set(f"members/{self.rank}", json.dumps(told))
@@ -98,7 +99,7 @@ class Meeting:
     def _gather(self) -> list[dict[str, str]]:
         names = {f"members/{rank}": f"worker {rank}" for rank in range(self.workers)}
         self.wait(names, f"{self._told_by} say {self.workers} workers; start all of them")
-        return [json.loads(self.store.get(key)) for key in names]
+        return [parse_json(self.store.get(key), dict[str, str]) for key in names]
 
     def wait(self, keys: Mapping[str, str], advice: str) -> None:
         """Waits until all keys are in the store, for `join_timeout_s`; Ctrl-C ends it at once.
