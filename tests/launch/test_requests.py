@@ -2,15 +2,19 @@
 
 import json
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Launched, Place
+from click.testing import CliRunner
+from launching import WAIT_S, Launched, Place
 
-from tensorwire.membership import LoggedJob, logged_jobs, proof_of
+from tensorwire.cli.status import status
+from tensorwire.membership import LoggedJob, logged_jobs, proof_of, short_path
 
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 NONSENSE: tuple[tuple[Any, str], ...] = (
     ({"workers": {"count": 1, "drain": [1.0]}}, "is 1.0, not a whole number"),
     ({"workers": {"count": 1, "drain": [True]}}, "is True, not a whole number"),
@@ -21,20 +25,35 @@ NONSENSE: tuple[tuple[Any, str], ...] = (
 )
 
 
-def logged(job: Launched) -> LoggedJob:
-    """The log of a job whose control socket is there."""
-    deadline = time.monotonic() + 30
-    while not (found := [each for each in logged_jobs() if each.running and each.control]):
+SCRIPT = """
+print("secret:", os.environ["TENSORWIRE_SECRET"], flush=True)
+while not os.path.exists("end"):
+    time.sleep(0.01)
+goodbye()
+"""
+
+
+def logged(count: int = 1) -> list[LoggedJob]:
+    """The logs of jobs whose control sockets are there, and that have started all members."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = [each for each in logged_jobs() if each.control and len(each.members) == 3]
+        if len(found) == count:
+            return found
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found[0]
+
+
+def connect(channel: socket.socket, path: str) -> None:
+    channel.settimeout(20)
+    with short_path(path) as short:
+        channel.connect(short)
 
 
 def ask(path: str, secret: bytes, asked: Any) -> dict[str, Any]:
     """The last that the launcher says."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.settimeout(20)
-        channel.connect(path)
+        connect(channel, path)
         nonce = json.loads(channel.recv(1 << 16))["nonce"]
         proof = proof_of(secret, nonce)
         channel.send(json.dumps({"ask": asked, "proof": proof}).encode())
@@ -47,25 +66,18 @@ def test_a_request_of_wrong_types_is_refused_and_nothing_is_under_way(
 ) -> None:
     """Named for a bug: "drain": [1.0] passed, a worker failed, and all else was "under way"."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
-    script = """
-        print("secret:", os.environ["TENSORWIRE_SECRET"], flush=True)
-        while not os.path.exists("end"):
-            time.sleep(0.01)
-        goodbye()
-    """
     end = Path("end")
     monkeypatch.chdir(place.folder)
-    with place.start(script, workers=2) as job:
+    with place.start(SCRIPT) as job:
         job.wait_for("secret: ")
-        path = logged(job).control
+        path = logged()[0].control
         secret = job.text.partition("secret: ")[2].split()[0].encode()
         for asked, why in NONSENSE:
             told = ask(path, secret, asked)
             assert why in told["error"]
             assert not told["busy"]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.settimeout(20)
-            channel.connect(path)
+            connect(channel, path)
             channel.recv(1000)
             channel.send(b"[" * 4096)
             assert "nested too deeply" in json.loads(channel.recv(1 << 16))["error"]
@@ -73,3 +85,39 @@ def test_a_request_of_wrong_types_is_refused_and_nothing_is_under_way(
         assert "--elastic" in told["error"]  # it is understood, and cannot be done
         end.touch()
         assert job.end() == 0
+
+
+def can_unshare() -> bool:
+    command = [*UNSHARE, "true"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_unshare(), reason="no PID namespaces: unshare --pid is not permitted")
+def test_launchers_in_two_containers_share_a_runtime_folder(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: each was process 1, took the other's socket, and living workers "ended"."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
+    end = place.folder / "end"
+    monkeypatch.chdir(place.folder)
+    command = [*UNSHARE, *place.command(place.script(SCRIPT))]
+    with (
+        Launched(command, place.environment()) as one,
+        Launched(command, place.environment()) as other,
+    ):
+        secrets = {}
+        for job in (one, other):
+            job.wait_for("secret: ")
+            secrets[job.text.partition("secret: ")[2].split()[0].encode()] = job
+        found = logged(2)
+        assert len({each.control for each in found}) == 2
+        assert [each.launcher for each in found] == [1, 1]
+        told = [
+            ask(each.control, key, {"workers": {"count": 1}}) for each in found for key in secrets
+        ]
+        assert sorted("secret" in each["error"] for each in told) == [False, False, True, True]
+        shown = json.loads(CliRunner().invoke(status, ["--json"]).output)
+        states = [member["state"] for job in shown for member in job["members"]]
+        assert states == ["running"] * 6
+        end.touch()
+        assert [one.end(), other.end()] == [0, 0]

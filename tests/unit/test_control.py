@@ -16,7 +16,15 @@ from click.testing import CliRunner
 from tensorwire.cli.scale import scale
 from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.launch.scaling import Scaling
-from tensorwire.membership import JobFile, JobLog, RunningServer, ScaleError, ask_launcher, proof_of
+from tensorwire.membership import (
+    JobFile,
+    JobLog,
+    RunningServer,
+    ScaleError,
+    ask_launcher,
+    proof_of,
+    short_path,
+)
 
 SECRET = b"of the job"
 
@@ -165,7 +173,8 @@ def test_one_at_a_time_and_one_that_is_too_late(launcher: Launcher) -> None:
 def connect(launcher: Launcher, nonce: list[str] | None = None) -> socket.socket:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(10)
-    channel.connect(launcher.path)
+    with short_path(launcher.path) as short:
+        channel.connect(short)
     told = json.loads(channel.recv(1000))["nonce"]
     if nonce is not None:
         nonce.append(told)

@@ -22,7 +22,14 @@ from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.reports import failure_in
 from tensorwire.launch.visitors import Door
-from tensorwire.membership import ScaleError, ask_launcher, enter_job, logged_jobs, running_servers
+from tensorwire.membership import (
+    ScaleError,
+    ask_launcher,
+    enter_job,
+    logged_jobs,
+    running_servers,
+    short_path,
+)
 from tensorwire.membership.asking import proof_of
 from tensorwire.outside import parse_json
 
@@ -144,7 +151,8 @@ def test_a_supervisor_answers_everything(folder: Path, message: bytes) -> None:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
             visitor.settimeout(10)
-            visitor.connect(str(door.path))
+            with short_path(door.path) as short:
+                visitor.connect(short)
             assert not list(door.claims())
             visitor.send(message)
             for claim in door.claims():
@@ -181,7 +189,8 @@ def test_a_file_worker_answers_everything(folder: Path, message: bytes) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as writer:
             writer.settimeout(10)
             (path,) = folder.rglob("*.socket")
-            writer.connect(str(path))
+            with short_path(path) as short:
+                writer.connect(short)
             writers.serve(10)
             writer.send(message)
             writers.serve(10)
@@ -198,7 +207,8 @@ def test_who_asks_gets_an_error(
     """A program that took a socket's name, of the same user, says something else."""
     (folder / "taken").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(folder / "taken"))
+        with short_path(folder / "taken") as short:
+            listener.bind(short)
         listener.listen()
 
         def hear(question: bytes = b"") -> None:

@@ -1,6 +1,7 @@
 """The folder of running jobs: only this user can write there, whatever strangers made before."""
 
 import os
+import pwd
 import socket
 import tempfile
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import runtime_folder
+from tensorwire.membership import cache_folder, runtime_folder
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,25 @@ def test_where_nothing_is_fit_all_are_named(places: list[Path]) -> None:
     text = str(caught.value)
     assert all(f"{folder} (mode 777, so that others can write)" in text for folder in places)
     assert "set XDG_RUNTIME_DIR to a folder that is yours" in text
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Named for a bug: a folder with the name "~" appeared where the program was started."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # no shell has put a home there
+    assert cache_folder() is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert cache_folder() is None
+    monkeypatch.chdir(tmp_path)
+    assert runtime_folder().is_absolute()
+    folder = pytest.importorskip("tensorwire.torch.allocator.library")._folder()
+    assert folder.is_absolute()
+    assert not (tmp_path / "~").exists()

@@ -104,3 +104,19 @@ def test_a_failed_job_is_a_few_lines(log: JobLog) -> None:
     assert "restarts" in shown("--failed")
     (job,) = jobs()
     assert "state" not in job["members"][0]
+
+
+def test_processes_of_another_container(log: JobLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named for a bug: a worker that lived was "ended", as its number is in no table here."""
+    monkeypatch.setattr("tensorwire.cli.status.pid_namespace", lambda: "pid:[7]")
+    log.add("server listens", address="127.0.0.1:1")
+    log.add("member", kind="worker", index=0, pid=999999998)
+    log.add("member", kind="worker", index=1, pid=999999999)
+    log.add("ended", pid=999999999)
+    log.add("standby", pid=999999997)
+    (job,) = jobs()
+    assert [each["state"] for each in job["members"]] == ["running", "ended"]
+    assert job["standby_state"] == "running"
+    log.add("grant", kind="worker", index=1, term=1, pid=999999999, dead=999999999, evidence="died")
+    assert [each["state"] for each in jobs()[0]["members"]] == ["running", "running"]
+    monkeypatch.undo()

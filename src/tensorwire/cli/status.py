@@ -21,6 +21,7 @@ from tensorwire.membership import (
     LoggedJob,
     RunningServer,
     logged_jobs,
+    pid_namespace,
     read_status,
     reader_name,
     running_servers,
@@ -102,13 +103,13 @@ def _look(
     job |= _told_of(address, logs)
     here = {each.address: each for each in neighbours}
     try:
-        if known is not None and is_stopped(known.pid):
+        if known is not None and _is_stopped(known):
             return {**job, "error": _stopped(f"server {known.index}", known.pid)}
         with Node(reader_name(), secret=_secret_of(known)) as node:
             first = _ask(node, address)
             servers = [first]
             for each in first["servers"]:
-                if each in here and is_stopped(here[each].pid):
+                if _is_stopped(here.get(each)):
                     silent = {"index": here[each].index, "address": each, "pid": here[each].pid}
                     servers.append({**silent, "stores": [], "restarts": None})
                 elif each != first["address"]:
@@ -116,7 +117,7 @@ def _look(
     except (TensorwireError, ValueError, OSError) as error:
         return {**job, "error": str(error)}
     job |= _told_of(first["address"], logs)
-    job["workers"] = [_seen(worker, known is not None) for worker in first["workers"]]
+    job["workers"] = [_seen(worker, known) for worker in first["workers"]]
     job["servers"] = sorted(
         (
             {k: each[k] for k in ("index", "address", "pid", "stores", "restarts")}
@@ -150,12 +151,13 @@ def _told(log: LoggedJob) -> dict[str, Any]:
         if each.server is not None:
             member["server"] = each.server
         if log.running:
-            member["state"] = _state(each.pid)
+            member["state"] = _state(each.pid, log)
         members.append({**member, "last_death": about["last_death"], "change": each.change})
     return {
         "durable": log.durable,
         "members": members,
         "standby": log.standby,
+        "standby_state": _state(log.standby, log) if log.standby and log.running else None,
         "moves": log.moves,
         "saved": log.saved or None,
         "log": log.path,
@@ -175,19 +177,36 @@ def _of_log(log: LoggedJob) -> dict[str, Any]:
     return {"failed": failure, "command": log.command, "started": log.started, **_told(log)}
 
 
-def _state(pid: int) -> str:
-    """That of a process of this host."""
+def _state(pid: int, log: LoggedJob) -> str:
+    """That of a process of a job whose launcher lives.
+
+    Where it is not in the process table of this one, its launcher knows whether it has ended.
+    """
+    if pid in log.ended:
+        return "ended"
+    if not _is_here(log.pids):
+        return "running"
     if is_stopped(pid):
         return "stopped"
     return "running" if os.path.exists(f"/proc/{pid}") else "ended"
+
+
+def _is_here(pids: str) -> bool:
+    """Whether numbers of processes of this namespace mean the same here; "": it is not known."""
+    return pids in ("", pid_namespace())
+
+
+def _is_stopped(server: RunningServer | None) -> bool:
+    return server is not None and _is_here(server.pids) and is_stopped(server.pid)
 
 
 def _stopped(name: str, pid: int) -> str:
     return f"{name} (pid {pid}) is stopped; kill -CONT {pid} lets it go on"
 
 
-def _seen(worker: dict[str, Any], here: bool) -> dict[str, Any]:
+def _seen(worker: dict[str, Any], server: RunningServer | None) -> dict[str, Any]:
     """A worker as its server says, and whether its process is stopped, if it is on this host."""
+    here = server is not None and _is_here(server.pids)
     near = here and worker.get("transport") == "shm" and worker["state"] == "connected"
     return {**worker, "state": "stopped"} if near and is_stopped(worker["pid"]) else worker
 
@@ -297,7 +316,7 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
         cells += [member["change"]] if changed else []
         table.add_row(*cells, style=style)
     if job["standby"]:
-        state = [_state(job["standby"])] if running else []
+        state = [job["standby_state"]] if running else []
         table.add_row("standby", str(job["standby"]), *state)
     console.print(table)
     if job["moves"]:

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tensorwire.membership import short_path
 from tensorwire.outside import parse_json
 
 from .commit_text import CommitText
@@ -201,14 +202,10 @@ class FileWorker:
                 "of this user on this host",
             )
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        folder, _, name = found[-1].socket.rpartition("/")
         try:
             channel.settimeout(_ANSWER_S)
-            at = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                channel.connect(f"/proc/self/fd/{at}/{name}")
-            finally:
-                os.close(at)
+            with short_path(found[-1].socket) as short:
+                channel.connect(short)
             self._channel = channel
             (descriptor,) = self._ask({"do": "open"})
             try:

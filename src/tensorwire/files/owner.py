@@ -237,7 +237,8 @@ class JobOwner:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else of this user writes parameters; whoever is killed lets others do so."""
-        path = runtime_folder() / f"writes-{self._server().pid}"
+        server = self._server()  # in another container one may have the same number
+        path = runtime_folder() / f"writes-{server.pid}-{server.started:.6f}"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -247,7 +248,8 @@ class JobOwner:
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         finally:
             os.close(descriptor)
 

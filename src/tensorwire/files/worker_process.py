@@ -12,13 +12,10 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TypedDict
 
 from tensorwire.membership import (
@@ -27,6 +24,7 @@ from tensorwire.membership import (
     WorkerMember,
     World,
     job_secret,
+    listen_in,
     reading_secret,
     runtime_folder,
 )
@@ -145,14 +143,7 @@ class Writers:
         self.files: WorkerFiles | None = None
         self._selector = selectors.DefaultSelector()
         self._refused: set[socket.socket] = set()
-        folder = runtime_folder()
-        name = f"file-worker-{os.getpid()}-{secrets.token_hex(4)}.socket"
-        self._path = folder / name
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        with _short(folder) as short:
-            self._listener.bind(f"{short}/{name}")
-        self._listener.listen(_MOST_WRITERS)
+        self._listener, self._path = listen_in(runtime_folder(), "file-worker-", ".socket")
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._file = JobFile(
             RunningFileWorker(
@@ -237,16 +228,6 @@ class Writers:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
-
-
-@contextlib.contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """A path of a folder that is short enough for a socket in it."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 class FileWorkerProcess:

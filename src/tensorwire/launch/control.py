@@ -16,10 +16,9 @@ import secrets
 import select
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypedDict
 
-from tensorwire.membership import PEER_CREDENTIALS, proof_of, runtime_folder
+from tensorwire.membership import PEER_CREDENTIALS, listen_in, proof_of, runtime_folder
 from tensorwire.outside import parse_json
 
 _MOST_CLIENTS = 64
@@ -132,22 +131,10 @@ class ControlDoor:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        folder = runtime_folder()
-        _remove_left(folder)
-        self.path = folder / f"control-{os.getpid()}"
         self._clients: dict[int, Client] = {}
+        self._listener, self.path = listen_in(runtime_folder(), "control-")
         self._epoll = select.epoll()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self.path.unlink(missing_ok=True)  # of a process that had this number
-            self._listener.bind(os.fspath(self.path))
-            self.path.chmod(0o600)
-            self._listener.listen()
-            self._listener.setblocking(False)
-            self._epoll.register(self._listener, select.EPOLLIN)
-        except BaseException:
-            self.close()
-            raise
+        self._epoll.register(self._listener, select.EPOLLIN)
         self.descriptor = self._epoll.fileno()
 
     def requests(self) -> Iterator[Client]:
@@ -177,7 +164,8 @@ class ControlDoor:
         self._epoll.close()
         if self._listener.fileno() >= 0:
             self._listener.close()
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder is not what it was: its name stays
+                self.path.unlink()
 
     def _accept(self) -> None:
         try:
@@ -195,11 +183,3 @@ class ControlDoor:
                 client.close()
         self._clients[came.fileno()] = Client(came, self._secret)
         self._epoll.register(came, select.EPOLLIN)
-
-
-def _remove_left(folder: Path) -> None:
-    """Removes the names that killed launchers have left there."""
-    for path in folder.glob("control-*"):
-        pid = path.name.removeprefix("control-")
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            path.unlink(missing_ok=True)

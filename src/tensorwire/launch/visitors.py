@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -18,13 +19,18 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import PEER_CREDENTIALS, is_there, runtime_folder, try_lock
+from tensorwire.membership import (
+    PEER_CREDENTIALS,
+    is_there,
+    runtime_folder,
+    short_path,
+    try_lock,
+)
 from tensorwire.outside import parse_json
 
 # Who has connected and says nothing for long makes room for others.
 _MOST_WAITING = 256
 _LONGEST_CLAIM = 4096
-_LONGEST_PATH = 107  # of a unix socket, as the kernel has room for it
 
 
 class _PlaceQuestion(TypedDict):
@@ -109,7 +115,7 @@ class Door:
 
     def __init__(self, path: Path | None = None) -> None:
         if path is None:
-            path = runtime_folder() / f"serve-{os.getpid()}"
+            path = runtime_folder() / f"serve-{os.getpid()}-{secrets.token_hex(4)}"
             _remove_left(path.parent)
         self.path = path
         self._lock = -1
@@ -121,7 +127,8 @@ class Door:
         except OSError as error:
             self.close()
             raise UnavailableError(
-                f"tensorwire serve cannot listen at {self.path}: {error.strerror or error}"
+                f"tensorwire serve cannot listen at {self.path}: {error.strerror or error}; "
+                "--socket names another place"
             ) from error
         except BaseException:
             self.close()
@@ -129,11 +136,6 @@ class Door:
         self.descriptor = self._epoll.fileno()
 
     def _open(self) -> None:
-        if len(os.fsencode(self.path)) > _LONGEST_PATH:
-            raise UnavailableError(
-                f"{self.path} has more than {_LONGEST_PATH} characters, the most that a socket's "
-                "name may have: --socket names another one"
-            )
         if self.path.exists() and not self.path.is_socket():
             raise UnavailableError(f"{self.path} is there already, and is no socket")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -145,7 +147,8 @@ class Door:
                 f"another tensorwire serve listens at {self.path}; --socket names another place"
             )
         self.path.unlink(missing_ok=True)  # what a killed one has left
-        self._listener.bind(os.fspath(self.path))
+        with short_path(self.path) as short:
+            self._listener.bind(short)
         self.path.chmod(0o600)
         self._listener.listen()
         self._listener.setblocking(False)
@@ -168,7 +171,8 @@ class Door:
         self._listener.close()
         if self._lock >= 0:
             for path in (self.path, _lock_of(self.path)):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the folder is not what it was: it stays
+                    path.unlink()
             os.close(self._lock)
             self._lock = -1
 

@@ -22,10 +22,13 @@ from .identity import (
     FAREWELL,
     GOODBYE,
     LOOPBACK,
+    LOST_MEMBER_CODE,
+    boot_id,
     called,
     check_name,
     listed,
     lost,
+    pid_namespace,
     server_name,
     this_host,
     turn_away,
@@ -42,10 +45,11 @@ from .job_file import (
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .reading_secret import job_secret, reading_secret
-from .runtime import runtime_folder
+from .runtime import cache_folder, runtime_folder
 from .server import OfWorkers, ServerMember
 from .status import DOCTOR, StatusRegion, read_status, reader_name
 from .takeovers import ChangeWord, PlannedChange, Takeovers, deal_places
+from .unix_sockets import listen_in, short_path
 from .worker import WorkerMember
 from .world import RANK, SHARES_MOVE, SLICES, World
 
@@ -58,6 +62,7 @@ __all__ = [
     "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
+    "LOST_MEMBER_CODE",
     "MAX_WORKERS",
     "PEER_CREDENTIALS",
     "RANK",
@@ -89,6 +94,8 @@ __all__ = [
     "WorkerMember",
     "World",
     "ask_launcher",
+    "boot_id",
+    "cache_folder",
     "called",
     "check_name",
     "deal_places",
@@ -101,10 +108,12 @@ __all__ = [
     "is_there",
     "job_secret",
     "listed",
+    "listen_in",
     "logged_jobs",
     "lost",
     "note_in_job_log",
     "open_node",
+    "pid_namespace",
     "proof_of",
     "read_status",
     "reader_name",
@@ -115,6 +124,7 @@ __all__ = [
     "runtime_folder",
     "secret_of",
     "server_name",
+    "short_path",
     "shown_command",
     "this_host",
     "torch_job",

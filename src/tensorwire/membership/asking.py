@@ -20,6 +20,7 @@ from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.outside import parse_json
 
 from .job_file import RunningServer
+from .unix_sockets import short_path
 
 _LONGEST = 1 << 16
 _PURPOSE = b"tensorwire: ask the launcher of a job"
@@ -102,7 +103,8 @@ def ask_launcher(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         try:
             channel.settimeout(min(timeout_s, _ANSWER_S))
-            channel.connect(path)
+            with short_path(path) as short:
+                channel.connect(short)
             nonce = parse_json(channel.recv(_LONGEST), _Nonce)["nonce"]
             channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
         except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from tensorwire.outside import parse_json
 from .claim import refusal
 from .descriptor_store import STORE, TERM
 from .engines import MAX_WORKERS, number
+from .unix_sockets import short_path
 from .world import RANK
 
 SUPERVISOR = "TENSORWIRE_SUPERVISOR"
@@ -97,7 +98,8 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             channel.settimeout(_ANSWER_S)
-            channel.connect(path)
+            with short_path(path) as short:
+                channel.connect(short)
             _check_user(channel, path)
             return channel
         except OSError as error:

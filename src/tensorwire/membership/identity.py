@@ -28,6 +28,9 @@ GOODBYE = 1 << 62
 FAREWELL = GOODBYE + (1 << 61)
 """The same where slices may become another worker's: above all words that say whose they are."""
 
+LOST_MEMBER_CODE = 75
+"""Exit code of a server that ends because another process did, which is then to blame."""
+
 _TAKEOVER_BITS = 16  # of the rank, above which the number of a takeover lies
 
 _LISTENS = "0A"  # in /proc/net/tcp
@@ -127,12 +130,27 @@ def server_name(index: int) -> str:
     return f"server-{index}"
 
 
+def pid_namespace() -> str:
+    """Names what numbers of processes belong to here; "" where the system does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def boot_id() -> str:
+    """Names this host as it was booted; "" where the system does not tell: then nobody shares."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
 def this_host() -> int:
     """Returns 48 bits, equal where processes can share memory and a loopback interface, or 0."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        text = f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+        text = f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
     except OSError:
         return 0  # nobody can tell
+    if text.startswith(" "):
+        return 0
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little") or 1

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from tensorwire.outside import parse_json
 
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
+from .unix_sockets import remove_dead
 
 _MOST_BYTES = 64 << 10
 _MOST_SHOWN = 1000  # characters of a command
@@ -40,6 +40,7 @@ class RunningServer:
         secret_file: where the secret is; "" if it is in no file.
         door: where it listens for readers of parameters; "" if it lets none in.
         reading_secret: by which they may read, and no more; "" if the job has no secret.
+        pids: the namespace in which `pid` is a process; "" if that is not known.
     """
 
     index: int
@@ -52,6 +53,7 @@ class RunningServer:
     secret_file: str
     door: str = ""
     reading_secret: str = ""
+    pids: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,28 +143,10 @@ def _told(kind: type[Told]) -> list[Told]:
     found = list[Told]()
     for path in runtime_folder().glob(f"{_PREFIXES[kind]}*"):
         if path.suffix == ".socket":
-            _remove_dead(path)
+            remove_dead(path)
         else:
             found += _read(path, kind)
     return found
-
-
-def _remove_dead(path: Path) -> None:
-    """Removes a socket that a process has left which was killed; its name has the process."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(path.stem.rpartition("-")[0].rpartition("-")[2])
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)  # a path may be too long
-            try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-                    channel.setblocking(False)
-                    channel.connect(f"/proc/self/fd/{folder}/{path.name}")
-            except ConnectionRefusedError:
-                path.unlink()
-            finally:
-                os.close(folder)
 
 
 def _read(path: Path, kind: type[Told]) -> Iterator[Told]:

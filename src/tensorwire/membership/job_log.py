@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 from tensorwire.errors import UnavailableError
 from tensorwire.outside import parse_json
 
+from .identity import pid_namespace
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 
@@ -37,6 +38,7 @@ class _LogLine(TypedDict, total=False):
     time: float
     job: str
     launcher: int
+    pids: str
     command: str
     started: float
     durable: bool
@@ -96,6 +98,7 @@ class LoggedJob:
         running: its launcher lives.
         job: a name that no other job has.
         launcher: number of that process.
+        pids: the namespace of these numbers; "" if that is not known.
         command: what it was told to run.
         started: seconds since 1970.
         durable: whether members are replaced.
@@ -107,6 +110,7 @@ class LoggedJob:
         failure: why the job ended; "" if it did not, or nobody said.
         moves: of shares from server to server: "share", "giver", "taker", "size" and "memory" in
             bytes, "versions" by stores, "why", "time" in seconds since 1970.
+        ended: numbers of processes of the job that its launcher has seen end.
         control: the socket at which the launcher hears `tensorwire scale`; "" if it hears nothing.
     """
 
@@ -114,6 +118,7 @@ class LoggedJob:
     running: bool
     job: str = ""
     launcher: int = 0
+    pids: str = ""
     command: str = ""
     started: float = 0.0
     durable: bool = False
@@ -125,11 +130,18 @@ class LoggedJob:
     failure: str = ""
     control: str = ""
     moves: list[dict[str, Any]] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
 
     def take(self, line: _LogLine) -> None:
         """Does what a line says, the next one; KeyError if it does not say all of it."""
-        match line.pop("what"):
+        what = line.pop("what")
+        if "pid" in line:
+            self.ended -= {line["pid"]}  # the number may be another process's now
+        match what:
+            case "ended":
+                self.ended.add(line["pid"])
             case "job":
+                self.pids = line.get("pids", "")
                 self.job, self.launcher = line["job"], line["launcher"]
                 self.command, self.started = line["command"], line["started"]
                 self.durable = line["durable"]
@@ -203,6 +215,7 @@ class JobLog:
             "job",
             job=secrets.token_hex(8),
             launcher=os.getpid(),
+            pids=pid_namespace(),
             command=command,
             started=time.time(),
             durable=durable,
@@ -227,8 +240,11 @@ class JobLog:
             self._lose(error)
 
     def read(self) -> LoggedJob:
-        """What it says, the workers' lines too."""
-        return LoggedJob("", True) if self._descriptor < 0 else _read(self.path, self._descriptor)
+        """What it says, the workers' lines too; nothing where it cannot be read any more."""
+        with contextlib.suppress(OSError):
+            if self._descriptor >= 0:
+                return _read(self.path, self._descriptor)
+        return LoggedJob("", True)
 
     def close(self, keep: bool) -> None:
         """Ends it; the file is removed unless it is kept. Idempotent."""

@@ -45,6 +45,12 @@ def runtime_folder() -> Path:
     )
 
 
+def cache_folder() -> Path | None:
+    """`$XDG_CACHE_HOME`, else `~/.cache`; None: that is no path, as of a user without a home."""
+    found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return found if found.is_absolute() else None
+
+
 def _candidates() -> Iterator[Path]:
     # `su` and `sudo` may leave the one of another user.
     runtime = Path(os.environ.get(RUNTIME, ""))
@@ -54,8 +60,7 @@ def _candidates() -> Iterator[Path]:
     with contextlib.suppress(OSError):  # no folder for temporary files at all
         yield Path(tempfile.gettempdir()) / f"tensorwire-{os.geteuid()}"
     # A home can be that of several hosts, and their locks need not know of each other.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if cache.is_absolute():
+    if (cache := cache_folder()) is not None:
         with contextlib.suppress(OSError):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield cache / f"tensorwire-{socket.gethostname()}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.memory import mailbox_bytes
+from tensorwire.outside import parse_json
 
 from .layout import MALFORMED
 
@@ -101,7 +102,4 @@ def message(told: dict[str, Any]) -> bytes:
 
 def told_in(data: bytes) -> dict[str, Any]:
     """Raises ValueError if it is neither."""
-    found = json.loads(data.partition(b"\0")[0])
-    if not isinstance(found, dict):
-        raise ValueError("that is no request")
-    return found
+    return parse_json(data.partition(b"\0")[0], dict[str, Any], MESSAGE_BYTES)

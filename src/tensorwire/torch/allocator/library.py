@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from tensorwire.errors import UnavailableError
+from tensorwire.membership import cache_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "allocator.cc"
@@ -188,8 +189,9 @@ def _command(compiler: Sequence[str]) -> list[str]:
 
 def _folder() -> Path:
     """Returns a folder in which only this user can put a library; makes it if need be."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base, "tensorwire")
+    if (base := cache_folder()) is None:
+        return _private_folder()
+    folder = base / "tensorwire"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
