@@ -16,7 +16,7 @@ import time
 from typing import Any, NoReturn
 
 NUMBER = 8
-CODES = {"late": 5, "lost": 1}  # of a server that fails after the goodbyes
+CODES = {"late": 5, "lost": 1, "consequence": 75}  # of a server that fails after the goodbyes
 
 
 def main() -> None:

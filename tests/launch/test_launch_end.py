@@ -15,6 +15,24 @@ def test_all_is_well(place: Place) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("ending", ["goodbye()", "goodbye(); sys.exit(7)"])
+@pytest.mark.parametrize("becomes", ["nothing", "a file"])
+def test_a_runtime_folder_that_is_lost_meanwhile(place: Place, ending: str, becomes: str) -> None:
+    """Named for a bug: cleaning up failed with an OSError, and a good job ended with 1."""
+    lose = f"""
+        import shutil
+        shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+        if {becomes == "a file"}:
+            open(os.environ["XDG_RUNTIME_DIR"], "w").close()
+        {ending}
+    """
+    done = place.run(lose, workers=1)
+    assert done.returncode == (7 if "exit" in ending else 0)
+    assert "Traceback" not in done.stderr
+    for other in place.temporary.iterdir():  # where the launcher looked for jobs instead
+        other.rmdir()
+
+
 def test_a_server_may_end_while_workers_finish(place: Place) -> None:
     with place.start(
         """
@@ -139,6 +157,59 @@ def test_a_killed_server(place: Place) -> None:
     )
     assert done.returncode == 137
     assert next(summary(done.stderr)).startswith("server 0 (pid ")
+
+
+# Worker 0 fails, and is seen to end after all who end because of it.
+LATE = """
+def children():
+    return open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+
+before = children()
+if rank == 0:
+    server = next(c for c in before if "fake_server" in open(f"/proc/{c}/cmdline").read())
+    open(f"{os.path.dirname(__file__)}/fifo", "rb").read()
+    goodbye()  # the server ends when it has had all connections
+    while server in children():
+        time.sleep(0.01)
+    FAILURE
+goodbye()
+error = RuntimeError("worker 0 was lost")
+error.tensorwire_consequence = True
+raise error
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        ("raise ValueError('oh no')", 1, "raised ValueError at "),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_a_consequence_that_is_seen_first_is_not_to_blame(
+    place: Place, failure: str, code: int, said: str
+) -> None:
+    """Named for a bug: under load sys.exit(7) ended a job with 1, and a server was to blame."""
+    script = LATE.replace("FAILURE", failure)
+    script = script.replace("goodbye()\nerror =", "FIFO\ngoodbye()\nerror =", 1)
+    script = script.replace("FIFO", 'open(f"{os.path.dirname(__file__)}/fifo", "wb").close()')
+    environment = {**_fifo(place), "FAKE_SERVER": "consequence"}
+    done = place.run(script, environment=environment, patience={"grace_s": 20}, durable=False)
+    assert done.returncode == code
+    first, others, *_ = summary(done.stderr)
+    assert first.startswith("worker 0 (pid ")
+    assert said in first
+    assert "server 0 ended because it had lost another process" in others
+    assert "worker 1 exited with code 1" in others
+
+
+def test_a_consequence_without_a_cause(place: Place) -> None:
+    done = place.run("goodbye()\nwait()", environment={"FAKE_SERVER": "consequence"}, durable=False)
+    assert done.returncode == 1
+    said = next(summary(done.stderr))
+    assert "server 0 (pid " in said
+    assert "ended because it had lost another process; this ended the job" in said
 
 
 def test_a_server_that_fails_after_the_goodbyes(place: Place) -> None:

@@ -356,6 +356,16 @@ def test_a_server_that_is_killed_in_the_end_is_not_replaced(place: Place) -> Non
         assert "takes its place" not in job.text
 
 
+def test_a_host_that_does_not_tell_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named for a bug: an unreadable boot id forbade every job, though only --durable needs it."""
+    monkeypatch.setattr("tensorwire.launch.spec.boot_id", lambda: "")
+    job: dict[str, Any] = {"command": (__file__,), "workers": 1}
+    job["server_command"] = tuple(FAKE_SERVER)
+    assert not JobSpec(**job).is_durable
+    with pytest.raises(ValueError, match="boot_id cannot be read here"):
+        JobSpec(**job, durable=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -57,7 +57,9 @@ def trace(command: tuple[str, ...], json_path: Path | None) -> None:
     Not seen: Python with -I, -E or another PYTHONPATH, and gRPC of other languages.
     """  # noqa: D301 (\b is what click reads)
     check_file(json_path)
-    with tempfile.TemporaryDirectory(prefix="tensorwire-rpc-trace-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="tensorwire-rpc-trace-", ignore_cleanup_errors=True
+    ) as folder:
         try:
             code = run_traced(command, folder)
         except OSError as error:

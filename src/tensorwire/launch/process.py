@@ -17,6 +17,7 @@ from pathlib import Path
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.output import Consumer, Stream
+from tensorwire.membership import LOST_MEMBER_CODE
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _HINTS: dict[int, str] = {
@@ -199,6 +200,8 @@ class Process:
         """How it ended, as a phrase that follows its name."""
         if self.code is None:
             return "was still running"
+        if self.code == LOST_MEMBER_CODE and self.kind == "server":
+            return "ended because it had lost another process"
         if self.code >= 0:
             return f"exited with code {self.code}"
         if self._fenced:

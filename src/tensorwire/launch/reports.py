@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.process import Process
+from tensorwire.membership import LOST_MEMBER_CODE
 from tensorwire.outside import parse_json
 from tensorwire.tracebacks import Failure, hint
 
@@ -55,12 +56,20 @@ class Reports:
         own = (n for n, each in self._failures.items() if not each.consequence | each.interrupt)
         return next(own, "")
 
+    def is_consequence(self, process: Process) -> bool:
+        """Whether a process that has ended says that it did because another one had failed."""
+        if process.kind == "server":
+            return process.code == LOST_MEMBER_CODE
+        return self.has(process.name) and self._failures[process.name].consequence
+
     def culprit(self, process: Process, others: Iterable[Process]) -> Process | None:
         """The worker whose error came first, if a process failed after it and ended before it.
 
-        A server ends with 1 when a worker is lost, and on a busy machine sooner than that worker.
+        A server ends when a worker is lost, and on a busy machine sooner than that worker.
         """
-        told = self.has(process.name) or (process.kind == "server" and process.code == 1)
+        told = self.has(process.name) or (
+            process.kind == "server" and process.code in (1, LOST_MEMBER_CODE)
+        )
         cause = self.cause() if told else ""
         return next((other for other in others if other.name == cause), None)
 

@@ -233,6 +233,7 @@ class ServeSupervisor(Supervisor):
 
     def _note_gone(self, visitor: Visitor) -> None:
         """The process of a worker has ended."""
+        self._log.add("ended", pid=visitor.pid)
         replaceable = self._restarts.can_replace(visitor)  # reads its last messages
         if self._restarts.farewell(visitor) is not None:
             self._note_farewell(visitor)

@@ -22,6 +22,7 @@ from tensorwire.membership import (
     JOB_LOG,
     MAX_WORKERS,
     SHARES_MOVE,
+    boot_id,
     find_cluster_start,
     shown_command,
     without_ranks,
@@ -383,6 +384,12 @@ class JobSpec:
             return (
                 f"its transports are {', '.join(names)}, and only what is in shared memory "
                 "outlives a server; add shm"
+            )
+        if not boot_id():
+            return (
+                "/proc/sys/kernel/random/boot_id cannot be read here, by which processes know that "
+                "they can share memory, and only what is in shared memory outlives a server; make "
+                "it readable"
             )
         if not _is_loopback(self.listen):
             return (

@@ -45,8 +45,9 @@ class Supervisor:
     """Runs one job, once.
 
     Invariants: every process that runs is in `_running`; of those that have ended, `_ended` has all
-    but standbys and those that were replaced; `_failure` is the first failure and never changes;
-    a job that ends early has `_failure` or `_stop` set. At most one traceback is shown.
+    but standbys and those that were replaced; `_failure` is the first failure, and changes only
+    where that was a consequence, to its cause; a job that ends early has `_failure` or `_stop` set.
+    At most one traceback is shown.
 
     Args:
         job: what to run.
@@ -91,6 +92,7 @@ class Supervisor:
         self._workers_left = job.members  # to be started
         self._failure: tuple[str, int] | None = None
         self._failed: Process | None = None
+        self._seeks_cause = False  # the failure is a consequence of an end that is not seen so far
         self._died = False  # a process did, that ended the job
         self._stop: int | None = None
         self._stopped_at = 0.0
@@ -290,6 +292,7 @@ class Supervisor:
         for process in ended:
             process.collect()
             self._running.remove(process)
+            self._log.add("ended", pid=process.pid)
         self._lost = [process for process in ended if self._restarts.can_replace(process)]
         self._take_reports()
         # Of those that ended together, the one killed by a signal is the cause of the others' end;
@@ -383,18 +386,21 @@ class Supervisor:
         started = not self._workers_left
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
         failed = process.code != 0 or not started
-        if failed and not process.told_to_end and not self._ending:
-            code = process.code or 1
+        consequence = failed and self._reports.is_consequence(process)
+        blames = self._seeks_cause and not consequence if self._failure else self._stop is None
+        if failed and not process.told_to_end and blames:
+            code = 1 if consequence else process.code or 1
             when = "" if started else " before the workers were started"
             if self._restarts.has_left(process):
                 when = " after it had left the job"
             text = f"{_named(process)} {process.ending()}{when}{self._restarts.obstacle(process)}"
             if culprit := self._reports.culprit(process, self._running):
-                process, code = culprit, 1
+                process, code, consequence = culprit, 1, False
             if code == 1 and self._reports.has(process.name):
                 text = f"{_named(process)} raised {self._reports.kind(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
-            self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
+            code = code if code > 0 else 128 - code
+            self._fail(f"{text}{hint}", code, process, consequence)
         elif orphans and not self._ending:
             text = f"worker {orphans[0]} was killed, and the others have left the job without it"
             self._fail(text, 1)
@@ -486,11 +492,16 @@ class Supervisor:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _fail(self, text: str, code: int, process: Process | None = None) -> None:
-        """The job has failed: the others get their time, then they are ended."""
-        if self._ending:
+    def _fail(
+        self, text: str, code: int, process: Process | None = None, consequence: bool = False
+    ) -> None:
+        """The job has failed: the others get their time, then they are ended.
+
+        Of a consequence the cause may be seen later, as on a busy machine: it is then to blame.
+        """
+        if self._ending and not (self._seeks_cause and self._stop is None):
             return
-        self._failure = text, code
+        self._failure, self._seeks_cause = (text, code), consequence
         self._failed = process
         if process is not None:
             killed = process.code is not None and process.code < 0

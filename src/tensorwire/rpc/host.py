@@ -15,6 +15,8 @@ def host_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
+        boot = ""
+    if not boot:
         return ""
     try:
         return f"{boot} {os.readlink('/proc/self/ns/net')}"

@@ -67,7 +67,8 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
                 os.fsync(file.fileno())
                 part.replace(target)  # while it is locked: nobody takes it for a part left behind
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
         sync_folder(target.parent)
     except OSError as error:
         text = (

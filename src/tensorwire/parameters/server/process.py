@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 
 from tensorwire import failpoints
-from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.membership import (
+    LOST_MEMBER_CODE,
     CollectiveServer,
     DescriptorStore,
     JobFile,
@@ -21,6 +22,7 @@ from tensorwire.membership import (
     ServerMember,
     Takeover,
     open_node,
+    pid_namespace,
     server_name,
 )
 from tensorwire.memory import Node
@@ -141,7 +143,7 @@ def _serve_share(
     except (TensorwireError, ValueError, OSError) as error:
         # In one piece: workers may write to the same place.
         sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
-        return 1
+        return LOST_MEMBER_CODE if isinstance(error, PeerLostError) else 1
     finally:
         if door:
             door.close()
@@ -199,6 +201,7 @@ def _tell_of_job(
         secret_file=os.environ.get("TENSORWIRE_SECRET_FILE", ""),
         door=door.address if door else "",
         reading_secret=door.secret if door else "",
+        pids=pid_namespace(),
     )
     try:
         return JobFile(told)
