@@ -11,13 +11,16 @@ from pathlib import Path
 
 
 class Mounted:
-    """A mount process."""
+    """A mount process; what it prints goes to `output`, a descriptor, if there is one."""
 
-    def __init__(self, folder: Path, address: str) -> None:
+    def __init__(self, folder: Path, address: str, output: int | None = None) -> None:
         self.path = folder / "mnt"
         self.path.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tensorwire", "mount", str(self.path), address], cwd=folder
+            [sys.executable, "-m", "tensorwire", "mount", str(self.path), address],
+            cwd=folder,
+            stdout=output,
+            stderr=output,
         )
         deadline = time.monotonic() + 60
         while not os.path.ismount(self.path):
@@ -42,8 +45,8 @@ def _is_stale(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, address: str) -> Iterator[Mounted]:
-    made = Mounted(folder, address)
+def mounted(folder: Path, address: str, output: int | None = None) -> Iterator[Mounted]:
+    made = Mounted(folder, address, output)
     try:
         yield made
     finally:

@@ -1,7 +1,9 @@
 """A running job as a mounted folder, with the programs that people use on folders."""
 
 import errno
+import fcntl
 import os
+import pty
 import re
 import select
 import shutil
@@ -119,6 +121,43 @@ def test_ends_of_mount_and_job(folder: Path) -> None:
 def mounts_at(path: Path) -> int:
     with open("/proc/self/mountinfo") as told:
         return sum(line.split()[4] == str(path) for line in told)
+
+
+# Each refusal is another one than that before it, and printed by the mount.
+REFUSED = """
+import errno, sys
+for number in range(300):
+    try:
+        with open(sys.argv[1], "w") as file:
+            file.write(f"wrong {number}")
+    except OSError as error:
+        assert error.errno == errno.EINVAL, error
+    else:
+        sys.exit("it was taken")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_mount_answers_while_nobody_reads_what_it_prints(folder: Path, kind: str) -> None:
+    job = JobAtWork(folder, "--workers", "1")
+    ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
+    try:
+        if kind == "pipe":
+            fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+        with mounted(folder, job.address, theirs) as made:
+            at = made.path
+            command = [sys.executable, "-c", REFUSED, str(at / "control/pause")]
+            subprocess.run(command, timeout=60, check=True)
+            assert int(run("cat", str(at / "status/version"))) >= 0
+            made.process.terminate()
+            assert made.process.wait(30) == 0
+            assert not os.path.ismount(at)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+        job.process.kill()
+        job.process.wait()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Servers that die: who takes their place, with what, how often, and how the job then ends."""
 
 import os
+import pty
 import re
 import resource
 import signal
@@ -9,7 +10,16 @@ import textwrap
 from typing import Any
 
 import pytest
-from launching import FAKE_SERVER, QUICK, Launched, Place, lines_of, summary
+from launching import (
+    FAKE_SERVER,
+    QUICK,
+    WAIT_S,
+    Launched,
+    Place,
+    eventually,
+    lines_of,
+    summary,
+)
 
 from tensorwire.launch import JobSpec
 
@@ -86,6 +96,45 @@ def test_a_server_that_is_killed_is_replaced(place: Place) -> None:
     ]
     assert "durable 1 True" in lines_of(done.stdout, "server 0")
     assert lines_of(done.stdout, "server 0")[-1] == "all have said goodbye"
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_a_server_is_replaced_while_nobody_reads(place: Place, kind: str) -> None:
+    """Not even what a worker prints without end, more than the launcher keeps."""
+    text = """
+        import select
+        wait_for_go()
+        os.set_blocking(1, False)
+        poll = select.poll()
+        poll.register(1, select.POLLOUT)
+        while poll.poll(500):
+            os.write(1, b"x" * 199 + b"\\n")
+        kill()
+        ask("add")
+        open(os.path.join(os.path.dirname(__file__), "replaced"), "w").close()
+        wait()
+        """
+    ours, theirs = pty.openpty() if kind == "terminal" else os.pipe()
+    options = {"workers": 2, "durable": True, "patience": COLD}
+    process = subprocess.Popen(
+        place.command(
+            place.script(f"{ASK}if rank == 0: wait()\n{textwrap.dedent(text)}"), **options
+        ),
+        env=place.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    go(place)
+    try:
+        assert eventually((place.folder / "replaced").exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 143
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_a_warm_standby_takes_over_and_another_one_follows(place: Place) -> None:

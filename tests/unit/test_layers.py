@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
 PYTHON_LAYERS = (
-    ("_core", "errors", "outside", "tracebacks", "phase"),
+    ("_core", "aside", "errors", "outside", "tracebacks", "phase"),
     ("phases_of_modes",),
     ("phases_of_launcher",),
     ("transitions",),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from tensorwire.aside import put_output_aside
 from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
 from tensorwire.command import Command, bare_address, check_file, terminal, with_bar
@@ -104,6 +105,7 @@ def _serve(listen: str) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    put_output_aside()
     try:
         doctor = Doctor(listen, say=lambda line: click.echo(line))
     except (ValueError, TensorwireError) as error:

@@ -10,6 +10,7 @@ import threading
 
 import click
 
+from tensorwire.aside import put_output_aside
 from tensorwire.command import Command, bare_address
 from tensorwire.errors import TensorwireError
 from tensorwire.files.job import running_jobs
@@ -51,6 +52,7 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
     if not os.path.isdir(folder):
         raise click.ClickException(f"{folder!r} is no folder: mkdir it first")
     address = bare_address(address or _only_job())
+    put_output_aside()
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: over.set())

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.aside import put_output_aside
 from tensorwire.bench.operations import pong
 from tensorwire.bench.raw_socket import RawServer
 from tensorwire.doctor import facts
@@ -151,6 +152,7 @@ def main() -> None:
     Prints the address as its first line.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends it in order
+    put_output_aside()
     doctor = Doctor()
     print(doctor.address, flush=True)
 

@@ -18,6 +18,7 @@ import sys
 import time
 from typing import TypedDict
 
+from tensorwire.aside import put_output_aside
 from tensorwire.membership import (
     JobFile,
     RunningFileWorker,
@@ -293,6 +294,7 @@ class FileWorkerProcess:
 
 def main() -> int:
     """The exit code is 0 when the job has ended in good order."""
+    put_output_aside()
     place = World.from_environment()
     if place is None:
         sys.stderr.write("tensorwire: a file worker is started by 'tensorwire run'\n")

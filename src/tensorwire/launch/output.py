@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import threading
+from collections.abc import Sequence
 from typing import Protocol
+
+from tensorwire.aside import Aside, write_all
 
 # More waiting than this, and no more is read: the processes then wait in their own writes.
 _MOST_PENDING = 1 << 20
 # A longer line is cut, so that a process that never ends one does not fill our memory.
 LONGEST_LINE = 1 << 20
 _READ_SIZE = 1 << 16
-# What a pipe that polls as writable takes at once without blocking (PIPE_BUF).
-_WRITE_SIZE = 4096
 _RESET_COLOUR = b"\x1b[0m"
 LONGEST_ADDRESS = 4096
 
 
 class Output:
-    """Our stdout or stderr (or both, if they are the same file).
+    """Our stdout or stderr (or both, if they are the same file); a thread of its own writes.
+
+    A descriptor that polls as writable may block all the same: a terminal that nobody reads does,
+    and a pipe that others fill too.
 
     Attributes:
-        descriptor: of the file; ready for writing when `write_some` does not block.
+        descriptor: of the file.
         lost: why nobody can read it any more, None while it works. What comes then is dropped: a
             training run does not end because its `| head` did.
     """
@@ -35,7 +41,9 @@ class Output:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.lost: OSError | None = None
-        self._pending = bytearray()
+        self._writer: Aside[bytes] | None = None
+        self._written = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed, self._lock = False, threading.Lock()
         try:
             os.fstat(descriptor)
         except OSError as error:
@@ -43,29 +51,50 @@ class Output:
 
     @property
     def pending(self) -> bool:
-        """Whether `write_some` has something to write."""
-        return bool(self._pending)
+        """Whether something is not written yet."""
+        return self._writer is not None and self._writer.waiting > 0
 
     @property
     def full(self) -> bool:
         """Whether so much waits that its sources should wait too."""
-        return len(self._pending) >= _MOST_PENDING
+        return self._writer is not None and self._writer.waiting >= _MOST_PENDING
 
     def add(self, data: bytes) -> None:
-        """Takes bytes, to be written after those taken before."""
+        """Takes bytes, to be written after those taken before; none are left out."""
         if self.lost is None:
-            self._pending += data
+            if self._writer is None:
+                self._writer = Aside(self._write, delivered=self._note_written)
+            self._writer.put(data, len(data))
 
-    def write_some(self) -> None:
-        """Writes a little, without blocking if the descriptor polled as writable."""
+    def register(self, poll: select.poll) -> None:
+        """Adds what is ready when something was written since `note_ready`."""
+        poll.register(self._written, select.POLLIN)
+
+    def note_ready(self) -> None:
+        """What is written from now on is ready once more."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._written)
+
+    def close(self) -> None:
+        """Ends the thread once all is written, and does not wait for that. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._written)
+
+    def _write(self, pieces: Sequence[bytes]) -> None:
         try:
-            count = os.write(self.descriptor, self._pending[:_WRITE_SIZE])
-        except BlockingIOError:
-            return
+            if self.lost is None:
+                write_all(self.descriptor, b"".join(pieces))
         except OSError as error:
             self.lost = error
-            count = len(self._pending)
-        del self._pending[:count]
+
+    def _note_written(self) -> None:
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._written, 1)
 
 
 class Consumer(Protocol):

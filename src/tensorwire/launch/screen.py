@@ -30,6 +30,7 @@ class Screen:
         self._stdout, self._stderr = Output(1), Output(2)
         if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
             self._stderr = self._stdout
+        self._outputs = {self._stdout, self._stderr}
 
     @property
     def pending(self) -> bool:
@@ -74,15 +75,19 @@ class Screen:
         self._stderr.add(line.encode(errors="backslashreplace"))
 
     def register(self, poll: select.poll) -> None:
-        """Adds what takes output that waits."""
-        for output in {each for each in (self._stdout, self._stderr) if each.pending}:
-            poll.register(output.descriptor, select.POLLOUT)
+        """Adds what becomes ready when output that waited was written."""
+        for output in self._outputs:
+            output.register(poll)
 
-    def write(self, ready: set[int]) -> None:
-        """Writes a little of what waits, to those that are ready."""
-        for output in {each for each in (self._stdout, self._stderr) if each.pending}:
-            if output.descriptor in ready:
-                output.write_some()
+    def note_ready(self) -> None:
+        """After a poll, before output is looked at."""
+        for output in self._outputs:
+            output.note_ready()
+
+    def close(self) -> None:
+        """Nothing is printed any more; does not wait for what was."""
+        for output in self._outputs:
+            output.close()
 
 
 def _is_terminal(output: Output) -> bool:

@@ -110,6 +110,7 @@ class Supervisor:
             if stream is not None:
                 stream.flush()  # what was printed before comes before
         with contextlib.ExitStack() as stack:
+            stack.callback(self._screen.close)
             self._signals = stack.enter_context(StopSignals())
             self._guard = stack.enter_context(contextlib.closing(Guard()))
             stack.enter_context(contextlib.closing(self._restarts))
@@ -331,7 +332,7 @@ class Supervisor:
         """Deals with `_descriptors` and `_times`."""
 
     def _poll(self, deadline: float) -> set[int]:
-        """The descriptors that are ready; writes what can be written."""
+        """Waits for something to happen; returns the descriptors that are ready."""
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
         self._restarts.register(poll)
@@ -346,7 +347,7 @@ class Supervisor:
         left_s = deadline - time.monotonic()
         timeout = None if left_s == math.inf else max(math.ceil(left_s * 1000), 0)
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
-        self._screen.write(ready)
+        self._screen.note_ready()
         return ready
 
     def _take_reports(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tensorwire import failpoints
+from tensorwire.aside import put_output_aside
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.membership import (
     LOST_MEMBER_CODE,
@@ -57,6 +58,7 @@ def serve(
     """
     parser = _parser(program)
     options = parser.parse_args(arguments)
+    put_output_aside()
     stores = [DescriptorStore.of_descriptor(each) for each in options.descriptor_store]
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
