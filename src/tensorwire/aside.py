@@ -99,6 +99,7 @@ class Aside(Generic[Piece]):
                 if not pieces:
                     return
             self._deliver(pieces)
+            del pieces  # what they hold is not kept until the next ones come
             with self._changed:
                 self.waiting -= size
                 self._changed.notify_all()

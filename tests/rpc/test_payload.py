@@ -18,7 +18,7 @@ from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
 from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc import outgoing, tensors
+from tensorwire.rpc import logs, outgoing, tensors
 from tensorwire.rpc.inbox import Landed
 from tensorwire.rpc.janitor import Janitor
 from tensorwire.rpc.terms import MARK, OPEN
@@ -227,6 +227,7 @@ def test_arrays_that_are_too_long_for_protobuf(
     with connect(server, {"transports": ()}) as channel, pytest.raises(grpc.RpcError) as caught:
         tensor_call(channel)(rpc.tensor(np.ones(5000)))
     assert caught.value.details() == "Exception serializing request!"
+    assert logs.wait(20)
     assert "takes more pool_bytes at the receiver" in caplog.text
     tensors.delivered(list(tensors._lent))
 
@@ -253,6 +254,7 @@ def test_a_tensor_without_owner_is_sent_once_well(
         with pytest.raises(grpc.RpcError) as caught:
             call(message)
         assert caught.value.details() == "Exception serializing request!"
+        assert logs.wait(20)
         assert "Make it with tensor(array, owner=...)" in caplog.text
 
 

@@ -1,9 +1,12 @@
 """What is logged, and by whom: what grpcio logs is logged where grpcio logs it."""
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
+import pty
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ import pytest
 from ends import Ends
 
 from tensorwire import rpc
+from tensorwire.rpc import logs
 from tensorwire.rpc.attachment import Limits
 from tensorwire.rpc.host import host_id
 from tensorwire.rpc.registry import DeclinedError, Registry
@@ -36,6 +40,7 @@ def test_errors_of_users_are_logged_where_grpcio_logs_them(
         for each in (method, cannot):
             with pytest.raises(grpc.RpcError):
                 each(b"x", timeout=20)
+    assert logs.wait(20)
     told = {(record.name, record.getMessage()) for record in caplog.records}
     assert ("grpc._server", "Exception calling application: of the servicer") in told
     assert ("grpc._common", "Exception serializing message!") in told
@@ -72,6 +77,7 @@ def test_errors_of_users_of_asyncio_are_logged_there_too(
 
     with caplog.at_level(logging.INFO):
         asyncio.run(calls())
+    assert logs.wait(20)
     told = {(record.name, record.getMessage()) for record in caplog.records}
     assert told >= {
         (
@@ -114,6 +120,7 @@ def test_it_is_told_once_that_all_memory_is_kept(
         kept = [method(rpc.Tensor(), timeout=20) for _ in range(12)]
         assert all(rpc.array(each).sum() == 1 << 20 for each in kept)
     server.stop(None).wait()
+    assert logs.wait(20)
     (told,) = [each for each in caplog.records if "travels in gRPC" in each.getMessage()]
     assert told.name == "tensorwire.rpc"
     assert f"pool_bytes: {8 << 20} there" in told.getMessage()
@@ -145,3 +152,49 @@ assert "torch" not in sys.modules
 assert rpc.torch_tensor(message).tolist() == [1.0, 2.0]
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+SERVER = """
+import logging, os, sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from tensorwire import rpc
+
+def fail(request, context):
+    raise ZeroDivisionError("of the servicer")
+
+logging.basicConfig()
+server = rpc.server(ThreadPoolExecutor(1), runtime=True)
+handlers = {"fail": grpc.unary_unary_rpc_method_handler(fail)}
+server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", handlers),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+os.write(int(sys.argv[1]), b"%d" % port)
+server.wait_for_termination()
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_server_answers_while_nobody_reads_its_log(kind: str) -> None:
+    ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
+    if kind == "pipe":
+        fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    told, tells = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tells)], stdout=theirs, stderr=theirs, pass_fds=[tells]
+    )
+    try:
+        port = int(os.read(told, 100))
+        with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+            method = channel.unary_unary("/t/fail")
+            for _ in range(100):
+                with pytest.raises(grpc.RpcError) as caught:
+                    method(b"x", timeout=20)
+                assert caught.value.code() == grpc.StatusCode.UNKNOWN
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+        for descriptor in (ours, theirs, told, tells):
+            os.close(descriptor)

@@ -8,7 +8,6 @@ business; within them ours does the same. `aio_sending.py` has what happens on t
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,8 +36,6 @@ from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer, retries
 from .small import SmallRequests
 from .terms import Terms
-
-_LOG = logging.getLogger("tensorwire.rpc")
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
@@ -342,7 +339,7 @@ class AioRpcChannel(grpc.aio.Channel):
             except (RefusedError, TensorwireError) as error:
                 if arity.endswith("stream"):
                     return Unreadable(error)
-                _LOG.error("the payload of a response is gone: %s", error)
+                logs.OWN.error("the payload of a response is gone: %s", error)
                 return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
 
         inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)

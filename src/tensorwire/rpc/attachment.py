@@ -8,7 +8,6 @@ ends with the peer.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import weakref
@@ -21,14 +20,13 @@ from typing import Protocol
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from . import logs
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, AnyLease, LeasePool
 from .pushing import Pushing
 from .rendezvous import BOARD_BYTES, PUSHED_WORDS, Rendezvous
 from .threshold import LEAST_BYTES, Threshold
-
-_LOG = logging.getLogger("tensorwire.rpc")
 
 THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
 """In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
@@ -299,7 +297,7 @@ class RpcAttachment:
             f"(pool_bytes: {self._lent_bytes} there, {self.limits.pool_bytes} here) so much was "
             "not free in time; arrays and messages that are kept are in it, copies are not"
         )
-        _LOG.warning(
+        logs.OWN.warning(
             "a message of %d bytes travels in gRPC: %s. This is told once.", size_bytes, why
         )
 

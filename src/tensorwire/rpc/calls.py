@@ -6,7 +6,6 @@ is the object of the first attempt until that was refused, and of the second fro
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from . import logs
 from .runtime.callbacks import call_all
 from .terms import REFUSED
 
@@ -23,7 +23,6 @@ Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""
 
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _LOOK_S = 0.02
 
 _KEPT: set[Resent] = set()
@@ -72,7 +71,9 @@ class Resent(grpc.Call, grpc.RpcError):
                 if isinstance(error, grpc.Future):
                     second = error  # what grpcio raises of a call that could not begin
                 else:
-                    _LOG.warning("a request was refused, and could not be sent again: %s", error)
+                    logs.OWN.warning(
+                        "a request was refused, and could not be sent again: %s", error
+                    )
             if second is not None:
                 self._call = second
             self._settled.set()

@@ -6,7 +6,6 @@ as somebody has asked for that. What may block is put into a queue.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,7 +14,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-_LOG = logging.getLogger("tensorwire.rpc")
+from . import logs
+
 _TURN_S = 0.05
 _TURN_OF_ONE_S = 1e-4  # so that looking takes a few percent of a core, however much there is
 
@@ -103,7 +103,7 @@ def _attempt(work: Callable[[], object]) -> object:
     try:
         return work()
     except BaseException:  # whatever it is, there is other work
-        _LOG.exception("giving memory back failed")
+        logs.OWN.exception("giving memory back failed")
         return True
 
 

@@ -6,7 +6,6 @@ user's message and grpcio's bytes; see `outgoing.py` and `incoming.py`.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import grpc
 
 from tensorwire.errors import TensorwireError
 
+from . import logs
 from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream, is_refused
 from .envelope import MAGIC, NO_ATTACHMENT, mark
@@ -29,7 +29,6 @@ from .small import SmallRequests
 from .tensors import delivered
 from .terms import MARK, OPEN
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _NEGOTIATE_S = 5.0
 _NEGOTIATE_NOWAIT_S = 1.0
 
@@ -302,7 +301,7 @@ def _ended(end: Callable[..., None], link: CallLink, tickets: Sequence[int], sta
         if ok:
             delivered(tickets)
     except Exception:
-        _LOG.exception("ending a call failed")
+        logs.OWN.exception("ending a call failed")
 
 
 class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):

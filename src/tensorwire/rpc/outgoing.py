@@ -7,7 +7,6 @@ tensorwire: no attachment, no memory at the receiver, a payload that is too smal
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.memory import Transfer, crowded
 
+from . import logs
 from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
@@ -28,7 +28,6 @@ from .tensors import delivered, sources_of
 
 Serializer = Callable[[Any], bytes] | None
 
-_LOG = logging.getLogger("tensorwire.rpc")
 
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
@@ -332,7 +331,7 @@ class SentMessage:
     def _tell(self, error: Exception) -> None:
         """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
         if not self.link.in_loop:  # there the user gets the error itself
-            _LOG.error("a message cannot be sent: %s", error)
+            logs.OWN.error("a message cannot be sent: %s", error)
 
     def finish(self) -> None:
         """Copies what is left of the message, whose bytes have been sent."""

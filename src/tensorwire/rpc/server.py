@@ -7,7 +7,6 @@ handlers, their contexts and the order of everything are grpcio's own.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from . import logs
 from .agent import read_token
 from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
@@ -35,7 +35,6 @@ DRAIN_S = 1.0
 """How long a server that has stopped waits for clients to come to payload that they were sent."""
 
 _LOOK_S = 0.005
-_LOG = logging.getLogger("tensorwire.rpc")
 
 
 @lru_cache(maxsize=1024)
@@ -185,7 +184,7 @@ class ServedCall(grpc.RpcMethodHandler):
         except RefusedError as error:
             refuse(context, error)
         except Exception:
-            _LOG.exception("a request could not be deserialized")
+            logs.OWN.exception("a request could not be deserialized")
             context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
         raise AssertionError
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ from .flow import Waiter
 from .loop import LoopWaiter
 from .served import IncomingCall, behavior_of
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _OVER = object()
 
@@ -91,7 +89,7 @@ class AioPerformance:
         except (_EndedError, grpc.aio.AbortError):
             pass
         except asyncio.CancelledError:
-            _LOG.debug("a call of %s was cancelled", self._call.method)
+            logs.OWN.debug("a call of %s was cancelled", self._call.method)
             raise
         except Exception as error:
             if self._call.is_active():

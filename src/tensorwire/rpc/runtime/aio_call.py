@@ -6,7 +6,6 @@ Everything happens in the client's event loop: frames arrive there, and so do de
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 import weakref
@@ -44,7 +43,6 @@ from .loop import LoopDeadline, LoopWaiter, in_loop
 from .options import MessageLimits
 from .outcome import NoResponse, failure_of, status_of
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _LOCALLY = "Locally cancelled by application!"
 
@@ -211,7 +209,7 @@ class AioCall:
         except RefusedError as error:
             failure = failure_of(error)
             if failure is None:
-                _LOG.exception("a response could not be read")
+                logs.OWN.exception("a response could not be read")
                 failure = NoResponse(_Code.INTERNAL, "Exception deserializing response!")
             self.end_here(*failure)
         except Exception:
@@ -331,7 +329,7 @@ class AioCall:
                         return
         except BaseException:
             # As in grpcio: whatever a user's iterator raises cancels the call.
-            _LOG.debug("requests could not be sent", exc_info=True)
+            logs.OWN.debug("requests could not be sent", exc_info=True)
             self.cancel()
             return
         self._done_writing_flag = True

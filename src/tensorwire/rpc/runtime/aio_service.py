@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from .. import logs
 from ..envelope import unseal
 from ..inbox import RefusedError
 from ..rendezvous import Rendezvous
@@ -24,7 +24,6 @@ from .options import MessageLimits
 from .served import IncomingCall, arity_of, behavior_of
 from .server import AnyService, ServerEnd, nobody
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 
 
@@ -128,7 +127,7 @@ class AioService(AnyService):
             if handler is not None:
                 behavior_of(handler)
         except Exception as error:
-            _LOG.exception("an interceptor failed")
+            logs.OWN.exception("an interceptor failed")
             call.fail(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
             return
         if handler is None:

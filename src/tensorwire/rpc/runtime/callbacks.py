@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-_LOG = logging.getLogger("tensorwire.rpc")
+from .. import logs
+
 _Queue = SimpleQueue[Sequence[Callable[[], object]] | None]
 
 
@@ -60,7 +60,7 @@ def _run(queue: _Queue) -> None:
             try:
                 call_all((each,))
             except BaseException:  # sys.exit(): there are callbacks of other calls
-                _LOG.exception("a callback of a call failed")
+                logs.OWN.exception("a callback of a call failed")
         del callbacks, each
 
 
@@ -70,4 +70,4 @@ def call_all(callbacks: Sequence[Callable[[], object]]) -> None:
         try:
             callback()
         except Exception:
-            _LOG.exception("a callback of a call failed")
+            logs.OWN.exception("a callback of a call failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from .. import logs
 from .frames import Metadata, as_metadata
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _OK = grpc.StatusCode.OK
 _NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 _END_OF_TIME_S = float((1 << 63) // 10**9)
@@ -160,7 +159,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
 
     def abort(self, code: Any, details: str) -> None:
         if code is _OK:
-            _LOG.error("abort() called with StatusCode.OK; returning UNKNOWN")
+            logs.OWN.error("abort() called with StatusCode.OK; returning UNKNOWN")
             code, details = grpc.StatusCode.UNKNOWN, ""
         self._code = code
         self._details = _encoded(details)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-_LOG = logging.getLogger("tensorwire.rpc")
+from .. import logs
+
 _KEPT = 1000
 
 
@@ -85,7 +85,7 @@ class Deadlines:
                 try:
                     action()
                 except Exception:
-                    _LOG.exception("what was to be done at a deadline failed")
+                    logs.OWN.exception("what was to be done at a deadline failed")
             action = None  # a thread that waits must not keep what it holds
 
 

@@ -7,7 +7,6 @@ at once, in order. Knows the header of a frame, and nothing of calls.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
@@ -19,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from .. import logs
 from .flow import Waiter, open_latch
 from .frames import Frame, FrameError
 from .ring import line_reader, line_writer
 from .threads import THREADS
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17
 """Of a write that may wait for the one before: the other end handles one while it gets another."""
@@ -275,7 +274,7 @@ class Line:
             raise
 
     def _fail(self, error: Exception) -> None:
-        _LOG.warning("a peer sent what cannot be, and is left: %s", error)
+        logs.OWN.warning("a peer sent what cannot be, and is left: %s", error)
         self._end_with_node(f"the other end sent what cannot be: {error}")
 
     def _give_up(self, error: BaseException) -> None:

@@ -6,7 +6,6 @@ The order of things, what they raise and what it is called are grpcio's: see its
 from __future__ import annotations
 
 import contextvars
-import logging
 import threading
 import time
 import weakref
@@ -52,7 +51,6 @@ from .options import MessageLimits
 from .runner import Runner
 from .served import Handled, IncomingCall
 
-_LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _MOST_PROBE_BYTES = 8 << 20
 _MOST_KNOWN = 1024
@@ -455,7 +453,7 @@ class Service(AnyService):
             if call.is_active():
                 performance.run()
         except Exception as error:
-            _LOG.exception("a call could not be carried out")
+            logs.OWN.exception("a call could not be carried out")
             call.fail(_Code.INTERNAL, f"the call could not be carried out: {error}")
         finally:
             end.runner.took(call.method, time.monotonic() - began)

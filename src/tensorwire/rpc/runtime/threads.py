@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-import logging
 import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-_LOG = logging.getLogger("tensorwire.rpc")
+from .. import logs
+
 _KEEP_S = 2.0
 
 
@@ -47,7 +47,7 @@ class Threads:
             try:
                 contextvars.Context().run(work)
             except Exception:
-                _LOG.exception("work of a call failed")
+                logs.OWN.exception("work of a call failed")
             work = None
             with self._lock:
                 self._idle += 1
