@@ -105,3 +105,20 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     folder = pytest.importorskip("tensorwire.torch.allocator.library")._folder()
     assert folder.is_absolute()
     assert not (tmp_path / "~").exists()
+
+
+def test_where_nothing_is_fit_each_place_and_its_reason_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "no usable temporary folder")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    with pytest.raises(UnavailableError) as caught:
+        runtime_folder()
+    text = str(caught.value)
+    assert "$XDG_RUNTIME_DIR (not set" in text
+    assert "no usable temporary folder" in text
+    assert "~/.cache (neither XDG_CACHE_HOME nor HOME is" in text

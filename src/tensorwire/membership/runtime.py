@@ -28,8 +28,8 @@ def runtime_folder() -> Path:
     Raises:
         UnavailableError: none is fit; the message says why, and what to do.
     """
-    refusals = []
-    for folder in _candidates():
+    refusals: list[str] = []
+    for folder in _candidates(refusals):
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
@@ -51,19 +51,31 @@ def cache_folder() -> Path | None:
     return found if found.is_absolute() else None
 
 
-def _candidates() -> Iterator[Path]:
+def _candidates(refusals: list[str]) -> Iterator[Path]:
+    """Yields the folders to try; adds to `refusals` why others cannot even be tried."""
     # `su` and `sudo` may leave the one of another user.
     runtime = Path(os.environ.get(RUNTIME, ""))
-    with contextlib.suppress(OSError):
-        if runtime.is_absolute() and _why_unfit(runtime) is None:
-            yield runtime / "tensorwire"
-    with contextlib.suppress(OSError):  # no folder for temporary files at all
-        yield Path(tempfile.gettempdir()) / f"tensorwire-{os.geteuid()}"
+    try:
+        reason = _why_unfit(runtime) if runtime.is_absolute() else "not set, or no absolute path"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason is None:
+        yield runtime / "tensorwire"
+    else:
+        refusals.append(f"${RUNTIME} ({reason})")
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError as error:  # no folder for temporary files at all
+        refusals.append(str(error.strerror))
+    else:
+        yield temporary / f"tensorwire-{os.geteuid()}"
     # A home can be that of several hosts, and their locks need not know of each other.
     if (cache := cache_folder()) is not None:
         with contextlib.suppress(OSError):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield cache / f"tensorwire-{socket.gethostname()}"
+    else:
+        refusals.append("~/.cache (neither XDG_CACHE_HOME nor HOME is an absolute path)")
 
 
 def _why_unfit(folder: Path) -> str | None:
