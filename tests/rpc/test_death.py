@@ -95,6 +95,7 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
 
 
 def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None:
+    """Nothing of a call is sent whose time is over when its payload could not go ahead."""
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:

@@ -31,7 +31,7 @@ from .inbox import RefusedError
 from .incoming import Reader
 from .janitor import JANITOR
 from .originals import make, original
-from .outgoing import PLAIN, SentMessage
+from .outgoing import PLAIN, SentMessage, is_kept
 from .runtime.aio_client import METHOD, AioMethod
 from .runtime.options import kept, offer, retries
 from .small import SmallRequests
@@ -121,7 +121,15 @@ class _Direct(_Method):
             named["metadata"] = sender.disowning(named["metadata"])
         call = self._inner(outgoing or request, timeout=timeout, **named)
         sender.watch(call, PLAIN, outgoing)
-        return call
+        return self._in_time(call, timeout)
+
+    def _in_time(self, call: Any, timeout: float | None) -> Any:
+        """A call of grpcio that has begun; one that has a deadline ends when that has passed."""
+        if timeout is None:
+            return call
+        made = asyncio.get_running_loop().create_future()
+        made.set_result(call)
+        return self._later(made, timeout)
 
     async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
         return self._inner(
@@ -191,7 +199,7 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
         body = self._small.encode(request) if self._channel.is_connected else None
         if type(body) is bytes:
             metadata, credentials, wait_for_ready, compression = given
-            return self._stock(
+            call = self._stock(
                 body,
                 timeout=timeout,
                 metadata=metadata,
@@ -199,6 +207,7 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
                 wait_for_ready=wait_for_ready,
                 compression=compression,
             )
+            return self._in_time(call, timeout) if is_kept(body) else call
         return super()._call(request if body is None else body, timeout, *given)
 
 

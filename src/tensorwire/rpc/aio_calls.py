@@ -1,18 +1,23 @@
 """asyncio: call objects that callers have before their calls have begun.
 
 A call may wait for its channel's attachment, and a request may have to be sent again. What callers
-get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task.
+get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task. It
+ends a moment after its deadline, also where grpcio does not end the one that was made (`calls.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 import grpc
 import grpc.aio
+
+from .calls import GRACE_S
+from .runtime.call import TIME_IS_OVER, call_weakly
 
 LOCALLY = "Locally cancelled by application!"
 
@@ -39,17 +44,31 @@ class LaterCall:
 
     Args:
         beginning: makes the call that this one stands for, in a task, and fails where none can be
-            made. Cancelled, it leaves none.
+            made. Cancelled, it leaves none. Or a future that has the call already.
         timeout: of the call, in seconds; None for none.
     """
 
-    def __init__(self, beginning: Coroutine[Any, Any, Any], timeout: float | None) -> None:
+    _late: grpc.aio.AioRpcError | None = None
+    _alarm: asyncio.TimerHandle | None = None
+    _release_at = 0.0
+    _cancelled_early = False
+
+    def __init__(
+        self, beginning: Coroutine[Any, Any, Any] | asyncio.Future[Any], timeout: float | None
+    ) -> None:
+        self._loop = loop = asyncio.get_running_loop()
         self._until = None if timeout is None else time.monotonic() + timeout
-        self._cancelled_early = False
-        # It goes on where this is forgotten, as in `grpc.aio`: what it makes knows when to end.
-        self._task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(beginning)
-        self._task.add_done_callback(_look_at)
+        if timeout is not None:
+            self._release_at = loop.time() + max(timeout, 0.0) + GRACE_S
+        self._task: asyncio.Future[Any]
+        if isinstance(beginning, asyncio.Future):
+            self._task = beginning
+        else:
+            # It goes on where this is forgotten, as in `grpc.aio`: what it makes knows when to end.
+            self._task = loop.create_task(beginning)
+            self._task.add_done_callback(_look_at)
         self._iterator: AsyncIterator[Any] | None = None
+        self._callbacks: list[Callable[[Any], object]] = []
 
     @property
     def _made(self) -> Any:
@@ -72,11 +91,63 @@ class LaterCall:
         try:
             call = await self._begun()
         except asyncio.CancelledError:
-            self.cancel()
+            if not self._is_overdue():
+                self.cancel()
             raise
         if call is None:
             raise asyncio.CancelledError
         return call
+
+    def _is_overdue(self) -> bool:
+        """Its deadline was so long ago that grpcio is not waited for any more."""
+        return self._until is not None and self._loop.time() >= self._release_at
+
+    async def _in_time(self, begin: Callable[[], Awaitable[Any]]) -> Any:
+        """Awaits what `begin` gives, but not for longer than the call may take.
+
+        Raises:
+            AioRpcError: the deadline has passed.
+        """
+        if self._until is None:
+            return await begin()
+        if self._late is not None:
+            raise self._late
+        limit = asyncio.timeout_at(self._release_at)
+        try:
+            async with limit:
+                return await begin()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._end_late() from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            late: grpc.aio.AioRpcError | None = self._late
+            if late is None or (task is not None and task.cancelling()):
+                raise
+            raise late from None  # somebody else has noticed it first
+
+    def _end_late(self) -> grpc.aio.AioRpcError:
+        """Ends the call as one whose deadline has passed; what grpcio says later is not heard."""
+        if self._late is None:
+            self._late = late_error()
+            if (call := self._made) is not None:
+                call.cancel()
+            elif not self._task.done():
+                self._task.cancel()
+                self._task.add_done_callback(_cancel_made)
+            for each in list(self._callbacks):
+                self._call_back(each)
+        return self._late
+
+    def _call_back(self, callback: Callable[[Any], object]) -> None:
+        """Calls a callback, if it was not called yet."""
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+            if self._alarm is not None and not self._callbacks:
+                self._alarm.cancel()
+                self._alarm = None
+            callback(self)
 
     def cancel(self) -> bool:
         """See `grpc.aio.RpcContext`."""
@@ -91,6 +162,8 @@ class LaterCall:
 
     def cancelled(self) -> bool:
         """See `grpc.aio.RpcContext`."""
+        if self._late is not None:
+            return False
         if self._cancelled_early or self._task.cancelled():
             return True
         call = self._made
@@ -98,12 +171,15 @@ class LaterCall:
 
     def done(self) -> bool:
         """See `grpc.aio.RpcContext`."""
-        if self._cancelled_early:
+        if self._cancelled_early or self._late is not None:
             return True
-        if not self._task.done():
-            return False
         call = self._made
-        return call is None or bool(call.done())
+        if self._task.done() and (call is None or bool(call.done())):
+            return True
+        overdue = self._is_overdue()
+        if overdue:
+            self._end_late()
+        return overdue
 
     def time_remaining(self) -> float | None:
         """See `grpc.aio.RpcContext`."""
@@ -113,52 +189,85 @@ class LaterCall:
         """See `grpc.aio.RpcContext`."""
         if self.done():
             callback(self)
+            return
+        self._callbacks.append(callback)
+        if self._until is not None and self._alarm is None:
+            known = weakref.WeakMethod(self.done)  # which ends it, if need be
+            self._alarm = self._loop.call_at(self._release_at, call_weakly, known)
+        self._call_back_later(callback)
+
+    def _call_back_later(self, callback: Callable[[Any], object]) -> None:
+        """Calls it when the call that is made has ended, or none was made."""
+        if self.done():
+            self._call_back(callback)
         elif (call := self._made) is not None:
-            call.add_done_callback(lambda _: callback(self))
+            call.add_done_callback(lambda _: self._call_back(callback))
         else:
-            self._task.add_done_callback(lambda _: self.add_done_callback(callback))
+            self._task.add_done_callback(lambda _: self._call_back_later(callback))
+
+    async def _ask(self, name: str, without: Any) -> Any:
+        """Something of the call; `without`, if there is none."""
+
+        async def ask() -> Any:
+            call = await self._begun()
+            return without if call is None else await getattr(call, name)()
+
+        try:
+            return await self._in_time(ask)
+        except grpc.aio.AioRpcError as error:  # its deadline has passed
+            return getattr(error, name)()
 
     async def initial_metadata(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._begun()
-        return grpc.aio.Metadata() if call is None else await call.initial_metadata()
+        return await self._ask("initial_metadata", grpc.aio.Metadata())
 
     async def trailing_metadata(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._begun()
-        return grpc.aio.Metadata() if call is None else await call.trailing_metadata()
+        return await self._ask("trailing_metadata", grpc.aio.Metadata())
 
     async def code(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._begun()
-        return grpc.StatusCode.CANCELLED if call is None else await call.code()
+        return await self._ask("code", grpc.StatusCode.CANCELLED)
 
     async def details(self) -> Any:
         """See `grpc.aio.Call`."""
-        call = await self._begun()
-        return LOCALLY if call is None else await call.details()
+        return await self._ask("details", LOCALLY)
 
     async def debug_error_string(self) -> Any:
         """What grpcio's objects have too."""
-        call = await self._begun()
-        return "" if call is None else await call.debug_error_string()
+        return await self._ask("debug_error_string", "")
+
+    async def _done(self, name: str, *given: Any) -> Any:
+        """Awaits what a method of the call gives."""
+
+        async def do() -> Any:
+            call = await self._needed()
+            return await getattr(call, name)(*given)
+
+        return await self._in_time(do)
 
     async def wait_for_connection(self) -> None:
         """See `grpc.aio.Call`."""
-        call = await self._needed()
-        await call.wait_for_connection()
+        await self._done("wait_for_connection")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._made or self._task}>"
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
+def late_error() -> grpc.aio.AioRpcError:
+    """What is raised of a call whose deadline has passed."""
+    none = grpc.aio.Metadata()
+    said = f"tensorwire: {TIME_IS_OVER}"
+    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none, TIME_IS_OVER, said)
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
     """Its error is for whoever asks the call; asyncio would log it where nobody does."""
     if not task.cancelled():
         task.exception()
 
 
-def _cancel_made(task: asyncio.Task[Any]) -> None:
+def _cancel_made(task: asyncio.Future[Any]) -> None:
     """Ends a call that was made in the moment in which its making was cancelled."""
     if not task.cancelled() and task.exception() is None:
         task.result().cancel()
@@ -166,8 +275,10 @@ def _cancel_made(task: asyncio.Task[Any]) -> None:
 
 class _LaterResponse(LaterCall):
     def __await__(self) -> Generator[Any, None, Any]:
-        call = yield from self._needed().__await__()
-        return (yield from call.__await__())
+        return (yield from self._in_time(self._response).__await__())
+
+    async def _response(self) -> Any:
+        return await (await self._needed())
 
 
 class _LaterResponses(LaterCall):
@@ -177,14 +288,17 @@ class _LaterResponses(LaterCall):
         return self._iterator
 
     async def _iterate(self) -> AsyncIterator[Any]:
-        call = await self._needed()
-        async for response in call:
+        responses = (await self._in_time(self._needed)).__aiter__()
+        while True:
+            try:
+                response = await self._in_time(responses.__anext__)
+            except StopAsyncIteration:
+                return
             yield self._readable(response)
 
     async def read(self) -> Any:
         """See `grpc.aio.UnaryStreamCall`."""
-        call = await self._needed()
-        return self._readable(await call.read())
+        return self._readable(await self._done("read"))
 
     def _readable(self, response: Any) -> Any:
         """A response; the call ends with an error if its payload is gone."""
@@ -206,14 +320,12 @@ class _LaterRequests(LaterCall):
         """See `grpc.aio.StreamUnaryCall`."""
         if self._made is None and self.done():
             raise asyncio.InvalidStateError("RPC already finished.")
-        call = await self._needed()
-        await call.write(request)
+        await self._done("write", request)
 
     async def done_writing(self) -> None:
         """See `grpc.aio.StreamUnaryCall`."""
         if self._made is not None or not self.done():
-            call = await self._needed()
-            await call.done_writing()
+            await self._done("done_writing")
 
 
 class LaterUnaryUnary(_LaterResponse, grpc.aio.UnaryUnaryCall):

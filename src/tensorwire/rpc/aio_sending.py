@@ -22,6 +22,7 @@ from .aio_calls import (
     LaterUnaryStream,
     LaterUnaryUnary,
     WrittenCall,
+    late_error,
 )
 from .attachment import RpcAttachment
 from .calls import explain, is_refused
@@ -178,6 +179,7 @@ class AioSender:
             if await carried.settled():
                 return carried
             details = details._replace(timeout=carried.time_remaining())
+        until = None if details.timeout is None else time.monotonic() + details.timeout
         link, marked = await self._begin(details)
         outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
@@ -194,7 +196,7 @@ class AioSender:
             pass  # which the user gets from the call
         if await call.code() is not grpc.StatusCode.OK:
             if await self._is_to_be_sent_again(outgoing, call):
-                return await self._make_again(make, details, request)
+                return await self._make_again(make, details, request, until)
         return call
 
     async def unary_stream(self, make: Any, details: Any, request: Any) -> Any:
@@ -202,6 +204,7 @@ class AioSender:
         carried, details = await self._carry(details, request)
         if carried is not None:
             return carried
+        until = None if details.timeout is None else time.monotonic() + details.timeout
         link, marked = await self._begin(details)
         outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
@@ -219,10 +222,14 @@ class AioSender:
             await call.initial_metadata()
             if not call_is_confirmed(link) or call.done():
                 if await self._is_to_be_sent_again(outgoing, call):
-                    return await self._make_again(make, details, request)
+                    return await self._make_again(make, details, request, until)
         return call
 
-    async def _make_again(self, make: Any, details: Any, request: Any) -> Any:
+    async def _make_again(self, make: Any, details: Any, request: Any, until: float | None) -> Any:
+        if until is not None:
+            details = details._replace(timeout=until - time.monotonic())
+            if details.timeout <= 0:
+                raise late_error()
         outgoing = SentMessage(request, AGAIN, last=False).with_arrays()
         call = await make(details, outgoing)
         self.watch(call, AGAIN, outgoing)

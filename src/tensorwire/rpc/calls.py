@@ -1,22 +1,32 @@
-"""Futures and streams of calls over grpcio whose request may have to be sent again.
+"""Futures and streams of calls over grpcio that it may keep, or that may have to be sent again.
 
-Only where payload went ahead of the request; all other calls give back grpcio's own objects. Each
-is the object of the first attempt until that was refused, and of the second from then on.
+All other calls give back grpcio's own objects. Each is the object of the first attempt until that
+was refused or is overdue, and of the second, or of an error, from then on.
+
+grpcio keeps a call beyond its deadline while the socket takes no more in the middle of a message of
+it. So the caller is released a moment after the deadline (`GRACE_S`), and what grpcio
+says of the call later changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from . import logs
-from .runtime.callbacks import call_all
+from .runtime.call import TIME_IS_OVER, call_weakly
+from .runtime.callbacks import Callbacks, call_all
+from .runtime.deadlines import DEADLINES, Deadline
 from .terms import REFUSED
 
 Again = Callable[[Any], Any]
@@ -24,14 +34,106 @@ Again = Callable[[Any], Any]
 
 
 _LOOK_S = 0.02
+GRACE_S = 0.2
+"""Seconds after its deadline in which grpcio itself may still end a call."""
 
 _KEPT: set[Resent] = set()
 """Those with a callback that is still to be called; their callers may have forgotten them."""
 
 
-def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (strong := method()) is not None:
-        strong()
+class Overdue(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
+    """A call that has met its deadline: what is raised, or stands for a call that grpcio keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, TIME_IS_OVER)
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+    def initial_metadata(self) -> Any:
+        return ()
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self) -> str:
+        return TIME_IS_OVER
+
+    def debug_error_string(self) -> str:
+        """What grpcio's objects have too: the status once more."""
+        return f"tensorwire: {TIME_IS_OVER}"
+
+    def cancelled(self) -> bool:
+        return False
+
+    def running(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> NoReturn:
+        raise self
+
+    def exception(self, timeout: float | None = None) -> Any:
+        return self
+
+    def traceback(self, timeout: float | None = None) -> TracebackType | None:
+        try:
+            raise self
+        except grpc.RpcError:
+            return sys.exc_info()[2]
+
+    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
+        fn(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise self
+
+    next = __next__
+
+    def __repr__(self) -> str:
+        text = f"<{type(self).__name__} of RPC that terminated with:\n\tstatus = {self.code()}\n"
+        return f'{text}\tdetails = "{TIME_IS_OVER}"\n>'
+
+    __str__ = __repr__
+
+
+def outcome(call: Any, left_s: float | None) -> Any:
+    """Waits for a future of grpcio that nobody else has, and gives back its result.
+
+    Args:
+        call: the future.
+        left_s: seconds to its deadline; None: it has none.
+
+    Raises:
+        grpc.RpcError: the call has failed, or met its deadline.
+    """
+    try:
+        return call.result(None if left_s is None else max(left_s, 0.0) + GRACE_S)
+    except grpc.FutureTimeoutError:
+        call.cancel()
+        raise Overdue() from None
+    except grpc.RpcError:
+        raise
+    except BaseException:
+        call.cancel()
+        raise
 
 
 class Resent(grpc.Call, grpc.RpcError):
@@ -39,14 +141,23 @@ class Resent(grpc.Call, grpc.RpcError):
 
     Args:
         first: grpcio's object of the first attempt.
-        again: called once, when it has ended.
+        left_s: seconds to the deadline of the call; None: it has none.
+        again: called once, when the first attempt has ended. None: there is no second.
         accepted: whether the servicer has got the first attempt.
     """
 
-    def __init__(self, first: Any, again: Again, accepted: Callable[[], bool]) -> None:
+    _alarm: Deadline | None = None
+
+    def __init__(
+        self,
+        first: Any,
+        left_s: float | None,
+        again: Again | None = None,
+        accepted: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__()
         self._call = first
-        self._again: Again | None = again
+        self._again = again
         self._accepted = accepted
         self._first = first
         self._lock = threading.Lock()
@@ -55,14 +166,37 @@ class Resent(grpc.Call, grpc.RpcError):
         self._cancelled = False
         # Weak: a call that is forgotten is cancelled when it is collected, as in grpcio.
         ended = weakref.WeakMethod(self._ended)
-        if not first.add_callback(partial(_call_weakly, ended)):
+        if left_s is not None:
+            overdue = partial(call_weakly, weakref.WeakMethod(self._overdue))
+            self._alarm = DEADLINES.add(time.monotonic() + max(left_s, 0.0) + GRACE_S, overdue)
+        if not first.add_callback(partial(call_weakly, ended)):
             self._ended()
+
+    def _overdue(self) -> None:
+        """Ends the call, whose deadline was a while ago, where grpcio does not."""
+        if self._first.done():
+            self._ended()
+            return
+        with self._lock:
+            if self._settled.is_set():
+                return
+            self._again, self._call = None, Overdue()
+            self._settled.set()
+            callbacks, self._callbacks = self._callbacks, []
+            _KEPT.discard(self)
+        self._first.cancel()
+        if callbacks:  # in a thread of their own: they may wait for what happens at deadlines
+            caller = Callbacks()
+            caller.call(callbacks)
+            caller.stop()
 
     def _ended(self) -> None:
         """The first attempt has ended."""
         with self._lock:
             if self._settled.is_set():
                 return
+            if self._alarm is not None:
+                self._alarm.action = None
             again, self._again = self._again, None  # which has the request
             second = None
             try:
@@ -103,7 +237,9 @@ class Resent(grpc.Call, grpc.RpcError):
     def cancel(self) -> Any:
         with self._lock:
             self._cancelled = True
-            return self._call.cancel()
+            cancelled = self._call.cancel()
+        self._ended()  # grpcio calls back only when it has let go
+        return cancelled
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         with self._lock:

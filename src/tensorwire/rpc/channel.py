@@ -5,6 +5,7 @@ Wraps a channel of grpcio, hands calls to it, and gives back what it gives back.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -16,6 +17,8 @@ from .janitor import JANITOR
 from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 from .negotiation import AttachmentKeeper
 from .terms import Terms
+
+_CLOSE_S = 1.0
 
 
 class RpcChannel(grpc.Channel):
@@ -114,7 +117,16 @@ class RpcChannel(grpc.Channel):
         return self.inner._get_registered_call_handle(method)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        self.inner.close()
+        # grpcio waits for calls that it keeps (`outgoing.is_kept`), and ends the others at once.
+        closing = threading.Thread(
+            target=self.inner.close, name="tensorwire-rpc-close", daemon=True
+        )
+        try:
+            closing.start()
+        except RuntimeError:  # no thread is left
+            self.inner.close()
+        else:
+            closing.join(_CLOSE_S)
         self.keeper.close()
 
     def __enter__(self) -> RpcChannel:

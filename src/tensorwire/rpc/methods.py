@@ -18,11 +18,11 @@ from tensorwire.errors import TensorwireError
 
 from . import logs
 from .attachment import RpcAttachment
-from .calls import ResentFuture, ResentStream, is_refused
+from .calls import Overdue, ResentFuture, ResentStream, is_refused, outcome
 from .envelope import MAGIC, NO_ATTACHMENT, mark
 from .incoming import Reader
 from .negotiation import AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent, is_kept
 from .runtime.call import RuntimeCall
 from .runtime.carry import CarriedMethod
 from .small import SmallRequests
@@ -71,6 +71,11 @@ class CallOptions:
     def timeout(self) -> float | None:
         """What is left of it, in seconds; None if there is none."""
         return None if self._until is None else self._until - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left of it."""
+        return self._until is not None and self._until <= time.monotonic()
 
     def behind(self, request: Any, metadata: Any) -> tuple[Any, ...]:
         """All arguments of a callable of grpcio, with these metadata instead of the user's."""
@@ -146,6 +151,7 @@ class Method:
         self._channel = channel
         self._keeper = channel.keeper
         answers = _Answers(channel, Reader(response_deserializer))
+        self._serializer = request_serializer
         self._end = answers.end
         self._reading = answers.of_grpcio()
         self._inner = getattr(channel.inner, arity)(
@@ -200,10 +206,10 @@ class Method:
         return self._keeper.get(ask, wait_s)
 
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
+        left_s = max(until - time.monotonic(), 0.001)
         inner = self._channel.inner.unary_unary(OPEN)
-        answer: bytes = inner(
-            request, timeout=max(until - time.monotonic(), 0.001), wait_for_ready=wait_for_ready
-        )
+        call = inner.future(request, timeout=left_s, wait_for_ready=wait_for_ready)
+        answer: bytes = outcome(call, left_s)
         return answer
 
     def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
@@ -233,11 +239,11 @@ class Method:
 class _UnaryRequest(Method):
     """What calls with one request have in common."""
 
-    def _blocking(self, call: Callable[..., Any], request: Any, options: CallOptions) -> Any:
+    def _blocking(self, request: Any, options: CallOptions, *, with_call: bool) -> Any:
         link, marked = self._begin(options, waits=True)
         outgoing = SentMessage(request, link, last=False)
         try:
-            answer = call(*options.behind(outgoing, marked))
+            answer = self._answer(outgoing, marked, options, with_call=with_call)
         except grpc.RpcError as error:
             self._end(link, False, error.code())
             if not self._is_to_be_sent_again(outgoing, error):
@@ -251,9 +257,22 @@ class _UnaryRequest(Method):
                 delivered(outgoing.tickets)
             return answer
         plain = SentMessage(request, AGAIN, last=False)
-        answer = call(*options.behind(plain, options.metadata))
+        answer = self._answer(plain, options.metadata, options, with_call=with_call)
         delivered(plain.tickets)
         return answer
+
+    def _answer(
+        self, outgoing: SentMessage, metadata: Any, options: CallOptions, *, with_call: bool
+    ) -> Any:
+        """Makes a call of grpcio and waits for it. It ends at its deadline, if it has one."""
+        if options.timeout is None:
+            call = self._inner.with_call if with_call else self._inner
+            return call(*options.behind(outgoing, metadata))
+        outgoing.prepare(self._serializer)
+        if options.is_over:  # while the server was waited for, which does not get it another way
+            raise Overdue()
+        given = options.behind(outgoing, metadata)
+        return _in_time(self._inner, given, outgoing.is_kept, with_call=with_call)
 
     def _nowait(
         self,
@@ -265,21 +284,49 @@ class _UnaryRequest(Method):
         link, marked = self._begin(options, waits=False)
         outgoing = SentMessage(request, link, last=False, keeps_body=True)
         try:
-            first = call(*options.behind(outgoing, marked))
+            first = self._started(call, outgoing, marked, options)
         except BaseException:
             self._end(link, False)
             raise
         self._when_ended(first, link, outgoing.tickets)
         if not outgoing.ahead:
-            return first
+            return wrap(first, options.timeout) if outgoing.is_kept else first
 
         def again(ended: Any) -> Any:
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
             plain = SentMessage(as_sent(request, outgoing.body), AGAIN, last=False)
-            return call(*options.behind(plain, options.metadata))
+            second = self._started(call, plain, options.metadata, options)
+            return wrap(second, options.timeout) if plain.is_kept else second
 
-        return wrap(first, again, partial(call_is_confirmed, link))
+        return wrap(first, options.timeout, again, partial(call_is_confirmed, link))
+
+    def _started(
+        self, call: Callable[..., Any], outgoing: SentMessage, metadata: Any, options: CallOptions
+    ) -> Any:
+        """Begins a call of grpcio, if its time is not over."""
+        if options.timeout is None:
+            return call(*options.behind(outgoing, metadata))
+        outgoing.prepare(self._serializer)
+        if options.is_over:  # while the server was waited for, which does not get it another way
+            return Overdue()
+        return call(*options.behind(outgoing, metadata))
+
+
+def _in_time(inner: Any, given: tuple[Any, ...], is_kept: bool, *, with_call: bool) -> Any:
+    """Makes a call of grpcio that has a deadline, and waits for it no longer than that.
+
+    Args:
+        inner: of grpcio.
+        given: what it takes, see `CallOptions.behind`.
+        is_kept: grpcio may keep the thread that waits in there.
+        with_call: as of grpcio.
+    """
+    if not is_kept:
+        return (inner.with_call if with_call else inner)(*given)
+    future = inner.future(*given)
+    answer = outcome(future, given[1])
+    return (answer, future) if with_call else answer
 
 
 def call_is_confirmed(link: CallLink) -> bool:
@@ -329,10 +376,11 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
     ) -> Any:
         body = self._small.encode(request)
         if type(body) is bytes:
+            given = body, timeout, metadata, credentials, wait_for_ready, compression
             try:
-                return self._stock(
-                    body, timeout, metadata, credentials, wait_for_ready, compression
-                )
+                if timeout is None:
+                    return self._stock(*given)
+                return _in_time(self._stock, given, is_kept(body), with_call=False)
             except grpc.RpcError as error:
                 self._failed_small(error)
                 raise
@@ -348,36 +396,41 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             call = self._carry(request, options)
             if call is not None and call.wait_blocking():
                 return call.result()
-        return self._blocking(self._inner, request, options)
+        return self._blocking(request, options, with_call=False)
 
     def _failed_small(self, error: grpc.RpcError) -> None:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
             self._keeper.disconnected()
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
         body = self._small.encode(request)
         if type(body) is bytes:
             try:
-                return self._stock.with_call(body, *given, **named)
+                if options.timeout is None:
+                    return self._stock.with_call(body, *given, **named)
+                taken = options.behind(body, options.metadata)
+                return _in_time(self._stock, taken, is_kept(body), with_call=True)
             except grpc.RpcError as error:
                 self._failed_small(error)
                 raise
         request = request if body is None else body
-        options = CallOptions(*given, **named)
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
             return call.result(), call
-        return self._blocking(self._inner.with_call, request, options)
+        return self._blocking(request, options, with_call=True)
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
+        options = CallOptions(*given, **named)
         body = self._small.encode(request)
         if type(body) is bytes:
             first = self._stock.future(body, *given, **named)
             if self._keeper.attachment is None:
                 self._when_ended(first, PLAIN, ())
-            return first
+            if options.timeout is None or not is_kept(body):
+                return first
+            return ResentFuture(first, options.timeout)
         request = request if body is None else body
-        options = CallOptions(*given, **named)
         again = partial(self._nowait, self._inner.future, ResentFuture)
         call = self._carry(request, options, lambda sent: again(sent, options))
         return again(request, options) if call is None else call
@@ -416,13 +469,17 @@ class _StreamRequest(Method):
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
-    def _blocking(
-        self, call: Callable[..., Any], requests: Iterator[Any], options: CallOptions
-    ) -> Any:
+    def _blocking(self, requests: Iterator[Any], options: CallOptions, *, with_call: bool) -> Any:
         ended = False
         link, marked = self._start(options, lambda: not ended, waits=True)
+        given = options.behind(_Requests(requests, link), marked)
         try:
-            answer = call(*options.behind(_Requests(requests, link), marked))
+            if options.timeout is None:
+                answer = (self._inner.with_call if with_call else self._inner)(*given)
+            else:  # grpcio may keep the thread that waits in there
+                future = self._inner.future(*given)
+                answer = outcome(future, options.timeout)
+                answer = (answer, future) if with_call else answer
         except BaseException as error:
             ended = True
             self._end(link, False, error.code() if isinstance(error, grpc.Call) else None)
@@ -432,7 +489,11 @@ class _StreamRequest(Method):
         return answer
 
     def _nowait(
-        self, call: Callable[..., Any], requests: Iterator[Any], options: CallOptions
+        self,
+        call: Callable[..., Any],
+        wrap: Callable[..., Any],
+        requests: Iterator[Any],
+        options: CallOptions,
     ) -> Any:
         over: list[bool] = []
         link, marked = self._start(options, lambda: not over, waits=False)
@@ -452,7 +513,7 @@ class _StreamRequest(Method):
 
             if not first.add_callback(ended):
                 ended()
-        return first
+        return first if options.timeout is None else wrap(first, options.timeout)
 
 
 class _Requests:
@@ -478,7 +539,7 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
         if call is not None:
             call.wait_blocking()
             return call.result()
-        return self._blocking(self._inner, request_iterator, options)
+        return self._blocking(request_iterator, options, with_call=False)
 
     def with_call(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
@@ -486,12 +547,14 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
         if call is not None:
             call.wait_blocking()
             return call.result(), call
-        return self._blocking(self._inner.with_call, request_iterator, options)
+        return self._blocking(request_iterator, options, with_call=True)
 
     def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
         call = self._carry(request_iterator, options, waits=False)
-        return self._nowait(self._inner.future, request_iterator, options) if call is None else call
+        if call is not None:
+            return call
+        return self._nowait(self._inner.future, ResentFuture, request_iterator, options)
 
 
 class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
@@ -500,4 +563,6 @@ class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
         call = self._carry(request_iterator, options, waits=False)
-        return self._nowait(self._inner, request_iterator, options) if call is None else call
+        if call is not None:
+            return call
+        return self._nowait(self._inner, ResentStream, request_iterator, options)

@@ -35,6 +35,7 @@ _ANSWER_S = 5.0
 _SURE_S = 0.1
 """Whoever has not confirmed a call after this time is taken for somebody else."""
 _MOST_BYTES = (1 << 31) - 1
+_IN_ONE_GO_BYTES = 1 << 16  # as in grpcio, less frames and headers: messages of 250 kB do, too
 
 
 class CallLink:
@@ -145,6 +146,15 @@ def as_sent(request: Any, body: bytes | None) -> Any:
     return request if body is None else Encoded(request, lambda _: body, body)
 
 
+def is_kept(data: Any) -> bool:
+    """Whether grpcio may keep a call with this request beyond its deadline.
+
+    It does if the socket takes no more in the middle of the message, until the socket ends. What is
+    not longer than its buffer of writes is written in one go, and the call then ends in time.
+    """
+    return isinstance(data, bytes) and len(data) > _IN_ONE_GO_BYTES
+
+
 class SentMessage:
     """A message that is handed to grpcio in the place of the user's.
 
@@ -157,6 +167,7 @@ class SentMessage:
         staging: what is left of the message to be copied when its bytes have been sent, if
             anything: whoever sends them calls `finish`.
         by_rendezvous: it travels so.
+        is_kept: it was prepared, and `is_kept` says so of its bytes.
         kept: keeps the memory of its arrays, where they are those of a request.
         size_bytes: of the message, if it was asked whether it is to; else 0.
     """
@@ -164,9 +175,11 @@ class SentMessage:
     __slots__ = (
         "_arrays",
         "_begun",
+        "_made",
         "ahead",
         "body",
         "by_rendezvous",
+        "is_kept",
         "keeps_body",
         "kept",
         "last",
@@ -188,10 +201,12 @@ class SentMessage:
         self.tickets: list[int] = []
         self.staging: Staging | PushedArrays | None = None
         self.by_rendezvous = False
+        self.is_kept = False
         self.kept: Any = None
         self.size_bytes = 0
         self.body: bytes | None = None
         self._arrays: dict[int, NDArray[np.uint8]] | None = None
+        self._made: bytes | Exception | None = None
         self._begun = False
 
     def __del__(self) -> None:
@@ -212,6 +227,15 @@ class SentMessage:
         self._arrays = _arrays_of(self.message)
         return self
 
+    def prepare(self, serializer: Serializer) -> None:
+        """Serializes it now, and keeps what comes of that for `serialize`."""
+        try:
+            data = self._made = self.serialize(serializer)
+        except Exception as error:
+            self._made = error
+        else:
+            self.is_kept = is_kept(data)
+
     def serialize(self, serializer: Serializer) -> bytes:
         """The bytes that travel.
 
@@ -220,6 +244,11 @@ class SentMessage:
             ValueError: arrays that do not travel beside it are too long for it.
             Exception: what the serializer raises.
         """
+        made, self._made = self._made, None
+        if isinstance(made, Exception):
+            raise made
+        if made is not None:
+            return made
         self._begun = True
         attachment = None if self.link.foreign else self.link.attachment
         arrays, self._arrays = self._arrays, None

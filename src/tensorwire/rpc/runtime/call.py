@@ -47,6 +47,8 @@ _LARGE_BYTES = 1 << 16
 PLAIN_END_BYTES = len(PLAIN_END)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
 _OK = grpc.StatusCode.OK
+TIME_IS_OVER = "Deadline Exceeded"
+"""The details of a call that has met its deadline, as grpcio writes them."""
 _ENDED: dict[int, object] = {0: None}
 
 
@@ -385,7 +387,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
 
     def deadline_passed(self) -> None:
         """Ends the call because its time is over."""
-        self.end_here(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        self.end_here(grpc.StatusCode.DEADLINE_EXCEEDED, TIME_IS_OVER)
 
     def leave_unattended(self) -> None:
         """Lets it end though nobody waits for it. To be called before it begins."""
@@ -531,7 +533,7 @@ def _nothing(data: bytes) -> None:
     """What is made of a response to a call that has ended."""
 
 
-def call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
     """Calls a method of an object that is still there."""
     if (strong := method()) is not None:
         strong()

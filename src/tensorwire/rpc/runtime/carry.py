@@ -15,7 +15,7 @@ from ..outgoing import CallLink, SentMessage, always, as_sent, no_deadline
 from ..tensors import delivered
 from ..threshold import LEAST_BYTES
 from . import observed
-from .call import RuntimeCall
+from .call import TIME_IS_OVER, RuntimeCall
 from .client import RuntimeClient
 from .flow import Outflow
 from .frames import Metadata, as_metadata
@@ -100,6 +100,9 @@ class CarriedMethod:
                 return None  # grpcio says that it takes bytes
             call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
             raise call
+        if link.left_s(1.0) <= 0:  # while it waited for memory: it does not go another way now
+            call.conclude(grpc.StatusCode.DEADLINE_EXCEEDED, TIME_IS_OVER)
+            return call
         if again is not None:
             sent = as_sent(request, data if outgoing is None else outgoing.body)
             call.sends_again(partial(again, sent))
