@@ -9,6 +9,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,34 @@ def test_small_calls_fill_the_socket(tmp_path: Path) -> None:
             for _ in range(10):
                 error = raised(lambda: call(bytes(60_000), timeout=0.05))
                 assert error.code() is DEADLINE_EXCEEDED
+
+
+class Never:
+    """In the place of a method of grpcio that is not to be called."""
+
+    def __call__(self, *given: Any) -> Any:
+        raise AssertionError("the call was sent after its deadline")
+
+    future = with_call = __call__
+
+
+@pytest.mark.parametrize("kind", ["call", "with_call", "future", "responses"])
+def test_what_is_ready_after_the_deadline_is_not_sent(deaf: str, kind: str) -> None:
+    def serialize(message: bytes) -> bytes:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:  # as when there is no memory at the other end
+            time.sleep(0.01)
+        return message
+
+    with rpc.insecure_channel(deaf, transports=()) as channel:
+        arity = "unary_stream" if kind == "responses" else "unary_unary"
+        method = getattr(channel, arity)("/t/x", serialize)
+        method._inner = Never()
+        begin = method if kind in ("call", "responses") else getattr(method, kind)
+        if kind in ("call", "with_call"):
+            assert raised(lambda: begin(b"", timeout=0.05)).code() is DEADLINE_EXCEEDED
+        else:
+            assert begin(b"", timeout=0.05).code() is DEADLINE_EXCEEDED
 
 
 def test_callbacks_run_once(deaf: str) -> None:
