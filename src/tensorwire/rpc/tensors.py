@@ -325,7 +325,7 @@ def torch_tensor(message: Any) -> Any:
     data = _bytes_of(message)
     _check_size(name, shape, data, dtype.itemsize)
     if data.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 

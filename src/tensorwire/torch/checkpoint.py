@@ -247,12 +247,14 @@ def _check_loadable(what: str, state: Any) -> None:
     """Raises, before anything is written, for objects that `load` would refuse."""
     outline = io.BytesIO()
     try:
-        torch.save(_copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), outline)
+        torch.save(
+            _copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype, device="cpu")), outline
+        )
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"{what} holds what cannot be saved: {error}") from error
     outline.seek(0)
     try:
-        torch.load(outline, weights_only=True)
+        torch.load(outline, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
         raise TypeError(

@@ -54,7 +54,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def host_tensor(memory: Bytes) -> torch.Tensor:
     """A tensor over bytes that the caller keeps alive, and does not write if they are read-only."""
     if not memory.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     there = (ctypes.c_ubyte * memory.nbytes).from_address(memory.ctypes.data)
     return torch.frombuffer(there, dtype=torch.uint8)
 

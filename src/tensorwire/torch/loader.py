@@ -275,7 +275,7 @@ class Loader:
         epoch = session.epoch if number == 0 else seed_of(session.epoch, number)
         generator = self._generator.manual_seed(seed_of(session.seed, epoch))
         order = (
-            torch.randperm(self._length, generator=generator).tolist()
+            torch.randperm(self._length, generator=generator, device="cpu").tolist()
             if self._shuffle
             else range(self._length)
         )

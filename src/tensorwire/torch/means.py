@@ -21,7 +21,7 @@ def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight
     if value is None:
         value, weight = 0.0, 0.0
     items = value if isinstance(value, Mapping) else {"": value}
-    tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
+    tensors = {k: torch.as_tensor(v, dtype=torch.float64, device="cpu") for k, v in items.items()}
     flat = [float(weight)]
     for tensor in tensors.values():
         flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
@@ -30,7 +30,8 @@ def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight
         raise ValueError("mean() of workers whose weights are all 0")
     result, at = {}, 1
     for key, tensor in tensors.items():
-        part = torch.tensor(total[at : at + tensor.numel()], dtype=torch.float64) / total[0]
+        own = total[at : at + tensor.numel()]
+        part = torch.tensor(own, dtype=torch.float64, device="cpu") / total[0]
         at += tensor.numel()
         result[key] = part.reshape(tensor.shape) if tensor.dim() else float(part)
     return result if isinstance(value, Mapping) else result[""]

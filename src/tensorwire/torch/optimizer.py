@@ -425,7 +425,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
         )
     cores = _cores_of(parameters)
     if len(cores) == 1:
-        return torch.tensor(cores[0].clip(float(max_norm)))
+        return _as_norm(cores[0].clip(float(max_norm)), cores)
     norms = [core.clip(math.inf) for core in cores]
     norm = math.hypot(*norms)
     scale = max_norm / (norm + _TINY)
@@ -434,7 +434,14 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
             core.clip(sys.float_info.min)
         elif scale < 1.0:
             core.clip((own + _TINY) * scale)
-    return torch.tensor(norm)
+    return _as_norm(norm, cores)
+
+
+def _as_norm(norm: float, cores: list[Replica]) -> torch.Tensor:
+    """Returns a norm as torch does: its dtype is the parameters', whatever the default is."""
+    dtypes = {core.parameters[i].dtype for core in cores for i in core.trained}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    return torch.tensor(norm, dtype=wide, device="cpu")
 
 
 def _check_norm(max_norm: Any) -> None:

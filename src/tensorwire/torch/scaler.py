@@ -52,7 +52,9 @@ class GradScaler(torch.amp.GradScaler):
             core.scaling = (None, False)
         found = not core.finite
         self._between_slices = core.reducer.turn > 0
-        state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
+        state["found_inf_per_device"] = {
+            torch.device("cpu"): torch.tensor(float(found), dtype=torch.float32, device="cpu")
+        }
         state["stage"] = OptState.STEPPED
 
     def unscale_(self, optimizer: Any) -> None:

@@ -17,7 +17,7 @@ import torch.optim  # now: a standby that takes a server's place must not wait f
 
 from tensorwire.parameters import Kernel, serve
 
-from .kernels import import_all, kernel_of, permitted_imports
+from .kernels import OwnStepKernel, import_all, kernel_of, permitted_imports
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +36,14 @@ def _make_kernels(options: argparse.Namespace) -> Callable[[str], Kernel]:
     if imports and options.import_from:
         sys.path.append(options.import_from)
     import_all(imports)
-    return partial(kernel_of, permitted=imports)
+    return partial(_make_kernel, imports)
+
+
+def _make_kernel(imports: tuple[str, ...], text: str) -> Kernel:
+    kernel = kernel_of(text, imports)
+    if isinstance(kernel, OwnStepKernel):
+        torch.set_default_dtype(getattr(torch, kernel.spec.default_dtype))  # as in the workers
+    return kernel
 
 
 if __name__ == "__main__":

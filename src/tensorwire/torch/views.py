@@ -23,7 +23,7 @@ def in_form(
     """A tensor over `memory` of this form, with a storage of its own."""
     count = math.prod(size)
     if count == 0:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count).as_strided(size, stride)
 
 
@@ -36,7 +36,7 @@ def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     like = tensor if like is None else like
     is_other = tensor.stride() != like.stride() or tensor.dtype != like.dtype
     if is_other or tensor.device.type != "cpu":
-        other = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        other = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
         tensor = other.copy_(tensor)
     count = tensor.numel()
     if count == 0:
@@ -79,7 +79,7 @@ def rows_of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """
     if gradient.layout == torch.strided:
         # Something else than the table's own module has added to it.
-        return torch.arange(len(gradient)), gradient, 0
+        return torch.arange(len(gradient), device="cpu"), gradient, 0
     single = gradient.coalesce()
     rows, values = single._indices()[0], single._values()
     return rows, values, 0 if gradient.is_coalesced() else rows.nbytes + values.nbytes

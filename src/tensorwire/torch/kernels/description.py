@@ -38,11 +38,13 @@ class Options(NamedTuple):
         numbers: names of numbers and their types, as of `OptimizerSpec`.
         constants: of each group.
         nonzero: of each group, which of its numbers are not zero.
+        default_dtype: of torch, which a class may look at.
     """
 
     numbers: tuple[tuple[str, str], ...]
     constants: tuple[str, ...]
     nonzero: tuple[tuple[bool, ...], ...]
+    default_dtype: str
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, ...]]:
@@ -80,7 +82,9 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, 
         raise NotOnServersError("its groups have different options")
     hyper = tuple(tuple(row[name] for name in names) for row in rows)
     nonzero = tuple(tuple(bool(number) for number in row) for row in hyper)
-    return Options(tuple((n, types[n]) for n in names), tuple(constants), nonzero), hyper
+    kinds = tuple((n, types[n]) for n in names)
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    return Options(kinds, tuple(constants), nonzero, default), hyper
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
@@ -190,7 +194,10 @@ def describe(
         _check_parameters(optimizer)
     attributes = attributes_of(optimizer)
     groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
-    spec = OptimizerSpec(name, "elementwise", dict(options.numbers), (), {}, groups, attributes)
+    spec = OptimizerSpec(
+        name, "elementwise", dict(options.numbers), (), {}, groups, attributes,
+        default_dtype=options.default_dtype,
+    )  # fmt: skip
     # Groups with equal options differ in nothing that a trial could find.
     alike: dict[tuple[object, ...], int] = {}
     stands_for = [

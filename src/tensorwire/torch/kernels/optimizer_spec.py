@@ -60,6 +60,7 @@ class OptimizerSpec:
         edits_gradient: a step changes `.grad`.
         rows: a sparse gradient changes only the rows that it has.
         states_have_shape: arrays of state have their tensor's shape.
+        default_dtype: torch's default in the worker, of what a step makes without naming a dtype.
     """
 
     optimizer: str
@@ -73,6 +74,7 @@ class OptimizerSpec:
     edits_gradient: bool = False
     rows: bool = False
     states_have_shape: bool = True
+    default_dtype: str = "float32"
 
     def to_text(self) -> str:
         """As it travels; equal optimizers have equal texts."""
@@ -104,6 +106,8 @@ class OptimizerSpec:
             _texts_to(each)
         if not set(_KINDS).issuperset(self.numbers.values()):
             raise ValueError("numbers of unknown types")
+        if self.default_dtype not in _SCALAR_DTYPES or "int" in self.default_dtype:
+            raise ValueError("an unknown default dtype")
         if not {*_KINDS, *_SCALAR_DTYPES}.issuperset(self.scalars.values()):
             raise ValueError("scalars of unknown types")
         kept = [*self.states, *self.scalars]

@@ -172,7 +172,7 @@ def scalar_of(kind: str, value: float) -> Any:
     """A number as an optimizer keeps it: a tensor of a dtype, or "int", "float" or "bool"."""
     if kind in ("int", "bool", "float"):
         return {"int": int, "bool": bool, "float": float}[kind](value)
-    return torch.tensor(value, dtype=getattr(torch, kind))
+    return torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
 
 
 class OwnTile(CellTile):
@@ -251,8 +251,8 @@ def state_shapes(
     """
     if spec.states_have_shape:
         return dict.fromkeys(spec.options_of(group).states, torch.Size(shape))
-    own = OwnOptimizer(cls, spec, group, torch.zeros(shape, dtype=dtype))
-    entry = own.try_out(hyper, torch.ones(shape, dtype=dtype))
+    own = OwnOptimizer(cls, spec, group, torch.zeros(shape, dtype=dtype, device="cpu"))
+    entry = own.try_out(hyper, torch.ones(shape, dtype=dtype, device="cpu"))
     return {name: entry[name].shape for name in spec.states if name in entry}
 
 
@@ -317,9 +317,10 @@ class OwnStepKernel(Averaging):
     ) -> Scalars:
         """To the class these rows are all of a table, and its gradient has each."""
         own = OwnOptimizer(self._cls, self.spec, group, rows)
-        each = torch.arange(len(rows)).unsqueeze(0)
+        each = torch.arange(len(rows), device=rows.device).unsqueeze(0)
         sparse = torch.sparse_coo_tensor(
-            each, gradient, rows.shape, is_coalesced=True, check_invariants=False
-        )
+            each, gradient, rows.shape, dtype=gradient.dtype, device=rows.device, is_coalesced=True,
+            check_invariants=False,
+        )  # fmt: skip
         begins = self.spec.lazy and part.step == 1
         return own.step(hyper, sparse, states, None if begins else part.scalars)

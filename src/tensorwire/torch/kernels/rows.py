@@ -129,7 +129,7 @@ class _Room:
     """Memory for some rows that is kept from step to step: new pages take as long as the copy."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def of(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """So many rows of the form of a table's, with any values; what it gave before is gone."""

@@ -18,7 +18,7 @@ def tensor_over(array: Bytes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     if isinstance(array, torch.Tensor):
         return array.view(dtype)
     if array.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array, dtype=dtype)
 
 

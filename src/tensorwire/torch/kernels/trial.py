@@ -94,8 +94,9 @@ class _Problem(NamedTuple):
         rows = self.rows[step].unsqueeze(0)
         shape = self.start[index].shape
         return torch.sparse_coo_tensor(
-            rows, values, shape, is_coalesced=True, check_invariants=False
-        )
+            rows, values, shape, dtype=values.dtype, device=values.device, is_coalesced=True,
+            check_invariants=False,
+        )  # fmt: skip
 
 
 class _Outcome(NamedTuple):
@@ -147,7 +148,8 @@ class Trial:
             NotOnServersError: no way in which servers could run it makes the optimizer's own bits.
         """
         threads = torch.get_num_threads()
-        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        on_host = torch.device("cpu")  # as on a server
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(), on_host:
             # What warns in one worker alone, as it has done so in another, must change nothing.
             warnings.simplefilter("ignore")
             torch.set_num_threads(1)  # as on a server
@@ -401,7 +403,7 @@ def _problem(
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     # One with dimensions comes first: it shows what of the state are numbers.
     order = [*filter(None, dimensions), *(each for each in dimensions if not each)]
@@ -415,7 +417,10 @@ def _problem(
         scale = _SCALES[step]
         if dtype == torch.float16:
             scale = min(scale, _FLOAT16_SCALE)
-        here = torch.randperm(shapes[0][0], generator=generator)[:9].sort()[0] if is_table else None
+        here = None
+        if is_table:
+            drawn = torch.randperm(shapes[0][0], generator=generator, device="cpu")
+            here = drawn[:9].sort()[0]
         if here is not None:
             rows.append(here)
         formats = shapes if here is None else [(len(here), shape[1]) for shape in shapes]

@@ -72,7 +72,9 @@ class Buffers:
         self._own: dict[int, list[torch.Tensor]] = {}
         # Contiguous copies: the next forward may change a buffer while it is still on its way.
         self._packed = packed(self.tensors)
-        self._leaving = [torch.empty(each.shape, dtype=each.dtype) for each in self.tensors]
+        self._leaving = [
+            torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self.tensors
+        ]
         if self._packed is not None:
             self._leaving = self._packed.leaving
         self._leaving_bytes = [flat_bytes(tensor) for tensor in self._leaving]

@@ -210,7 +210,7 @@ class OptimizerState:
                 numbers = zip(kernel.spec.scalars.items(), scalars[index], strict=True)
                 entry = {name: scalar_of(kind, value) for (name, kind), value in numbers}
             elif kernel.keeps_count:
-                entry["step"] = torch.tensor(float(counts[index]))
+                entry["step"] = _as_count(counts[index])
             for name, size in self._shapes_of(index).items():
                 entry[name] = _array_at(version.state(name, place), size, parameter)
             if entry:
@@ -359,3 +359,9 @@ def _array_at(data: Bytes, size: torch.Size, parameter: torch.Tensor) -> torch.T
     if size == parameter.shape:
         return tensor_at(data, parameter)
     return torch.frombuffer(data, dtype=parameter.dtype, count=size.numel()).view(size)
+
+
+def _as_count(steps: int) -> torch.Tensor:
+    """A count of steps as torch's optimizers keep it: a narrow default dtype does not round it."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(steps, dtype=torch.float64 if wide else torch.float32, device="cpu")

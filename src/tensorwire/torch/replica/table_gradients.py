@@ -88,7 +88,9 @@ class TableGradients:
             gradients = [each.gradient for each in group]
             streams = [each.stream for each in group]
             rows, values = self._stream.bring(partial(_added_up, gradients), streams)
-            ends = torch.tensor(list(accumulate(map(len, gradients))), device="cpu")
+            ends = torch.tensor(
+                list(accumulate(map(len, gradients))), dtype=torch.int64, device="cpu"
+            )
             stops = torch.searchsorted(rows, ends).tolist()
             starts, firsts = [0, *stops[:-1]], [0, *ends.tolist()[:-1]]
             for each, start, stop, first in zip(group, starts, stops, firsts, strict=True):

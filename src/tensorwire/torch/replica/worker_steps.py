@@ -60,7 +60,7 @@ class WorkerSteps:
                 session = present_session()
                 drawn = None if session is None else session.step_seed
                 if drawn is None:  # no step of a loader
-                    drawn = int(torch.randint(1 << 62, ()))
+                    drawn = int(torch.randint(1 << 62, (), device="cpu"))
                 seed_all(seed_of(drawn, self._store.version))
                 self._arithmetic.step()
             for i, old in before.items():
