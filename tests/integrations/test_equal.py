@@ -110,6 +110,7 @@ MISUSE = {
         "forgotten": "RuntimeError: Sequential was prepared and has gradients, and its optimizer",
         "optimizer": "ValueError: the optimizer has parameters of no model that was prepared",
         "early": "RuntimeError: clip_grad_norm_() is for complete gradients",
+        "by hand": "RuntimeError: parameter '0.weight' has other memory since the model was moved",
         "uneven": "ValueError: every worker makes the same number of steps",
     },
     "transformers": {

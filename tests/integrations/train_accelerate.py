@@ -260,6 +260,16 @@ def misused(name: str) -> dict[str, Any]:
         with (run := Run()).accelerator.join_uneven_inputs([run.model], even_batches=False):
             pass
 
+    def by_hand() -> None:
+        tw.current_job()
+        model = net()
+        optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+        finally:
+            tw.current_job().optimizers[-1].close()
+
     results = {
         "cpu": told(lambda: accelerator(cpu=False)),
         "fp16": told(lambda: accelerator(mixed_precision="fp16")),
@@ -269,6 +279,7 @@ def misused(name: str) -> dict[str, Any]:
         "optimizer": told(optimizer_alone),
         "early": told(too_early),
         "uneven": told(uneven),
+        "by hand": told(by_hand),
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import sys
 import time
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,39 @@ def gradient_changed(job: tw.Job) -> None:
     model, opt = ready(job)
     backward(model)
     model[0].bias.grad.mul_(0.5)
+    opt.step()
+
+
+@case("RuntimeError", "use tensorwire.torch.integrations.accelerate in its place")
+def prepared_by_accelerate(job: tw.Job) -> None:
+    """As its prepare() does: the model is moved, and the optimizer's state is loaded again."""
+    model, opt = ready(job)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as model.to("cpu:0") does
+    sys.modules["accelerate"] = types.ModuleType("accelerate")
+    try:
+        opt.load_state_dict(opt.state_dict())
+    finally:
+        del sys.modules["accelerate"]
+
+
+@case("RuntimeError", "keep it outside of the model that DistributedOptimizer is given")
+def target_in_the_model(job: tw.Job) -> None:
+    """BYOL's: a frozen copy in the model, which the script lets follow the other part."""
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)])
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+    model[0](torch.ones(3, 4)).sum().backward()
+    with torch.no_grad():
+        model[1].weight.lerp_(model[0].weight, 0.1)  # type: ignore[arg-type]
+    opt.step()
+
+
+@case("RuntimeError", "parameter '0.weight' has other memory since the model was moved")
+def moved_after(job: tw.Job) -> None:
+    """Nobody has edited anything, and the message says so."""
+    model, opt = ready(job)
+    model.to("cpu:0")
+    backward(model)
     opt.step()
 
 

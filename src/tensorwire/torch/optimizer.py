@@ -331,6 +331,7 @@ class DistributedMixin:
         """As in torch, on all workers; worker 0's state wins."""
         core = self._tensorwire
         core.between_steps("load_state_dict()")
+        core.check_unchanged()  # what prepares models and optimizers moves a model, then comes here
         core.meet()
         core.withdraw()
         super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]

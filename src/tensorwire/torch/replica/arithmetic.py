@@ -28,6 +28,7 @@ from ..kernels import (
     options_of,
     plain_class_of,
 )
+from .mutation_guard import of_libraries
 
 APPLIERS = ("auto", "servers", "worker")
 """Who applies gradients: the servers where they can, else worker 0; the servers; worker 0."""
@@ -266,6 +267,7 @@ def check_possible(optimizer: torch.optim.Optimizer) -> None:
         raise UnavailableError(
             f"{name} changes parameters in its train() and eval(), which other workers would not "
             "see: use another optimizer, and DistributedOptimizer(ema=…) for an average of weights"
+            f"{of_libraries()}"
         )
 
 

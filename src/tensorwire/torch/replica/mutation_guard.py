@@ -7,6 +7,7 @@ frozen.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorwire.memory import same_bytes
 from tensorwire.parameters import Store
 
-from ..views import in_form
+from ..views import flat_bytes, in_form
 from .device_parameters import DeviceParameters
 
 
@@ -118,6 +120,8 @@ class MutationGuard:
         written = [i for i in self._store.take_back(bool(changed)) if i in self._held]
         if not changed and not written:
             return
+        first = (changed or written)[0]
+        moved = first in changed and self._was_moved(first)
         for i in changed:
             parameter, (_, address, size, stride, *_) = self._held[i], self._seen[i]
             if parameter.data_ptr() == address:
@@ -130,14 +134,31 @@ class MutationGuard:
                 self._seen[i] = _look_at(parameter, steps[i])
         if self._on_device is not None:
             self._on_device.forget_check()
-        raise self._changed((changed or written)[0])
+        raise self._changed(first, moved)
 
-    def _changed(self, index: int) -> RuntimeError:
+    def _was_moved(self, index: int) -> bool:
+        """A parameter has other memory with the same values: nobody has edited it."""
+        parameter = self._held[index]
+        if parameter.data_ptr() == self._seen[index][1] or parameter.device.type != "cpu":
+            return False
+        return same_bytes(flat_bytes(parameter.detach()), self._store.value(index))
+
+    def _changed(self, index: int, moved: bool = False) -> RuntimeError:
         now, before = _form_of(self._held[index]), self._forms[index]
-        if now != before:
+        if now != before or moved:
+            how = "has other memory" if moved else f"was {before}, and is {now}"
             return RuntimeError(
-                f"parameter {self._name(self._held[index])} was {before}, and is {now} since the "
-                "model was moved or converted; call model.to() before DistributedOptimizer"
+                f"parameter {self._name(self._held[index])} {how} since the model was moved or "
+                f"converted; call model.to() before DistributedOptimizer{of_libraries()}"
+            )
+        if not self._held[index].requires_grad:
+            return RuntimeError(
+                f"parameter {self._name(self._held[index])}, which is frozen, was changed outside "
+                "step(). If it is a target that follows the trained parameters (BYOL, a mean "
+                "teacher), keep it outside of the model that DistributedOptimizer is given: made "
+                "after it by copy.deepcopy, and updated by every worker in the same way, it is "
+                "the same everywhere. Otherwise change it inside 'with tw.edit(model):', on all "
+                f"workers{of_libraries()}"
             )
         return RuntimeError(
             f"parameter {self._name(self._held[index])} was changed outside "
@@ -145,7 +166,7 @@ class MutationGuard:
             "parameters inside 'with tw.edit(model):', on all workers. To evaluate with other "
             "values (an average of weights), put them in and back inside one such block, or load "
             "them into copy.deepcopy(model). An nn.Embedding with max_norm= changes its rows in "
-            "forward, and cannot be distributed"
+            f"forward, and cannot be distributed{of_libraries()}"
         )
 
     def frozen_or_not(self) -> nn.Parameter | None:
@@ -178,6 +199,18 @@ class MutationGuard:
 
 def _form_of(parameter: torch.Tensor) -> str:
     return f"{parameter.dtype} on {parameter.device}"
+
+
+def of_libraries() -> str:
+    """What to do if a library that this process has imported has prepared the model; or ""."""
+    found = [each for each in ("accelerate", "transformers", "lightning") if each in sys.modules]
+    if not found:
+        return ""
+    ours = " or ".join(f"tensorwire.torch.integrations.{each}" for each in found)
+    return (
+        f". If {' or '.join(found)} prepared the model: use {ours} in its place, and give it the "
+        "plain optimizer, which it makes distributed"
+    )
 
 
 def _look_at(parameter: torch.Tensor, steps: int = 0) -> tuple[Any, ...]:
