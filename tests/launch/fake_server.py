@@ -48,9 +48,9 @@ def main() -> None:
         sys.exit(0)
     if wrong == "silent":
         wait_for_ever()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers
     if wrong == "stubborn":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}\n"

@@ -301,3 +301,42 @@ def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
     assert "without joining" not in said
     assert "worker 1 (pid" in said
     assert "was lost" in said
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_is_told_to_end_says_so_in_one_line(tmp_path: Path, sent: int) -> None:
+    """Named for a bug: each server printed that it had lost a worker."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "tensorwire", "run", "-w", "2", "-s", "2", "--no-prefix"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "script.py"), "none", "-1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        assert job.stderr is not None
+        while "training" not in job.stdout.readline():
+            assert job.poll() is None
+        job.send_signal(sent)
+        said = job.stderr.read()
+    assert "PeerLostError" not in said
+    assert f"ended by {signal.Signals(sent).name}" in said
+    assert job.returncode == 128 + sent
+
+
+LEFT = """
+import torch
+import tensorwire.torch as tw
+job = tw.init()
+data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+model = torch.nn.Linear(1, 1)
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+torch.left = iter(job.loader(data, batch_size=2))  # ends after torch has
+model(next(torch.left)[0]).sum().backward()
+opt.step()
+"""
+
+
+def test_a_pass_that_outlives_torch_ends_without_a_word() -> None:
+    """Named for a bug: it drew random numbers of a torch that was gone, and printed a traceback."""
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

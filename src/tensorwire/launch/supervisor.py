@@ -523,6 +523,9 @@ class Supervisor:
         workers = self._workers()
         if number == signal.SIGINT:
             self._say("SIGINT: the job is being ended; once more Ctrl-C kills it")
+        for process in self._running if workers else ():  # before, servers may not have begun
+            if process.kind == "server":
+                process.signal(signal.SIGINT)  # it goes on, and tells nobody that workers end
         for process in workers:
             process.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         self._escalation.term_within(self._patience.grace_s if workers else 0)

@@ -455,6 +455,9 @@ class Session:
     def close(self, goodbye: bool) -> None:
         """Leaves the job; without `goodbye` the others learn that this worker failed."""
         self.closed = True
+        self._giver = (
+            None  # a pass that ends with the interpreter draws nothing: torch is gone then
+        )
         if self._machines is not None:
             self._machines.close()
         if self.member is not None:

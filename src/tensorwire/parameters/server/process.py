@@ -39,6 +39,9 @@ READY = "ready\n"
 
 _PR_SET_PDEATHSIG = 1
 
+_ending: list[int] = []
+"""The signals by which this process learned that a person ends the job."""
+
 
 def serve(
     arguments: list[str] | None,
@@ -61,7 +64,8 @@ def serve(
     put_output_aside()
     stores = [DescriptorStore.of_descriptor(each) for each in options.descriptor_store]
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _note_ending)
+    signal.siginterrupt(signal.SIGINT, False)
     # A server that would be replaced ends by SIGTERM as by any other signal, and tells nobody.
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stores else _leave)
     if options.parent:
@@ -143,6 +147,8 @@ def _serve_share(
                 collective.start(server.fail)
             server.run()
     except (TensorwireError, ValueError, OSError) as error:
+        if _ending and isinstance(error, PeerLostError):
+            return 1  # the others were told to end as well, and whoever did it knows
         # In one piece: workers may write to the same place.
         sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
         return LOST_MEMBER_CODE if isinstance(error, PeerLostError) else 1
@@ -217,6 +223,11 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)
+
+
+def _note_ending(number: int, frame: object) -> None:
+    """Ctrl-C, or the launcher was told to end the job."""
+    _ending.append(number)
 
 
 def _leave(number: int, frame: object) -> None:
