@@ -361,4 +361,5 @@ def _stopped_of(job: dict[str, Any]) -> dict[str, int]:
 
 def _rows(stores: Sequence[dict[str, Any]]) -> list[list[str]]:
     names = ("number", "optimizer", "tensors", "bytes", "version")
-    return [[str(store[name]) for name in names] for store in stores] or [["none"] + [""] * 4]
+    rows = [[str(store[name]) for name in names] for store in stores]
+    return rows or [["-", "no optimizer was made so far", "", "", ""]]
