@@ -108,7 +108,8 @@ def test_what_placement_costs_alone() -> None:
 def test_without_the_allocator_placement_costs_nothing_that_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
     report = tiny("lstm", wires=("alone",))

@@ -6,6 +6,8 @@ How it is got, what it does beside other allocators and in forked processes.
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,11 @@ job = tw.init()
 
 
 def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    # The two places in which the library is looked for, unless a test names both.
+    places = {"XDG_RUNTIME_DIR": environment.get("XDG_CACHE_HOME", "")}
     return subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", PREAMBLE + script],
-        env={**os.environ, **environment},
+        env={**os.environ, **places, **environment},
         capture_output=True,
         text=True,
         timeout=100,
@@ -91,7 +95,7 @@ def test_what_does_not_compile_is_told(tmp_path: Any) -> None:
     done = run("train(1)", CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode != 0
     assert "error: no such torch" in done.stderr
-    assert not list(tmp_path.glob("tensorwire/*")), "half a library was left"
+    assert not list(tmp_path.glob("tensorwire/allocator-*")), "half a library was left"
 
 
 @pytest.mark.slow
@@ -99,28 +103,135 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
     folder = tmp_path / "tensorwire"
     folder.mkdir()
     folder.chmod(0o777)
-    done = run("_, places, _ = train(3); assert all(places)", XDG_CACHE_HOME=str(tmp_path))
+    other = tmp_path / "run"
+    other.mkdir(mode=0o700)
+    done = run(
+        "_, places, _ = train(3); assert all(places)",
+        XDG_CACHE_HOME=str(tmp_path),
+        XDG_RUNTIME_DIR=str(other),
+    )
     assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir())
+    assert len(list(other.glob("tensorwire/allocator-*.so"))) == 1
 
 
-def test_each_torch_has_a_library_of_its_own(tmp_path: Any, monkeypatch: Any) -> None:
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that takes no time, with a cache of its own; it says each run in the file `runs`."""
+    made = tmp_path / "c++"
+    made.write_text(
+        f"#!/bin/sh\necho run >>{tmp_path}/runs\n"
+        f"while [ -e {tmp_path}/wait ]; do sleep 0.01; done\n"
+        'while [ "$1" != -o ]; do shift; done; echo made >"$2"\n'
+    )
+    made.chmod(0o755)
+    monkeypatch.setenv("CXX", str(made))
+    for variable, name in (("XDG_CACHE_HOME", "cache"), ("XDG_RUNTIME_DIR", "run")):
+        (tmp_path / name).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    return made
+
+
+def runs(compiler: Path) -> int:
+    counted = compiler.with_name("runs")
+    return len(counted.read_text().splitlines()) if counted.exists() else 0
+
+
+def test_each_torch_has_a_library_of_its_own(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where torch is replaced by another version at the same place, its headers are other ones."""
-    compiler = tmp_path / "c++"  # which takes no time
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo made >"$2"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = library._compiled()
-    written = first.stat()
     with monkeypatch.context() as another:
         another.setattr(torch, "__version__", "2.99.0")
         second = library._compiled()
     assert torch.__version__ in first.name
     assert "2.99.0" in second.name
-    assert sorted(tmp_path.glob("tensorwire/*")) == sorted([first, second])
+    assert sorted(tmp_path.glob("cache/tensorwire/*.so")) == sorted([first, second])
     assert library._compiled() == first
-    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert runs(compiler) == 2
+
+
+def test_what_another_process_compiled_needs_no_compiler(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: the name had the compiler in it, so without one nothing was found."""
+    made = library._compiled()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    assert library._compiled() == made
+    assert library.find() == f"compiled before, {made}"
+
+
+def waiters(lock: Path) -> bool:
+    inode = f":{lock.stat().st_ino} " if lock.exists() else "none"
+    return any(
+        "->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()
+    )
+
+
+def test_where_the_cache_cannot_be_written_one_process_compiles_for_all(
+    compiler: Path, tmp_path: Path
+) -> None:
+    """Named for a bug: each worker compiled its own, at each start."""
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").touch()  # neither root can make a folder in it
+    (tmp_path / "wait").touch()
+    lock = tmp_path / "run/tensorwire/allocator.lock"
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(library._compiled) for _ in range(2)]
+        while runs(compiler) < 2 and not (runs(compiler) == 1 and waiters(lock)):
+            time.sleep(0.01)
+        (tmp_path / "wait").unlink()
+        (made,) = {each.result() for each in both}
+    assert made.parent == lock.parent
+    assert library._compiled() == made
+    assert runs(compiler) == 1
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "writable", "linked"])
+def test_a_damaged_or_foreign_library_is_compiled_again(
+    harm: str, compiler: Path, tmp_path: Path
+) -> None:
+    """To load one that is cut short ends the process with SIGBUS."""
+    made = library._compiled()
+    content = made.read_bytes()
+    if harm == "cut":
+        made.write_bytes(content[:-1])
+    elif harm == "changed":
+        made.write_bytes(b"x" + content[1:])
+    elif harm == "writable":
+        made.chmod(0o722)
+    else:
+        made.rename(tmp_path / "elsewhere.so")
+        made.symlink_to(tmp_path / "elsewhere.so")
+    assert library._compiled() == made
+    assert runs(compiler) == 2
+    assert made.read_bytes() == content
+    assert not made.is_symlink()
+    assert made.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("user", "mode", "safe"), [(0, 0o755, 1), (1, 0o700, 1), (2, 0o700, 0), (1, 0o720, 0)]
+)
+def test_only_this_user_and_root_may_have_written_it(
+    user: int, mode: int, safe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    assert library._is_safe(os.stat_result((mode, 0, 0, 1, user, 0, 0, 0, 0, 0))) == bool(safe)
+
+
+def test_without_a_home_no_folder_is_named_after_it(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: a folder `~` appeared in the working directory."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert library._compiled().is_relative_to(tmp_path / "run")
+    assert not list((tmp_path / "here").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +272,7 @@ def test_with_the_library_of_a_wheel_nothing_is_compiled(brought: Path, tmp_path
 def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
     folder, cache = tmp_path / "package", tmp_path / "cache"
     folder.mkdir()
+    cache.mkdir(mode=0o700)
     (folder / library._brought().name).write_bytes(b"\x7fELF of a machine that is not this one")
     done = run(
         FROM.format(str(folder)) + "_, places, _ = train(3); assert all(places)",
@@ -172,6 +284,7 @@ def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
 
 def test_why_it_cannot_be_loaded_is_told_where_it_cannot_be_compiled(tmp_path: Path) -> None:
     (tmp_path / library._brought().name).write_bytes(b"\x7fELF of a machine that is not this one")
+    (tmp_path / "cache").mkdir(mode=0o700)
     done = run(
         FROM.format(str(tmp_path)) + "train(1)",
         PATH="",
@@ -232,7 +345,8 @@ def test_another_allocator_may_come_later(tmp_path: Any) -> None:
     source.write_text(OTHER_ALLOCATOR)
     command = library._command(["c++"])
     command[command.index(str(library._SOURCE))] = str(source)
-    subprocess.run([*command, "-fvisibility=default", "-o", str(made)], check=True, timeout=100)
+    command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-fvisibility=default"]
+    subprocess.run([*command, "-o", str(made)], check=True, timeout=100)
     done = run(
         """
 import ctypes

@@ -1,5 +1,6 @@
 """`tensorwire info`: every finding has a state, and what is missing has a remedy."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -116,7 +117,8 @@ def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     library = pytest.importorskip(
         "tensorwire.torch.allocator.library", reason="torch is not installed"
     )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(library, "_brought", lambda: tmp_path / "none")
     monkeypatch.setattr(library.shutil, "which", {"g++": "/usr/bin/g++"}.get)
@@ -131,7 +133,7 @@ def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert info_module.check_compiler().level == advice.MISSING
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     assert "CXX names 'no-such-compiler'" in info_module.check_compiler().text
-    (tmp_path / "tensorwire" / library._name(["c++"])).touch()
+    (tmp_path / "tensorwire" / library._name()).write_bytes(hashlib.sha256(b"").digest())
     monkeypatch.delenv("CXX")
     assert info_module.check_placement().text.startswith("compiled before, ")
     assert info_module.check_compiler().level == advice.NOTE

@@ -10,7 +10,6 @@ says of the call later changes nothing.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time

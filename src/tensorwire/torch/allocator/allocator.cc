@@ -1,9 +1,10 @@
 // An allocator for torch's CPU tensors that produces chosen ones in memory that was planned for
 // them; the rest comes from the allocator that was there before.
 //
-// Not part of the core: it is compiled against the torch that it is loaded into, at first use
+// Not part of the core: it is compiled against the headers of the torch that it is loaded into
 // (src/tensorwire/torch/allocator/library.py), and is called through ctypes. It knows bytes and no
-// plan.
+// plan. It links no library of torch, so that a wheel with it is portable: what it calls there is
+// looked up in the process, and what it inherits from there is defined here.
 //
 // The idea is tracing: a step of training allocates as the step before it did. While a thread is
 // in a *context* (between one mark and the next: after forward, after the gradient of a certain
@@ -34,6 +35,7 @@
 #define AT_PER_OPERATOR_HEADERS  // without the declarations of all operators
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -41,17 +43,58 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <typeinfo>
 #include <unordered_map>
 #include <vector>
 
-namespace torch::autograd {
-// Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
-int get_current_graph_task_id();
-}  // namespace torch::autograd
+// The base class, as torch defines it: where these are defined is its table of functions.
+namespace c10 {
+bool Allocator::is_simple_data_ptr(const DataPtr& pointer) const {
+  return pointer.get() == pointer.get_context();
+}
+
+void Allocator::default_copy_data(void* target, const void* source, size_t bytes) const {
+  std::memcpy(target, source, bytes);
+}
+}  // namespace c10
 
 namespace {
+
+// Functions of torch, null before `look_up_torch`.
+struct Torch {
+  c10::Allocator* (*get_cpu_allocator)();
+  void (*set_cpu_allocator)(c10::Allocator*, uint8_t priority);
+  std::shared_ptr<torch::autograd::Node> (*get_current_node)();
+  // Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
+  int (*get_current_graph_task_id)();
+} in_torch;
+
+// Finds a function in a library that the process has loaded. Returns whether it is there.
+template <typename Function>
+bool look_up(Function& function, const char* library, const char* name) {
+  void* const loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+  function = loaded == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(loaded, name));
+  return function != nullptr;
+}
+
+bool look_up_torch() {
+  const char* const c10 = "libc10.so";
+  const char* const cpu = "libtorch_cpu.so";
+  return look_up(in_torch.get_cpu_allocator, c10, "_ZN3c1015GetCPUAllocatorEv") &&
+         look_up(in_torch.set_cpu_allocator, c10, "_ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh") &&
+         look_up(in_torch.get_current_node, cpu, "_ZN5torch8autograd16get_current_nodeEv") &&
+         look_up(in_torch.get_current_graph_task_id, cpu,
+                 "_ZN5torch8autograd25get_current_graph_task_idEv");
+}
+
+// By its name, as no library of torch is linked that has the type itself.
+bool is_accumulate_grad(const torch::autograd::Node& node) {
+  return std::strcmp(typeid(node).name(), "N5torch8autograd14AccumulateGradE") == 0;
+}
 
 struct Pool;
 
@@ -138,12 +181,13 @@ void release_slot(void* data) {
 template <typename Use>
 void each_parameter(Use use) {
   constexpr int kSteps = 3;
-  const auto running = torch::autograd::get_current_node();
+  const auto running = in_torch.get_current_node();
   if (!running) return;
   for (const torch::autograd::Edge& edge : running->next_edges()) {
     const torch::autograd::Node* node = edge.function.get();
     for (int step = 0; step < kSteps && node != nullptr; ++step) {
-      if (const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+      if (is_accumulate_grad(*node)) {
+        const auto* end = static_cast<const torch::autograd::AccumulateGrad*>(node);
         use(end->variable.unsafeGetTensorImpl());
         break;
       }
@@ -159,7 +203,7 @@ class SlotAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     Context* const context = current;
     if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed) ||
-        torch::autograd::get_current_graph_task_id() == -1) {
+        in_torch.get_current_graph_task_id() == -1) {
       return before_->allocate(bytes);
     }
     if (Slot* slot = choose(*context, bytes)) {
@@ -340,21 +384,22 @@ void after_fork_in_child() {
 
 extern "C" {
 
-// Puts the allocator in place; 0 if it is there now, else it never will be: the one that is there
-// has a higher priority or cannot free raw pointers.
+// Puts the allocator in place; 0 if it is there now, else it never will be. 1, 2: the one that is
+// there has a higher priority or cannot free raw pointers. 3: this torch lacks a function.
 EXPORT int tensorwire_allocator_install() {
-  if (allocator != nullptr) return c10::GetCPUAllocator() == allocator ? 0 : 1;
-  c10::Allocator* before = c10::GetCPUAllocator();
+  if (allocator != nullptr) return in_torch.get_cpu_allocator() == allocator ? 0 : 1;
+  if (!look_up_torch()) return 3;
+  c10::Allocator* before = in_torch.get_cpu_allocator();
   if (before->raw_deleter() == nullptr) return 2;
   allocator = new SlotAllocator(before);
-  c10::SetCPUAllocator(allocator);
+  in_torch.set_cpu_allocator(allocator, 0);
   pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
-  return c10::GetCPUAllocator() == allocator ? 0 : 1;
+  return in_torch.get_cpu_allocator() == allocator ? 0 : 1;
 }
 
 // Whether torch asks this allocator: another one may have been installed later.
 EXPORT int tensorwire_allocator_installed() {
-  return allocator != nullptr && c10::GetCPUAllocator() == allocator;
+  return allocator != nullptr && in_torch.get_cpu_allocator() == allocator;
 }
 
 EXPORT uint32_t tensorwire_allocator_add_pool() {

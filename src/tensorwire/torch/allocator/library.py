@@ -1,32 +1,33 @@
 """Compiles, loads and calls the allocator that produces gradients in their slots.
 
 `allocator.cc` needs one library per minor version of torch. A wheel brings those of the versions
-that it was built beside; for another one it is compiled against the headers of the installed torch
-when it is first needed, and kept in the user's cache, one library per version. It knows addresses
-and bytes; which gradient belongs where is `gradient_slots.py`'s business.
+that are tested; for another one it is compiled against the headers of the installed torch when it
+is first needed, by one process of a host for all of this user, and kept. It knows addresses and
+bytes; which gradient belongs where is `gradient_slots.py`'s business.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import cache_folder
+from tensorwire.membership import cache_folder, runtime_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "allocator.cc"
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 _NO_COMPILER = (
     "no C++ compiler was found to compile the allocator for this torch; install one "
     "(Debian: g++), or name it in CXX"
@@ -75,7 +76,10 @@ def load() -> Allocator:
         UnavailableError: it cannot be had here; the message says what is missing.
     """
     allocator = Allocator(_open())
-    if allocator.install():
+    outcome = allocator.install()
+    if outcome == 3:
+        raise UnavailableError("this torch lacks a function that the allocator calls")
+    if outcome:
         raise UnavailableError(
             "torch's CPU allocator was replaced by another library, which ours cannot work beside"
         )
@@ -112,10 +116,9 @@ def find() -> str:
             return f"prebuilt, {brought.name}"
         except OSError as error:
             why = f"; the prebuilt one cannot be loaded: {error}"
-    compiler = find_compiler()
-    path = _folder() / _name(compiler or ["c++"])
-    if path.exists():
+    if path := _built_before():
         return f"compiled before, {path}{why}"
+    compiler = find_compiler()
     if compiler is None:
         raise UnavailableError(f"{_NO_COMPILER}{why}")
     return f"compiled at first use, by {compiler[0]}{why}"
@@ -129,27 +132,77 @@ def _brought() -> Path:
 
 
 def _compiled() -> Path:
-    compiler = find_compiler()
-    path = _folder() / _name(compiler or ["c++"])
-    if path.exists():
+    """Returns the library, which one process of this user on this host compiles for all.
+
+    Raises:
+        UnavailableError: there is none, and none can be made; the message says why.
+    """
+    if path := _built_before():
         return path
+    compiler = find_compiler()
     if compiler is None:
         raise UnavailableError(_NO_COMPILER)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
-        made = Path(file.name)
+    refusals = []
+    for folder in _places():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_safe(folder.stat()):
+                refusals.append(f"others may write to {folder}")
+                continue
+            with (folder / "allocator.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                path = folder / _name()
+                if not _is_whole(path):
+                    _compile(compiler, path)
+                return path
+        except OSError as error:
+            refusals.append(str(error))
+    raise UnavailableError(f"the allocator cannot be kept anywhere: {'; '.join(refusals)}")
+
+
+def _compile(compiler: Sequence[str], path: Path) -> None:
+    """Makes the library and ends it with its digest; `path` is the whole of it or as it was."""
+    part = path.with_suffix(".part")
     try:
-        command = [*_command(compiler), "-o", str(made)]
+        command = [*_command(compiler), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
-        made.replace(path)  # whole or not at all: other workers may be doing the same
+        with part.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+        part.chmod(0o700)
+        part.replace(path)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         why = next((line for line in lines if "error" in line), lines[-1] if lines else "no reason")
         raise UnavailableError(f"the allocator does not compile for this torch: {why}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"the allocator cannot be compiled: {error}") from error
     finally:
-        made.unlink(missing_ok=True)
-    return path
+        part.unlink(missing_ok=True)
+
+
+def _built_before() -> Path | None:
+    """Returns the library that a process has left in one of the places; None if none has."""
+    return next((path for each in _places() if _is_whole(path := each / _name())), None)
+
+
+def _is_whole(path: Path) -> bool:
+    """Returns whether there is a library as `_compile` left it, in a folder without strangers.
+
+    To load a damaged one would end the process.
+    """
+    try:
+        about = path.lstat()
+        if not (stat.S_ISREG(about.st_mode) and _is_safe(about) and _is_safe(path.parent.stat())):
+            return False
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _is_safe(about: os.stat_result) -> bool:
+    """Returns whether only this user or root can have written what is there."""
+    return about.st_uid in (0, os.geteuid()) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def find_compiler() -> list[str] | None:
@@ -168,40 +221,32 @@ def find_compiler() -> list[str] | None:
     )
 
 
-def _name(compiler: Sequence[str]) -> str:
-    command = " ".join(_command(compiler)).encode()
-    digest = hashlib.sha256(_SOURCE.read_bytes() + command).hexdigest()[:16]
+def _name() -> str:
+    # Of the compiler there is nothing in it: another process may have had one where this has none.
+    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_flags()).encode()).hexdigest()[:16]
     return f"allocator-{torch.__version__}-{digest}.so"
 
 
-def _command(compiler: Sequence[str]) -> list[str]:
-    home = Path(torch.__file__).parent
+def _flags() -> list[str]:
     return [
-        *compiler,
         *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{home / 'include'}",
-        str(_SOURCE),
-        f"-L{home / 'lib'}",
-        *("-lc10", "-ltorch_cpu"),
     ]
 
 
-def _folder() -> Path:
-    """Returns a folder in which only this user can put a library; makes it if need be."""
-    if (base := cache_folder()) is None:
-        return _private_folder()
-    folder = base / "tensorwire"
+def _command(compiler: Sequence[str]) -> list[str]:
+    include = Path(torch.__file__).parent / "include"
+    return [*compiler, *_flags(), "-isystem", str(include), str(_SOURCE), "-ldl"]
+
+
+def _places() -> Iterator[Path]:
+    """Yields the folders in which the library is looked for and kept, the same in all processes.
+
+    The user's cache, and where that cannot be written the folder of running jobs.
+    """
+    if (base := cache_folder()) is not None:
+        yield base / "tensorwire"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _private_folder()
-
-
-@functools.lru_cache(maxsize=1)
-def _private_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tensorwire-"))
+        yield runtime_folder()
+    except UnavailableError:
+        return
