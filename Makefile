@@ -37,7 +37,7 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-rest test-all test-torch test-engines test-integrations test-rdma test-hostile mutants bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rest test-all test-torch test-engines test-integrations test-rdma test-hostile mutants bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel test-wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
@@ -165,10 +165,21 @@ stubs: build ## regenerate the stubs of the extension
 docs: $(VENV)/.with-dev ## check that every link of the documents resolves
 	python tools/check_links.py
 
-wheel: $(VENV)/.with-dev $(VENV)/.with-torch ## build a wheel into dist/, for the torches in .venv
-	@$(NEED) cxx headers
-	pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/wheel \
-	  --config-settings=cmake.define.TENSORWIRE_TORCHES="$$(python tools/torches.py $(VENV))" -w dist .
+# With the headers of the second torch; auditwheel names the wheel after the oldest systems that it
+# runs on, and fails where it cannot. The core is the one that `build` has compiled.
+wheel: build $(VENV)/.with-torch $(VENV)/.with-wheel ## build a portable wheel into dist/, for both torches; prints its tag and size
+	rm -rf build/wheelhouse
+	torches=$$(python tools/torches.py $(VENV) $(TORCH)) && \
+	MAKEFLAGS= pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
+	  --config-settings=cmake.define.TENSORWIRE_TORCHES="$$torches" -w build/wheelhouse .
+	auditwheel repair -w build/wheelhouse/portable build/wheelhouse/*.whl 2>build/wheelhouse/log || \
+	  { cat build/wheelhouse/log; exit 1; }
+	@mkdir -p dist && rm -f dist/tensorwire-*.whl && mv build/wheelhouse/portable/*manylinux*.whl dist
+	@auditwheel show dist/tensorwire-*.whl | grep 'platform tag: "manylinux'
+	@du -k dist/tensorwire-*.whl | sed 's/\t/ KB  /'
+
+test-wheel: wheel $(VENV)/.with-examples ## train with that wheel, without a compiler, with both torches where they are installed
+	python tools/test_wheel.py $(VENV) $(TORCH)
 
 clean: ## remove everything built, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -204,7 +215,8 @@ build/python-files: FORCE
 $(VENV)/.built: $(CPP) CMakeLists.txt pyproject.toml build/python-files $(VENV)/.with-dev
 	@$(NEED) cxx headers
 	MAKEFLAGS= pip install -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
-	  --config-settings=cmake.define.TENSORWIRE_WERROR=$(WERROR) -e .
+	  --config-settings=cmake.define.TENSORWIRE_WERROR=$(WERROR) \
+	  --config-settings=cmake.define.TENSORWIRE_TORCHES= -e .
 	@touch $@
 
 .PRECIOUS: $(VENV)/.with-%

@@ -1,10 +1,40 @@
-"""Prints the folders of the torches in an environment, for TENSORWIRE_TORCHES of CMakeLists.txt."""
+"""Prints the folders of the torches in an environment, for TENSORWIRE_TORCHES of CMakeLists.txt.
+
+    python tools/torches.py .venv 2.14.1
+
+The torch that the environment imports, and the named one beside it. Where `make test-torch` has not
+installed that one, pip downloads its wheel alone, without what it depends on, and the headers of it
+are kept: 40 MB of several gigabytes.
+"""
 
 import importlib.util
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
+
+def second(environment: Path, version: str) -> Path:
+    """Returns the folder of a torch, or of its headers, which it gets if there is neither."""
+    whole, headers = environment / f"torch-{version}", environment / f"torch-headers-{version}"
+    if (whole / ".installed").exists():
+        return whole / "torch"
+    if not (headers / "torch/version.py").exists():  # the last file that is written
+        with tempfile.TemporaryDirectory(dir=environment) as folder:
+            command = "pip download -qq --no-deps --no-cache-dir --only-binary :all:".split()
+            command += ["-d", folder, f"torch=={version}"]
+            subprocess.run([sys.executable, "-m", *command], check=True, stdout=sys.stderr)
+            (wheel,) = Path(folder).iterdir()
+            with zipfile.ZipFile(wheel) as archive:
+                names = archive.namelist()
+                archive.extractall(headers, [n for n in names if n.startswith("torch/include/")])
+                archive.extract("torch/version.py", headers)
+    return headers / "torch"
+
+
 spec = importlib.util.find_spec("torch")
-found = [Path(spec.origin).parent] if spec and spec.origin else []
-found += [path.parent for path in sorted(Path(sys.argv[1]).glob("torch-*/torch/version.py"))]
-print(";".join(map(str, [path.resolve() for path in found])))
+assert spec is not None, "torch is not installed"
+assert spec.origin is not None, "torch is not installed"
+found = [Path(spec.origin).parent, second(Path(sys.argv[1]), sys.argv[2])]
+print(";".join(str(path.resolve()) for path in found))
