@@ -24,9 +24,9 @@ from tensorwire.torch.allocator import library
 
 job = tw.init()
 torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
-optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-inputs = torch.full((8, 64), 1.0 + job.rank)
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
+optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+inputs = torch.full((8, 256), 1.0 + job.rank)
 first = last = 0.0
 for step in range(20):
     optimizer.zero_grad()

@@ -35,6 +35,7 @@
 #define AT_PER_OPERATOR_HEADERS  // without the declarations of all operators
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -45,11 +46,15 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <typeinfo>
 #include <unordered_map>
 #include <vector>
+
+namespace torch::autograd {
+// Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
+int get_current_graph_task_id();
+}  // namespace torch::autograd
 
 // The base class, as torch defines it: where these are defined is its table of functions.
 namespace c10 {
@@ -64,13 +69,13 @@ void Allocator::default_copy_data(void* target, const void* source, size_t bytes
 
 namespace {
 
-// Functions of torch, null before `look_up_torch`.
+// Functions of torch, with the types that its headers give them; null before `look_up_torch`.
 struct Torch {
-  c10::Allocator* (*get_cpu_allocator)();
-  void (*set_cpu_allocator)(c10::Allocator*, uint8_t priority);
-  std::shared_ptr<torch::autograd::Node> (*get_current_node)();
-  // Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
-  int (*get_current_graph_task_id)();
+  decltype(&c10::GetCPUAllocator) get_cpu_allocator;
+  decltype(&c10::SetCPUAllocator) set_cpu_allocator;
+  decltype(&torch::autograd::get_current_node) get_current_node;
+  decltype(&torch::autograd::get_current_graph_task_id) get_current_graph_task_id;
+  decltype(&c10::impl::getGlobalPyInterpreter) get_global_py_interpreter;
 } in_torch;
 
 // Finds a function in a library that the process has loaded. Returns whether it is there.
@@ -88,8 +93,18 @@ bool look_up_torch() {
          look_up(in_torch.set_cpu_allocator, c10, "_ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh") &&
          look_up(in_torch.get_current_node, cpu, "_ZN5torch8autograd16get_current_nodeEv") &&
          look_up(in_torch.get_current_graph_task_id, cpu,
-                 "_ZN5torch8autograd25get_current_graph_task_idEv");
+                 "_ZN5torch8autograd25get_current_graph_task_idEv") &&
+         look_up(in_torch.get_global_py_interpreter, c10, "_ZN3c104impl22getGlobalPyInterpreterEv");
 }
+
+}  // namespace
+
+// What lets go of an operator in torch's headers calls it.
+c10::impl::PyInterpreter* c10::impl::getGlobalPyInterpreter() {
+  return in_torch.get_global_py_interpreter();
+}
+
+namespace {
 
 // By its name, as no library of torch is linked that has the type itself.
 bool is_accumulate_grad(const torch::autograd::Node& node) {

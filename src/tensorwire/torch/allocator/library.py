@@ -229,7 +229,7 @@ def _name() -> str:
 
 def _flags() -> list[str]:
     return [
-        *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
+        *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-z,defs"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
 
