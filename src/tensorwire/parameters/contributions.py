@@ -52,14 +52,15 @@ def _weights(
 ) -> tuple[tuple[int, float], ...]:
     """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
 
-    The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
-    what was produced come behind all slots of what was pushed, and behind them numbers for pools.
+    The mean by weight over all slices: one without a gradient has a gradient of 0, and one of
+    weight 0 is not read, since it may not be finite. Slots of what was produced come behind all
+    slots of what was pushed, and behind them numbers for pools.
     """
     total = math.fsum(weight for _, weight in parts)
     return tuple(
         (i + len(parts) * (how - PUSHED), parts[i][0] * parts[i][1] / total)
         for i, how in enumerate(present)
-        if how
+        if how and parts[i][1]
     )
 
 
@@ -91,8 +92,9 @@ class Contributions:
         self._all_alike = all(
             each == commit.present for each, commit in zip(alike, commits, strict=True)
         )
-        # One without weight takes no part: it has no gradient, and none is missed.
-        self.all_present = all(b"\0" not in each.present for each in commits if each.weight)
+        # One without weight takes no part: its gradient does not count, and none is missed.
+        weighed = [each for each in commits if each.weight]
+        self.all_present = bool(weighed) and all(b"\0" not in each.present for each in weighed)
         applied = [counts[tensor] for tensor in here]
         same = not applied or min(applied) == max(applied)
         self._first_scalars: Scalars = ()

@@ -169,7 +169,7 @@ class Commit:
         flags: REDUCED, CHECK_FINITE, WANT_NORM, WRITTEN.
         scale: every gradient is multiplied by this; 1 / loss scale with a scaler.
         max_norm: the reduced gradient is scaled down to this norm; inf: never.
-        weight: of this slice in the mean, its number of samples.
+        weight: of this slice in the mean, its number of samples; 0: its gradient does not count.
         hyper: of every group.
         present: one byte per tensor: ABSENT, PUSHED, PRODUCED or POOLED.
         blocks: for each tensor, where POOLED: 2 t if it lies in tensor t's place in the pool, and
@@ -235,8 +235,10 @@ class Commit:
             raise ValueError("a gradient that is neither absent nor pushed nor produced")
         numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
         for name, number in numbers.items():
-            if not number > 0 or (name != "max_norm" and number == float("inf")):
-                raise ValueError(f"{name} is {number}, which is not a positive number")
+            least = "from 0 up" if name == "weight" else "above 0"
+            fits = number >= 0 if name == "weight" else number > 0
+            if not fits or (name != "max_norm" and number == float("inf")):
+                raise ValueError(f"{name} is {number}, which is not a number {least}")
         return commit
 
     def difference(self, other: Commit, mine: str = "here", theirs: str = "there") -> str | None:

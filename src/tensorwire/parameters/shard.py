@@ -423,7 +423,7 @@ class Shard:
         self, commits: Sequence[Commit], publisher: Publisher | None, arrivals: Arrivals | None
     ) -> None:
         # Alone, another slice than the first does not say what buffers are.
-        for index in self._copied if commits[0].weight else ():
+        for index in self._copied if any(commits[0].present) else ():
             if arrivals:
                 arrivals.wait(index)
             cell, tile = self.share.cells[index], self._tiles[index]
