@@ -35,11 +35,13 @@ class Loaded(NamedTuple):
         epochs: that are done.
         position: inside the next one, as `Position.saved` returns it.
         name: of the directory, if it was one.
+        slices: of the job that saved it; None: an older version did, which did not tell.
     """
 
     epochs: int
     position: dict[str, Any] | None
     name: str
+    slices: int | None = None
 
 
 def check_keepable(name: str, thing: Any) -> None:
@@ -66,6 +68,7 @@ class Content:
 
     Args:
         kept, trained, done, seed, position: as of `save`.
+        slices: of the job.
 
     Raises:
         RuntimeError, TypeError: see `Job.save`.
@@ -79,6 +82,7 @@ class Content:
         done: int,
         seed: int,
         position: Mapping[str, Any] | None = None,
+        slices: int | None = None,
     ) -> None:
         if not kept:
             raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
@@ -103,6 +107,7 @@ class Content:
         plain = [name for name, thing in kept.items() if _is_plain(thing)]
         self._things[_HEAD] = {
             "format": _FORMAT, "epochs": done, "seed": seed, "plain": plain, "position": position,
+            "slices": slices,
         }  # fmt: skip
 
     def write(self, path: str | os.PathLike[str], keep: int | None = None) -> Path:
@@ -342,7 +347,7 @@ def load(
             thing.load_state_dict(content[key])
     for key, thing in plain.items():
         fill(thing, _copied(content[key]))  # with `mapped` it lies in the file
-    return Loaded(int(head["epochs"]), head["position"], found)
+    return Loaded(int(head["epochs"]), head["position"], found, head["slices"])
 
 
 def _kind(thing: Any, plain: bool) -> str:
@@ -384,6 +389,8 @@ def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
     position = head.setdefault("position", None)  # older files have none, and nothing plain
     if position is not None and not _is_position(position):
         raise ValueError(f"{name} is no checkpoint: it does not tell where in its data it was")
+    if not isinstance(head.setdefault("slices", None), int | None):
+        raise ValueError(f"{name} is no checkpoint: it does not tell its slices")
     plain = head.setdefault("plain", [])
     for key in plain if isinstance(plain, list) else [None]:
         if not isinstance(key, str) or not isinstance(content.get(key), dict | list):

@@ -117,7 +117,9 @@ class Saving:
             session.taking.saves(where)
         position = session.position.saved()
         done = session.done if position is None else position["epoch"]
-        content = checkpoint.Content(self._kept, self._replicas, done, session.seed, position)
+        content = checkpoint.Content(
+            self._kept, self._replicas, done, session.seed, position, session.slices
+        )
 
         def write() -> Path:
             written = content.write(path, keep)
@@ -168,7 +170,21 @@ class Saving:
         if loaded is None and session.rank == 0:
             text = f"nothing was saved in {os.fspath(path)} so far, and nothing is loaded"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        if loaded is not None and session.rank == 0:
+            self._tell_of_slices(loaded)
         return loaded
+
+    def _tell_of_slices(self, loaded: checkpoint.Loaded) -> None:
+        """The steps of a job with other slices are others, from here on."""
+        if loaded.slices not in (None, self._session.slices):
+            text = (
+                f"the checkpoint is of a job with {loaded.slices} slices in each step, and this "
+                f"one has {self._session.slices}: its steps have other samples, and so another "
+                f"result, than in that job; --slices {loaded.slices} or "
+                f"tw.init(slices={loaded.slices}) goes on with the same, on any number of workers "
+                "that divides it"
+            )
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def _load_again(self) -> tuple[bool, checkpoint.Loaded | None]:
         """Whether it is noted what a former process has loaded here, and that; else it is read."""
