@@ -196,7 +196,7 @@ def test_from_ddp(run: Callable[..., str], repository: Path, tmp_path: Path) -> 
     printed = _output_of_torch([*torchrun, str(ddp)], tmp_path)
     before = re.findall(r"^epoch (\d): accuracy (\S+)$", printed, re.MULTILINE)
     ours, count = program_of(repository, page, tmp_path)
-    assert count == 6
+    assert count == 7
     printed = run("--workers 2", str(ours))
     after = re.findall(r"^.worker 0. epoch (\d)/3: accuracy (\S+) ", printed, re.MULTILINE)
     for lines in (before, after):

@@ -1,5 +1,6 @@
 """Every sample once per epoch, the same order and the same random numbers for any workers."""
 
+import itertools
 import random
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import tensorwire.torch as tw
-from tensorwire.torch.loader import deal, seed_of
+from tensorwire.torch.order import Dealing
+from tensorwire.torch.random_numbers import seed_of
 
 
 @given(
@@ -25,21 +27,47 @@ from tensorwire.torch.loader import deal, seed_of
     drop_last=st.booleans(),
 )
 def test_deal(count: int, slices: int, size: int, drop_last: bool) -> None:
-    if count < slices:
-        with pytest.raises(ValueError, match="each needs one"):
-            deal(count, slices, size, drop_last)
-        return
-    steps = deal(count, slices, size, drop_last)
+    dealing = Dealing(slices, size, drop_last, 1)
     whole, rest = divmod(count, slices * size)
-    samples = [i for step in steps for start, stop in step for i in range(start, stop)]
+    if count < slices or (drop_last and not whole):
+        for call in (dealing.count, lambda n: list(dealing.steps(iter(range(n))))):
+            with pytest.raises(ValueError, match=r"each needs one|do not fill one step"):
+                call(count)
+        return
+    steps = list(dealing.steps(iter(range(count))))
+    assert dealing.count(count) == len(steps)
+    samples = [i for step in steps for part in step for i in part]
     assert samples == list(range(count - rest if drop_last else count))
     for number, step in enumerate(steps):
-        sizes = [stop - start for start, stop in step]
+        sizes = [len(part) for part in step]
         assert len(sizes) == slices
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
         if number < whole - 1 or (drop_last and number < whole):
             assert sizes == [size] * slices
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=20),
+    slices=st.integers(1, 5),
+    drop_last=st.booleans(),
+)
+def test_deal_batches(sizes: list[int], slices: int, drop_last: bool) -> None:
+    ends = list(itertools.accumulate(sizes))
+    batches = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    dealing = Dealing(slices, 1, drop_last, 1, batches=True)
+    whole = len(batches) // slices
+    if ends[-1] < slices or (drop_last and not whole):
+        with pytest.raises(ValueError, match=r"each needs one|do not fill one step"):
+            list(dealing.steps(batches))
+        return
+    steps = list(dealing.steps(batches))
+    assert len(steps) in (dealing.count(len(batches)), dealing.count(len(batches)) - 1)
+    assert len(steps) >= whole
+    given = ends[whole * slices - 1] if drop_last else ends[-1]
+    assert [i for step in steps for part in step for i in part] == list(range(given))
+    assert all(len(step) == slices and all(step) for step in steps)
+    assert [part for step in steps[: whole - 1] for part in step] == batches[: slices * (whole - 1)]
 
 
 @given(st.lists(st.integers(-(1 << 64), 1 << 64), min_size=1, max_size=5), st.integers(0, 4))

@@ -414,9 +414,9 @@ def shard_of_a_stream(job: tw.Job) -> None:
     job.shard(Stream())
 
 
-@case("ValueError", "sampler= cannot be given")
-def own_sampler(job: tw.Job) -> None:
-    job.loader([1, 2, 3], batch_size=1, sampler=[0, 1])  # type: ignore[arg-type]
+@case("ValueError", "generator= cannot be given")
+def own_generator(job: tw.Job) -> None:
+    job.loader([1, 2, 3], batch_size=1, generator=torch.Generator())
 
 
 @case("RuntimeError", "has joined a job already, by tw.init(seed=0), and now seed is 5: close()")

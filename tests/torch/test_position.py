@@ -1,7 +1,8 @@
 """A checkpoint that was saved inside an epoch: the job goes on with the very next step."""
 
+import io
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,53 @@ def different(job: tw.Job, folder: Path) -> None:
 def test_workers_that_load_different_checkpoints_are_told(team: Team, tmp_path: Path) -> None:
     trace = team.failures(different, tmp_path)[0].trace
     assert "worker 1 has loaded another checkpoint than worker 0" in trace
+
+
+def loaded_by_others(job: tw.Job, path: Path) -> tuple[str, str]:
+    """What worker 0 says, and the error of the first step."""
+    of, error = Training(job), ""
+    with redirect_stderr(io.StringIO()) as said:
+        job.load(path)
+        try:
+            next(plain(job, of), None)
+        except ValueError as raised:
+            error = str(raised)
+    return said.getvalue(), error
+
+
+def test_other_slices_are_told(team: Team, tmp_path: Path) -> None:
+    """Named for a bug: a job went on with another number of slices without a word."""
+    path = tmp_path / "checkpoint"
+    team.alone(run, "plain", path, 103, False, slices=2)
+    said, error = team.alone(loaded_by_others, path, slices=3)
+    assert "the checkpoint is of a job with 2 slices in each step, and this one has 3" in said
+    assert "44 samples in 2 slices of 4, shuffle=True" in error, "it was saved inside a pass"
+    assert team.alone(loaded_by_others, path, slices=2) == (
+        "tensorwire: goes on in epoch 2, behind step 3 of 6\n",
+        "",
+    )
+
+
+def epochs_from(job: tw.Job, path: Path) -> list[Any]:
+    found: list[Any] = [list(job.epochs(4, first=2)), list(job.epochs(4, first=4))]
+    of = Training(job)
+    for _ in job.epochs(3):
+        for batch in job.loader(of.data, 4):
+            of.step(batch)
+        job.save(path)
+        break
+    for first in (0, 1, 2, -1):
+        job.load(path)
+        try:
+            found.append(list(job.epochs(3, first=first)))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_epochs_begin_with_the_script_s_own_first(team: Team, tmp_path: Path) -> None:
+    """Named for a bug: a script with a checkpoint of its own made its first epochs again."""
+    found = team.alone(epochs_from, tmp_path / "checkpoint")
+    assert found[:4] == [[2, 3], [], [1, 2], [1, 2]]
+    assert "job.load goes on with epoch 1, and job.epochs(first=2)" in found[4]
+    assert "first is an epoch from 0 up" in found[5]

@@ -121,19 +121,19 @@ class Script:
         self.ahead: set[int] = set()
         self.committed: set[int] = set()
         self.turns = BatchTurns(
-            self.taking, lambda step, index: 4, steps, 0, together,
+            self.taking, lambda step, index: 4, lambda step: step < steps, 0, together,
             lambda: self.takeovers.slices, lambda index: index in self.ahead,
         )  # fmt: skip
 
     def batch(self) -> tuple[int, int] | None:
-        planned = self.turns.rest()
+        planned = list(self.turns.rest())
         each = self.turns.next()
         if each is not None:
             self.taking.give(each[1])
         self.foreseen = planned
         return each
 
-    def step(self, samples: float = 4.0) -> None:
+    def step(self, samples: int = 4) -> None:
         self.taking.begin_commit(self, 0)
         self.committed.add(self.taking.slice_index)
         due = [i for i in self.takeovers.slices if i not in self.committed | self.ahead]
@@ -147,7 +147,7 @@ def run(script: Script, every: int = 1) -> list[tuple[int, int]]:
     while (each := script.batch()) is not None:
         found.append(each)
         if len(found) % every == 0:
-            script.step(4.0 * every)
+            script.step(4 * every)
     return found
 
 
@@ -175,9 +175,9 @@ def test_batches_that_the_script_itself_accumulates() -> None:
     script = Script((1,), 4)
     script.batch(), script.batch()
     script.takeovers.slices = (1, 0)
-    script.step(8.0)
+    script.step(8)
     assert [script.batch(), script.batch()] == [(0, 0), (1, 0)]
-    script.step(8.0)
+    script.step(8)
     assert run(script, 2) == [(2, 1), (3, 1), (2, 0), (3, 0)]
 
 
@@ -191,7 +191,7 @@ def test_other_samples_than_those_of_the_batches() -> None:
     script = Script((1,), 2)
     script.batch()
     script.takeovers.slices = (1, 0)
-    script.step(3.0)
+    script.step(3)
     with pytest.raises(RuntimeError, match=r"made of 3 samples, and the batches .* have 4"):
         script.batch()
 
@@ -214,11 +214,11 @@ def test_what_is_foreseen_comes() -> None:
     """So that batches which are read ahead need not be read again."""
     script = Script((1, 4, 6), 6, 2)
     script.batch()
-    foreseen, found = script.turns.rest(), []
+    foreseen, found = list(script.turns.rest()), []
     while (each := script.batch()) is not None:
         found.append(each)
         if len(found) % 2 == 1:
-            script.step(8.0)
+            script.step(8)
     assert found == foreseen
 
 

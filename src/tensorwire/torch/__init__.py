@@ -20,10 +20,12 @@ from tensorwire import _core
 from .allocator.gradient_slots import PlacementWarning
 from .explanation import Explanation, explain_model, explain_optimizer
 from .group import Machines, connect, machine_name, machines
-from .job import Job, current_job, init
+from .job import Job
+from .joining import current_job, init
 from .loader import Loader
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .replica.same_batches import SameBatchesWarning
+from .replica.sample_count import UnevenStepWarning
 from .scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ __all__ = [
     "PlacementWarning",
     "SameBatchesWarning",
     "Split",
+    "UnevenStepWarning",
     "clip_grad_norm_",
     "connect",
     "current_job",

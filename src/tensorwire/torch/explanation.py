@@ -20,6 +20,7 @@ from torch import nn
 from . import job as jobs
 from .allocator.gradient_slots import COPIED, NOT_YET, SPARSE, Outcome
 from .devices import is_on_host
+from .joining import init, latest_job
 from .optimizer import DistributedOptimizer, replica_of
 from .replica.gradient_state import Found, GradientState
 from .replica.replica import Replica
@@ -225,7 +226,7 @@ def _parameter_row(found: Found, within: bool) -> ExplainRow:
 
 def _name_of(core: Replica) -> str:
     """The model's class, and with several optimizers in the job what tells this one apart."""
-    job = jobs.latest_job()
+    job = latest_job()
     cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:
         return core.ownership.model_name
@@ -293,7 +294,7 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
         jobs.on_step = None
         sys.argv = argv
         sys.path.remove(folder)
-        if (job := jobs.latest_job()) is not None:
+        if (job := latest_job()) is not None:
             job.close()
     return found
 
@@ -311,12 +312,12 @@ def explain_model(
     Raises:
         RuntimeError: this process is in a job already.
     """
-    if (job := jobs.latest_job()) is not None and not job.closed:
+    if (job := latest_job()) is not None and not job.closed:
         raise RuntimeError(
             "explain_model trains in a job of its own, and this process is in one: close() that "
             "first, or let explain_optimizer(opt) tell of an optimizer that trains in it"
         )
-    with jobs.init():
+    with init():
         optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         optimizer = DistributedOptimizer(optimizer, model)
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Script side of a job: `tw.init()` and `Job`, by which a script trains with other workers.
+"""Script side of a job: `Job`, by which a script trains with other workers.
 
 The Job has what decides a result besides the model: seeds, the position in the data, the objects it
 was asked to keep. How workers reach each other is the `Session`'s.
@@ -11,19 +11,19 @@ import contextlib
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import SLICES, World
-from tensorwire.parameters import Mode, Result, checked_mode
+from tensorwire.membership import World
+from tensorwire.parameters import Mode, Result
 
 from . import checkpoint, discovery
 from .console import ProgressLine
+from .data_source import Given
 from .ending import (
     end_with_error,
     ending_error,
@@ -31,133 +31,23 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, checked_seed, generator_of, shard_of
-from .means import as_number, mean_of
-from .modes import check_slices, place_in, told_of
+from .loader import Loader, generator_of, shard_of
+from .means import as_number, checked_weight, mean_of
+from .modes import told_of
 from .plain_steps import PlainSteps
+from .position import ALL_STEPS
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
 from .worker_state import tell_offer
 
-_current: Job | None = None
-
 on_step: Callable[[Job], None] | None = None
 """Called after every version of every optimizer of this process; for `explain`."""
 
 
-def init(
-    *,
-    slices: int | None = None,
-    seed: int = 0,
-    transports: Sequence[str] | None = None,
-    pipeline: int = 1,
-    rank: int | None = None,
-    world_size: int | None = None,
-    durable: bool | None = None,
-    mode: str = "sync",
-    staleness: int | None = None,
-) -> Job:
-    """Joins the job that this process was started for; alone, it makes a job of one worker.
-
-    What `tensorwire run` or `tensorwire serve` has said counts first; then `rank` and `world_size`;
-    then an initialised default process group of torch.distributed; then the variables of an engine:
-    torchrun and all that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a step of
-    Slurm. Where neither `tensorwire run` nor `tensorwire serve` has started servers, the first
-    worker of each host starts one beside it. docs/launch.md has the engines one by one. Seeds
-    torch's default generator with `seed`. All workers call it, and it returns when all have.
-
-    Called again with the same arguments it returns the job that is there, and seeds again; no other
-    worker takes part. A `with` block of it closes that job too.
-
-    Args:
-        slices: parts of a step, each with its own samples, random numbers and gradients; a
-            multiple of the number of replicas, which is the default. The result of a job depends
-            on it and not on the number of workers.
-        seed: of everything random in the job; worker 0's counts.
-        transports: of "shm", "rdma", "tcp"; None allows all.
-        pipeline: how many workers share one model that is split (`tw.split`): workers 0 to
-            pipeline - 1 are replica 0, and so on. A worker that is alone has all of it.
-        rank: of this worker, where the program knows it itself, as a function does that
-            `torch.multiprocessing.spawn` calls. Without a process group the workers meet at
-            MASTER_ADDR and MASTER_PORT.
-        world_size: number of workers; given with `rank`. 1: alone, whatever the environment says.
-        durable: whether a process of the job that is killed is replaced (docs/fault-tolerance.md).
-            None: as the launcher says; False: nobody is, and servers note nothing; True: an error
-            where the launcher replaces nobody. The same in all workers.
-        mode: "sync": a version is made of the gradients of all slices. "async": each worker steps
-            when it is done, with parameters of its own, and adopts the newest version in its
-            `step()`; "bounded": it waits there while it is more than `staleness` steps ahead of
-            the slowest. docs/modes.md. The same in all workers.
-        staleness: a number of steps from 0 up, for "bounded".
-
-    Raises:
-        RuntimeError: there is a job that was made with other arguments, `job.close()` it first; or
-            this process is a fork of one that has a job; or another process is this worker, as
-            where this process has inherited the environment of a worker.
-        ValueError: the environment or an argument makes no sense, or a variable says that there
-            are other workers and not enough to find them.
-        UnavailableError: a server cannot be reached, or a worker did not come.
-    """
-    global _current
-    if (rank is None) != (world_size is None):
-        raise ValueError("rank and world_size are given together, or neither")
-    seed, checked = checked_seed(seed), checked_mode(mode, staleness)
-    if not isinstance(pipeline, int) or pipeline < 1:
-        raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
-    given = {
-        "slices": slices,
-        "seed": seed,
-        "transports": None if transports is None else tuple(transports),
-        "pipeline": pipeline,
-        "rank": rank,
-        "world_size": world_size,
-        "durable": durable,
-        "mode": mode,
-        "staleness": staleness,
-    }
-    if _current is not None and not _current.closed:
-        _current._check_same(given)
-        torch.manual_seed(_current.seed)
-        return _current
-    if transports is not None:
-        os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
-    try:
-        place = discovery.find_place(rank, world_size)
-        place = place_in(place, checked, durable, pipeline)
-        place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
-        if slices is not None:
-            place = replace(place, slices=slices)
-        elif place.workers > 1 and SLICES not in os.environ:
-            place = replace(place, slices=place.replicas)
-        place.check()
-        check_slices(place, checked)
-        _current = Job(place, seed, checked, given)
-    except BaseException:
-        discovery.leave(orderly=False)
-        raise
-    return _current
-
-
-def current_job() -> Job:
-    """The job that `tw.init()` has made in this process; for code that has no other way to it.
-
-    Raises:
-        RuntimeError: `tw.init()` was not called, or the job was closed.
-    """
-    if _current is None or _current.closed:
-        raise RuntimeError("call tw.init() first")
-    return _current
-
-
-def latest_job() -> Job | None:
-    """The job of this process, also when it was closed; None if there was none."""
-    return _current
-
-
 class Job:
-    """What the workers of a job do together; made by `init`.
+    """What the workers of a job do together; made by `tw.init`.
 
     Attributes:
         size: number of workers; where they come and go the most that there can be.
@@ -281,6 +171,9 @@ class Job:
                 "this job was closed, and its workers sum up nothing any more: call sum(), mean() "
                 "and barrier() before, or tw.init() for another job"
             )
+        batch = self.session.present_batch()
+        if len(values) and batch is not None and not batch.has_gradient:
+            batch.summed = True
         return self.session.sum(values)
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
@@ -305,33 +198,80 @@ class Job:
 
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Iterable[Any] | Dataset[Any],
         batch_size: int = 1,
         *,
         shuffle: bool = False,
         drop_last: bool = False,
         accumulate: int = 1,
+        weights: str | Callable[[Any], float] | None = None,
         **options: Any,
     ) -> Loader:
         """A DataLoader over this worker's slices of every step; the same for all of a replica.
 
         A step has `batch_size` samples per slice, as one process of DistributedDataParallel has.
         The last step shares what is left equally; weights make its gradient the mean over samples.
-        Every epoch has another order, the same for any number of workers.
+        Every epoch has another order, the same for any number of workers. All workers read the same
+        data in the same order; workers that do not are an error of `step()`.
 
         Args:
-            dataset: with `__len__` and `__getitem__`.
+            dataset: read by index, with `__getitem__` and `__len__`; or a stream that is iterated,
+                an IterableDataset for example, which every worker reads as a whole and whose
+                `collate_fn` sees only what this worker computes; or a DataLoader, whose data,
+                order and options are taken.
             batch_size: samples per slice.
             shuffle: another order in every epoch.
             drop_last: leave out what does not fill a step.
             accumulate: how many batches the script accumulates before it steps: a worker of several
                 slices gets so many of one slice in a row.
-            options: for `torch.utils.data.DataLoader` (num_workers, collate_fn, …).
+            weights: how much the gradient of a batch counts in the mean over all slices. None: its
+                samples. "equal": each batch the same, as with DistributedDataParallel. A function:
+                what it returns for the batch, as `lambda batch: int(batch["mask"].sum())`; 0: not
+                at all. See also `weight`.
+            options: `sampler` gives the order of indices; `batch_sampler` one batch of indices for
+                each slice in turn. What they draw from the default generators or a `generator` of
+                their own is the same in all workers. Further ones are for
+                `torch.utils.data.DataLoader` (num_workers, collate_fn, …).
+
+        Raises:
+            TypeError: the data can be read neither by index nor more than once.
+            ValueError: they do not fill a step, or two arguments contradict each other; a sampler
+                gives each process its part, as DistributedSampler; a stream is to be shuffled.
         """
-        return Loader(
-            self.session, self._begin_pass, dataset, batch_size, shuffle, drop_last, accumulate,
-            options,
-        )  # fmt: skip
+        given = Given(dataset, batch_size, shuffle, drop_last, options)
+        return Loader(self.session, self._begin_pass, given, accumulate, weights)
+
+    def weight(self, weight: float | None = None) -> float:
+        """Sets how much the present batch counts in the mean over all slices, if one is given.
+
+        For a script that learns it after the loader has given the batch, or whose data come from
+        elsewhere; before `step()`. Where batches are accumulated their weights are added up. Every
+        worker says it for each batch of a step, or none does.
+
+        Args:
+            weight: a number from 0 up, of tokens for example; 0: its gradient does not count, and
+                may be nan. If all slices of a step have 0, no parameter changes.
+
+        Returns:
+            What the batch counts, by default its samples; where no loader gives batches, what the
+            slice counts so far.
+
+        Raises:
+            TypeError, ValueError: it is no such number.
+            RuntimeError: there is no batch and no DistributedOptimizer that could take it.
+        """
+        batch, counts = self.session.present_batch(), self.local_replicas
+        if weight is not None:
+            number = checked_weight(weight)
+            if batch is not None:
+                batch.weight, batch.uneven = number, False
+            elif not counts:
+                raise RuntimeError("job.weight() before tw.DistributedOptimizer: make it first")
+            for replica in counts if batch is None else ():
+                replica.reducer.samples.weigh(number)
+        if batch is not None:
+            return batch.weight
+        return counts[0].reducer.samples.weight() if counts else 1.0
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This worker's part of a dataset, for evaluation: every `replicas`-th sample.
@@ -358,8 +298,17 @@ class Job:
         """
         return generator_of(self.session, step, slice_index, epoch)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
+    def epochs(self, count: int, *, first: int = 0) -> Iterator[int]:
+        """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress.
+
+        Args:
+            count: with this number it ends, as `range(first, count)`.
+            first: with this it begins, in a script with a checkpoint of its own. What `job.load`
+                has loaded tells it by itself.
+
+        Raises:
+            ValueError: `first` is negative, or other than where `job.load` has gone to.
+        """
         if self._progress:
             self._progress.close()  # of a loop that an error has left, and whose traceback is kept
         progress = self._progress = ProgressLine(count) if self.rank == 0 else None
@@ -368,7 +317,7 @@ class Job:
             session, rejoin = self.session, self.session.rejoin
             if rejoin is not None:
                 rejoin.find_load()
-            first, session.first_epoch = session.first_epoch, 0
+            first = session.begin_epochs(first)
             given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
             for epoch in given:
                 session.begin_epoch(epoch)
@@ -402,16 +351,21 @@ class Job:
         if self._progress:
             self._progress.show(plain)
 
-    def _begin_pass(self, steps: int, first: int) -> None:
-        """A loader begins: so many steps make this epoch, of which the first ones were made."""
+    def _begin_pass(self, steps: int | None, first: int) -> None:
+        """A loader begins: so many steps make this epoch, of which the first ones were made.
+
+        Of a stream nobody knows how many (None).
+        """
         for replica in self.local_replicas:
             replica.between_steps("a new pass of a loader")
         self.statistics.begin_pass()
         rejoin = self.session.rejoin
         if first and self.rank == 0 and not (rejoin and rejoin.returns):
-            text = f"goes on in epoch {self.epoch + 1}, behind step {first} of {steps}"
+            where = "a pass that is over" if first == ALL_STEPS else f"step {first}"
+            where += "" if steps is None else f" of {steps}"
+            text = f"goes on in epoch {self.epoch + 1}, behind {where}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-        if self._progress:
+        if self._progress and steps is not None:
             self._progress.expect(steps - first)
 
     # ---- keeping
@@ -560,7 +514,7 @@ class Job:
             discovery.leave(goodbye, error)
         self._saving.end(goodbye)
 
-    def _check_same(self, given: Mapping[str, Any]) -> None:
+    def check_same(self, given: Mapping[str, Any]) -> None:
         """Raises RuntimeError if `init` is called again for another job than this one."""
         if os.getpid() != self._pid:
             raise RuntimeError(

@@ -1,16 +1,13 @@
-"""Deals the data of a job to slices, in an order that seed and epoch decide, not the workers."""
+"""Gives a script the batches of its worker's slices, in an order that seed and epoch decide."""
 
 from __future__ import annotations
 
 import operator
-import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, count, takewhile, tee
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -21,7 +18,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .position import LoaderPass
+from .data_source import DataSource, Given
+from .means import checked_weight
+from .order import Plan, Seeded
+from .position import ALL_STEPS, LoaderPass
 from .random_numbers import (
     BEHIND_A_PASS,
     IN_A_STEP,
@@ -31,6 +31,7 @@ from .random_numbers import (
     set_random_state,
 )
 from .session import Session
+from .stream import CollateFound, StreamReader
 from .taking import BatchTurns, Taking
 
 
@@ -43,34 +44,6 @@ def checked_seed(seed: Any) -> int:
     if not -(1 << 63) <= number < 1 << 64:
         raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
     return number
-
-
-def deal(count: int, slices: int, batch_size: int, drop_last: bool) -> list[list[tuple[int, int]]]:
-    """Returns for every step and slice [start, stop) of its samples in the epoch's order.
-
-    What does not fill a step is a step of its own, shared equally; if it has not a sample for every
-    slice, the step before takes it too.
-
-    Raises:
-        ValueError: fewer samples than slices.
-    """
-    if count < slices:
-        raise ValueError(f"{count} samples cannot be dealt to {slices} slices; each needs one")
-    whole = batch_size * slices
-    ends = list(range(whole, count + 1, whole))
-    rest = count - (ends[-1] if ends else 0)
-    if rest and not drop_last:
-        if rest < slices and ends:
-            ends[-1] = count
-        else:
-            ends.append(count)
-    steps, start = [], 0
-    for end in ends:
-        size = end - start
-        bounds = [start + size * i // slices for i in range(slices + 1)]
-        steps.append(list(pairwise(bounds)))
-        start = end
-    return steps
 
 
 def generator_of(
@@ -130,42 +103,14 @@ def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
     return Subset(dataset, range(session.replica, size, session.replicas))
 
 
-class _Batch(list[int]):
-    """Indices of samples, and the seed of what is random in reading them."""
-
-    def __init__(self, indices: Iterable[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-
-class _Batches(Sampler[_Batch]):
-    """This worker's batches of one epoch, in the order in which it computes them."""
+class _Requests(Sampler[Any]):
+    """What is asked for in one pass, in the order in which this worker computes it."""
 
     def __init__(self) -> None:
-        self.now: list[_Batch] = []
+        self.now: Iterable[Any] = ()
 
-    def __iter__(self) -> Iterator[_Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.now)
-
-    def __len__(self) -> int:
-        return len(self.now)
-
-
-class _Seeded(Dataset[Any]):
-    """A dataset whose random numbers depend on the batch, not on the process that reads it."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, batch: _Batch) -> list[Any]:
-        torch.default_generator.manual_seed(batch.seed)
-        if get_worker_info() is not None:  # a process of the loader: these are its own
-            random.seed(batch.seed)
-            np.random.seed(batch.seed & 0xFFFFFFFF)
-        if hasattr(self._dataset, "__getitems__"):
-            items: list[Any] = self._dataset.__getitems__(list(batch))
-            return items
-        return [self._dataset[index] for index in batch]
 
 
 class _BeginWorker:
@@ -173,10 +118,11 @@ class _BeginWorker:
 
     Args:
         own: the user's `worker_init_fn`, called after that.
+        alone: a stream is shown one process, since each of them reads all of it.
     """
 
-    def __init__(self, own: Callable[[int], None] | None) -> None:
-        self._own = own
+    def __init__(self, own: Callable[[int], None] | None, alone: bool) -> None:
+        self._own, self._alone = own, alone
 
     def __call__(self, number: int) -> None:
         info = get_worker_info()
@@ -184,70 +130,70 @@ class _BeginWorker:
         object.__setattr__(info, "dataset", info.dataset._dataset)  # frozen, as users see it
         if self._own is not None:
             self._own(number)
+        if self._alone:
+            object.__setattr__(info, "id", 0)
+            object.__setattr__(info, "num_workers", 1)
 
 
 class Loader:
     """Made by `Job.loader`. Iterating it is one epoch.
 
     Attributes:
-        dataset: as given.
-        batch_size: as given, of one slice.
+        dataset: as given; that of a DataLoader which was given.
+        batch_size: of one slice, as given.
     """
 
     def __init__(
         self,
         session: Session,
-        begin_pass: Callable[[int, int], None],
-        dataset: Dataset[Any],
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
+        begin_pass: Callable[[int | None, int], None],
+        given: Given,
         accumulate: int,
-        options: dict[str, Any],
+        weights: str | Callable[[Any], float] | None,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise TypeError("a loader needs a dataset with a length; iterate others yourself")
-        for name, number in (("batch_size", batch_size), ("accumulate", accumulate)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
-        for name in ("sampler", "batch_sampler", "generator"):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"the job chooses the samples, so that each is in one slice; {name}= cannot be "
-                    "given. Of a part give torch.utils.data.Subset(dataset, indices); for another "
-                    "order or weights iterate a DataLoader of your own, other samples per worker"
-                )
-        self.dataset, self.batch_size = dataset, batch_size
+        if isinstance(given.dataset, Loader):
+            raise TypeError("job.loader needs the data, and not another job.loader of them")
+        if weights is not None and weights != "equal" and not callable(weights):
+            raise ValueError(
+                'weights is None (by samples), "equal", or a function that returns the weight of '
+                f"a batch, as lambda batch: int(batch['mask'].sum()); not {weights!r}"
+            )
+        self._source = source = DataSource(given, session.slices, accumulate)
+        self.dataset, self.batch_size = source.dataset, source.batch_size
         self._session, self._begin_pass = session, begin_pass
-        self._shuffle, self._accumulate = shuffle, accumulate
+        self._accumulate, self._weights = accumulate, weights
         self._name = session.position.name_of_next_loader()
         self._number_of_name = crc32(self._name.encode())
-        self._length = len(dataset)
-        self._epoch, self._passes = session.position.began, 0
-        steps = deal(self._length, session.slices, batch_size, drop_last)
-        if not steps:
-            raise ValueError(
-                f"{self._length} samples do not fill one step of {session.slices} x {batch_size}"
-            )
-        # Batches that would not fill a group are left out: a step is of complete slices.
-        self._steps = steps[: len(steps) // accumulate * accumulate]
-        if not self._steps:
-            raise ValueError(f"{len(steps)} steps are fewer than accumulate={accumulate}")
-        self._data = (
-            f"{self._length} samples in {session.slices} slices of {batch_size}, "
-            f"shuffle={shuffle}, drop_last={drop_last}, accumulate={accumulate}"
-        )
-        self._batches = _Batches()
+        self._epoch, self._passes, self._plans = session.position.began, 0, 0
+        self._data = f"{source.name} in {source.dealing}, shuffle={source.shuffle}, "
+        self._data += f"drop_last={source.dealing.drop_last}, accumulate={accumulate}"
+        self._before = session.position.orders[self._data]  # passes of loaders made before
+        self._requests = _Requests()
         self._generator = torch.Generator()
+        options, reader = source.options, Seeded(source.dataset)
+        if source.is_stream:
+            reader = StreamReader(source.dataset, source.dealing)
+            options["collate_fn"] = CollateFound(options.get("collate_fn"))
         if options.get("num_workers"):
-            options = {**options, "worker_init_fn": _BeginWorker(options.get("worker_init_fn"))}
+            own = options.get("worker_init_fn")
+            options["worker_init_fn"] = _BeginWorker(own, source.is_stream)
         self._loader = DataLoader(
-            _Seeded(dataset), batch_sampler=self._batches, generator=self._generator, **options
+            reader, batch_sampler=self._requests, generator=self._generator, **options
         )
 
     def __len__(self) -> int:
-        """Batches that this worker gets in an epoch."""
-        return len(self._steps) * len(self._session.my_slices)
+        """Batches that this worker gets in an epoch.
+
+        Raises:
+            TypeError: nobody knows before, since the data or their sampler have no length.
+        """
+        if self._source.steps is None:
+            raise TypeError(f"nobody knows how many batches there are of {self._source.name}")
+        steps = self._source.steps
+        if not self._source.is_exact:  # it depends on the sizes of the last batches
+            _, plan = self._plan(self._number())
+            steps = sum(1 for _ in takewhile(plan.has, range(steps)))
+        return steps * len(self._session.my_slices)
 
     @property
     def first_batch(self) -> int:
@@ -255,9 +201,14 @@ class Loader:
 
         It goes on behind them: `enumerate(loader, loader.first_batch)` counts as before.
         """
-        steps = len(self._steps) // self._accumulate
-        first = self._session.position.first_step(self._name, self._number(), steps)
+        first = self._session.position.first_step(self._name, self._number(), self._groups)
         return first * self._batches_per_step
+
+    @property
+    def _groups(self) -> int:
+        """The optimizer's steps in a pass."""
+        steps = self._source.steps
+        return ALL_STEPS if steps is None else steps // self._accumulate
 
     @property
     def _batches_per_step(self) -> int:
@@ -266,81 +217,86 @@ class Loader:
     def _number(self) -> int:
         """That of the next pass in this epoch."""
         if self._session.position.began != self._epoch:
-            self._epoch, self._passes = self._session.position.began, 0
+            self._epoch, self._passes, self._before = self._session.position.began, 0, 0
         return self._passes
+
+    def _count_pass(self) -> None:
+        """Who only looked at the first batch has made no pass."""
+        self._passes += 1
+        position = self._session.position
+        if self._source.is_random and not position.in_epochs:
+            position.orders[self._data] += 1
+
+    def _plan(self, number: int) -> tuple[int, Plan]:
+        """What stands for the epoch in all seeds of a pass, and its plan."""
+        session, number = self._session, self._before + number
+        # A second pass within an epoch has an order of its own.
+        epoch = session.epoch if number == 0 else seed_of(session.epoch, number)
+        self._plans += 1
+        return epoch, self._source.plan(session.seed, epoch, self._plans, self._generator)
 
     def __iter__(self) -> Iterator[Any]:
         session, number = self._session, self._number()
-        # A second pass within an epoch has an order of its own.
-        epoch = session.epoch if number == 0 else seed_of(session.epoch, number)
-        generator = self._generator.manual_seed(seed_of(session.seed, epoch))
-        order = (
-            torch.randperm(self._length, generator=generator, device="cpu").tolist()
-            if self._shuffle
-            else range(self._length)
-        )
-
-        def batch(step: int, index: int) -> _Batch:
-            start, stop = self._steps[step][index]
-            return _Batch(order[start:stop], seed_of(session.seed, epoch, step, index, 0))
+        trains = torch.is_grad_enabled()
+        session.check_present("a new pass of a loader")
+        session.check_due("a new pass of a loader")
+        epoch, plan = self._plan(number)
 
         def seed(step: int, index: int) -> int:
             # Each process of a pipeline draws other numbers.
             return seed_of(session.seed, epoch, step, index, 1 + session.stage)
 
-        trains = torch.is_grad_enabled()
-        session.check_present("a new pass of a loader")
-        session.check_due("a new pass of a loader")
-        if session.taking is None or not trains:
-            turns = list(self._mine())
-            batches = [batch(*each) for each in turns]
-            seeds = [(step, seed(step, index)) for step, index in turns]
         if not trains:
-            yield from self._give(batches, seeds, None)
+            yield from self._give(plan, seed, None)
             return
-        steps = len(self._steps) // self._accumulate
         begun = session.position.begin(
-            self._name, number, self._data, steps, self._batches_per_step
+            self._name, number, self._data, self._groups, self._batches_per_step
         )
+        steps = None if self._groups == ALL_STEPS else self._groups
         self._begin_pass(steps, begun.first_step)
-        first = begun.first_step * self._batches_per_step
-        self._passes += first > 0
+        if begun.first_step:
+            self._count_pass()
         try:
-            if session.taking is not None:
-                yield from self._give_in_turn(session.taking, begun, batch, seed)
+            if begun.first_step == ALL_STEPS:
+                pass  # it was over before
+            elif session.taking is not None:
+                yield from self._give_in_turn(session.taking, begun, plan, seed)
             else:
-                yield from self._give(batches[first:], seeds[first:], begun)
+                yield from self._give(plan, seed, begun)
         finally:
             session.position.end(self._name, begun)
             if session.rejoin is not None and not session.closed:
                 session.rejoin.end_pass(self._name, number)
 
     def _give(
-        self, batches: list[_Batch], seeds: list[tuple[int, int]], of: LoaderPass | None
+        self, plan: Plan, seed: Callable[[int, int], int], of: LoaderPass | None
     ) -> Iterator[Any]:
         """Gives out batches, each with its step and the random numbers of its seed."""
-        self._batches.now = batches
-        session, looked_at = self._session, of is None or of.first_step == 0
+        session, first = self._session, 0 if of is None else of.first_step * self._accumulate
+        looked_at = first == 0
+        self._requests.now = (plan.request(*turn) for turn in self._turns(plan, first))
         before = random_state() if of is None else None
         this = object()
-        given = zip(batches, seeds, self._loader, strict=True)
+        turns, given = self._turns(plan, first), iter(self._loader)
         rejoin = None if of is None else session.rejoin
         try:
             while True:
                 if rejoin is not None and of is not None:
                     rejoin.begin_batch(self._name, of.number, of.given == 0)
-                if (each := next(given, None)) is None:
+                if (turn := next(turns, None)) is None:
                     break
-                batch, (step, seed), data = each
-                seed_all(seed)
-                session.batch_comes(this, len(batch))
+                step, index = turn
+                data = plan.take(step, next(given))
+                self._batch_comes(this, plan, step, index, data, of)
+                seed_all(seed(step, index))
                 if of is not None:
                     self._begin_step(step, of)
                     of.given += 1
                 yield data
+                plan.forget(step + 1 - self._accumulate)
                 if looked_at:
                     looked_at = False
-                    self._passes += 1  # who only looked at the first batch has made no pass
+                    self._count_pass()
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, of is not None)
@@ -350,6 +306,29 @@ class Loader:
                 elif of is not None:
                     self._draw_alike(of)
 
+    def _turns(self, plan: Plan, first: int) -> Iterator[tuple[int, int]]:
+        """(step, slice) of this worker's batches: what a slice accumulates comes together."""
+        for begin in count(first, self._accumulate):
+            if not plan.has(begin + self._accumulate - 1):
+                return
+            for index in self._session.my_slices:
+                for step in range(begin, begin + self._accumulate):
+                    yield step, index
+
+    def _batch_comes(
+        self, this: object, plan: Plan, step: int, index: int, data: Any, of: LoaderPass | None
+    ) -> None:
+        """A batch is given out, which counts with its weight."""
+        sizes = plan.sizes(step)
+        weight, uneven = float(sizes[index]), len(set(sizes)) > 1
+        if of is not None:
+            of.mark = plan.mark(step)
+            if self._weights is not None:
+                weight, uneven = 1.0, False
+            if callable(self._weights):
+                weight = checked_weight(self._weights(data))
+        self._session.batch_comes(this, sizes[index], weight, uneven and of is not None)
+
     def _begin_step(self, step: int, of: LoaderPass) -> None:
         """An optimizer that draws numbers draws those of the step, of which all slices are one."""
         step //= self._accumulate
@@ -358,18 +337,15 @@ class Loader:
     def _draw_alike(self, ended: LoaderPass) -> None:
         """Behind a pass all workers draw the same numbers, of which none depends on its slices."""
         self._session.step_seed = None
-        seed_all(self._seed_of_pass(ended, len(self._steps), BEHIND_A_PASS))
+        steps = self._source.steps
+        seed_all(self._seed_of_pass(ended, -1 if steps is None else steps, BEHIND_A_PASS))
 
     def _seed_of_pass(self, of: LoaderPass, step: int, what: int) -> int:
         session = self._session
         return seed_of(session.seed, session.epoch, self._number_of_name, of.number, step, what)
 
     def _give_in_turn(
-        self,
-        taking: Taking,
-        of: LoaderPass,
-        batch: Callable[[int, int], _Batch],
-        seed: Callable[[int, int], int],
+        self, taking: Taking, of: LoaderPass, plan: Plan, seed: Callable[[int, int], int]
     ) -> Iterator[Any]:
         """As `_give`, where slices may be taken over: what comes next is known when it comes."""
         session, this, looked_at = self._session, object(), of.first_step == 0
@@ -381,43 +357,37 @@ class Loader:
         of.batches_per_step = self._accumulate
         turns = BatchTurns(
             taking,
-            lambda step, index: len(range(*self._steps[step][index])),
-            len(self._steps),
+            lambda step, index: plan.sizes(step)[index],
+            plan.has,
             of.first_step * self._accumulate,
             self._accumulate,
             lambda: session.my_slices,
             session.is_ahead,
             begin_step,
         )
-        planned: deque[tuple[int, int]] = deque()
+        planned: Iterator[tuple[int, int]] = iter(())
         given: Iterator[Any] = iter(())
         try:
             while (each := turns.next()) is not None:
-                if not planned or planned[0] != each:
-                    planned = deque([each, *turns.rest()])
-                    self._batches.now = [batch(*every) for every in planned]
+                if next(planned, None) != each:
+                    asked, planned = tee(chain([each], turns.rest()))
+                    self._requests.now = (plan.request(*every) for every in asked)
                     given = iter(self._loader)
-                planned.popleft()
-                data = next(given)
-                seed_all(seed(*each))
-                session.batch_comes(this, len(range(*self._steps[each[0]][each[1]])))
-                self._begin_step(each[0], of)
-                taking.give(each[1])
+                    next(planned)
+                step, index = each
+                data = plan.take(step, next(given))
+                self._batch_comes(this, plan, step, index, data, of)
+                seed_all(seed(step, index))
+                self._begin_step(step, of)
+                taking.give(index)
                 of.given = turns.given
                 yield data
+                plan.forget(turns.began)
                 if looked_at:
                     looked_at = False
-                    self._passes += 1
+                    self._count_pass()
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, True)
             if session.gave_last(this):
                 self._draw_alike(of)
-
-    def _mine(self) -> Iterator[tuple[int, int]]:
-        """(step, slice) of this worker's batches: what a slice accumulates comes together."""
-        for first in range(0, len(self._steps), self._accumulate):
-            steps = range(first, min(first + self._accumulate, len(self._steps)))
-            for index in self._session.my_slices:
-                for step in steps:
-                    yield step, index

@@ -14,6 +14,25 @@ def as_number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
+def checked_weight(weight: Any) -> float:
+    """Returns a weight of a slice as a number; 0: its gradient does not count.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, infinite or not a number.
+    """
+    try:
+        number = as_number(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"a weight is a number, of tokens for example, and not {weight!r}: give "
+            "int(mask.sum()) or the like"
+        ) from None
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"a weight is a finite number from 0 up, not {number!r}")
+    return number
+
+
 def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight: float) -> Any:
     """See `Job.mean`; `sum_up` adds up over all workers."""
     if not (weight >= 0 and math.isfinite(weight)):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from .job import Job, current_job
+from .job import Job
+from .joining import current_job
 from .model_checks import check_model, tell_of_model
 from .model_index import model_index_of
 from .replica.arithmetic import APPLIERS, check_possible

@@ -6,8 +6,12 @@ a batch that no step has used yet is given out again.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+ALL_STEPS = 1 << 62
+"""Of a pass whose length nobody knows before its end."""
 
 
 @dataclass(slots=True)
@@ -21,6 +25,7 @@ class LoaderPass:
         first_step: those before it were made before a checkpoint was saved.
         given: batches that this worker got.
         steps: behind it at the last version, the first ones included.
+        mark: a checksum of the samples of the present step; None: it need not be compared.
     """
 
     number: int
@@ -29,6 +34,7 @@ class LoaderPass:
     first_step: int = 0
     given: int = 0
     steps: int = 0
+    mark: int | None = None
 
 
 class Position:
@@ -40,6 +46,8 @@ class Position:
     Attributes:
         began: how many epochs have begun; passes are counted from each of them.
         made_steps: in the present epoch.
+        orders: how many passes were made outside of `Job.epochs` over data in a random order, by
+            what `LoaderPass.data` says of it.
     """
 
     def __init__(self) -> None:
@@ -48,6 +56,7 @@ class Position:
         self._made = 0
         self._passes: dict[str, LoaderPass] = {}  # under way, by loader
         self.made_steps = False
+        self.orders: Counter[str] = Counter()
         self._begun: dict[str, int] = {}  # how many passes of a loader in this epoch are over
         self._from: dict[str, Any] | None = None  # what a checkpoint has told of this epoch
         self._taken: set[str] = set()  # loaders whose pass has gone on from there
@@ -65,6 +74,11 @@ class Position:
     def leave_epochs(self) -> None:
         """`Job.epochs` is over."""
         self._epoch = self._from = None
+
+    @property
+    def in_epochs(self) -> bool:
+        """`Job.epochs` counts the epochs."""
+        return self._epoch is not None
 
     def name_of_next_loader(self) -> str:
         """The name of a loader that is being made."""
@@ -124,11 +138,18 @@ class Position:
         if ended.given or ended.first_step:
             self._begun[loader] = ended.number + 1
 
-    def stepped(self) -> None:
-        """A version is in place."""
+    def stepped(self) -> list[LoaderPass]:
+        """A version is in place; returns the passes of which the samples are to be compared now.
+
+        That is so after steps 1, 2, 4, 8, …: all workers find the same, also a replacement process.
+        """
         self.made_steps = True
+        due = []
         for each in self._passes.values():
-            each.steps = each.first_step + each.given // each.batches_per_step
+            before, each.steps = each.steps, each.first_step + each.given // each.batches_per_step
+            if each.mark is not None and each.steps.bit_length() > before.bit_length():
+                due.append(each)
+        return due
 
     def saved(self) -> dict[str, Any] | None:
         """For a checkpoint; None where no pass is under way, and the epoch has made steps.

@@ -1,14 +1,17 @@
 """Seeds and saves torch's random numbers: of the CPU, and of devices in use.
 
-Only the default generators, which the script uses where it names none.
+Only the default generators, which the script uses where it names none; `OwnNumbers` those of
+Python and numpy too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -25,7 +28,7 @@ def seed_of(*parts: int) -> int:
 
 _MASK = (1 << 64) - 1
 # Stand for a slice in seeds of numbers that all workers draw.
-IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP = -2, -3, -4
+IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP, IN_A_SOURCE = -2, -3, -4, -5
 
 
 class RandomState(NamedTuple):
@@ -77,6 +80,48 @@ def kept_random_state() -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
+
+
+class OwnNumbers:
+    """Random numbers of its own for code that runs a part at a time, each in a `with` block.
+
+    In the first block the default generators of torch's CPU, Python and numpy have the seed; each
+    later one goes on where the last one ended. Outside they are as if there were no blocks.
+
+    Args:
+        seed: from 0 up.
+        more: generators of torch that are treated likewise.
+    """
+
+    def __init__(self, seed: int, more: Sequence[torch.Generator] = ()) -> None:
+        self._seed = seed
+        self._generators = (torch.default_generator, *more)
+        self._inside: tuple[Any, ...] | None = None
+        self._outside: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outside = self._now()
+        if self._inside is not None:
+            self._put(self._inside)
+            return
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed & 0xFFFFFFFF)
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = self._now()
+        self._put(self._outside)
+
+    def _now(self) -> tuple[Any, ...]:
+        states = [generator.get_state() for generator in self._generators]
+        return states, random.getstate(), np.random.get_state()
+
+    def _put(self, state: tuple[Any, ...]) -> None:
+        for generator, each in zip(self._generators, state[0], strict=True):
+            generator.set_state(each)
+        random.setstate(state[1])
+        np.random.set_state(state[2])
 
 
 def _seed_cuda(seed: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
@@ -29,7 +30,7 @@ from tensorwire.parameters import (
 from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernel, permitted_imports
-from .position import Position
+from .position import LoaderPass, Position
 from .random_numbers import IN_AN_EPOCH, seed_all, seed_of
 from .rejoin import Rejoin
 from .statistics import Statistics
@@ -48,6 +49,27 @@ _left: set[tuple[str, ...]] = set()
 def present_session() -> Session | None:
     """The session of this process's job; None if there is none."""
     return None if _present is None or _present.closed else _present
+
+
+@dataclass(slots=True, eq=False)
+class GivenBatch:
+    """A batch that an iteration over a loader has given out.
+
+    Attributes:
+        number: of the batches of this worker so far, this one included.
+        samples: in it.
+        weight: of it in the mean over the slices of its step.
+        uneven: it counts by its samples, and other slices of its step have more or fewer.
+        has_gradient: a gradient has come of it.
+        summed: before that the script has called `Job.sum` or `Job.mean`.
+    """
+
+    number: int
+    samples: int
+    weight: float
+    uneven: bool = False
+    has_gradient: bool = False
+    summed: bool = False
 
 
 class Session:
@@ -72,6 +94,7 @@ class Session:
         member: this worker on the fabric; None if it is alone.
         rejoin: where its script is, for a process in its place; None: nobody takes its place.
         taking: what it computes for workers that were killed; None: nothing.
+        warned_of_weights: see `SampleCount.warn`.
         closed: true after `close`.
     """
 
@@ -91,9 +114,11 @@ class Session:
         self.batch_samples = 0
         self.step_seed: int | None = None
         self._giver: object = None  # the iteration that has given out the last batch
-        self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
-        self._left = 0, 0  # the last batch of a pass that was over before a step used it
+        self._present: dict[object, GivenBatch] = {}  # by iteration, the last one last
+        # The last batch of a pass that was over before a step used it.
+        self._left: GivenBatch | None = None
         self._used = 0  # batches that were given out before the last version
+        self.warned_of_weights = False
         self.closed = False
         self.position = Position()
         self.statistics = Statistics()
@@ -195,13 +220,13 @@ class Session:
         self.position.begin_epoch(epoch)
         seed_all(seed_of(self.seed, epoch, IN_AN_EPOCH))
 
-    def batch_comes(self, iteration: object, samples: int) -> None:
-        """An iteration over a loader gives out a batch."""
+    def batch_comes(self, iteration: object, samples: int, weight: float, uneven: bool) -> None:
+        """An iteration over a loader gives out a batch; see `GivenBatch`."""
         self.batches += 1
         self.batch_samples = samples
         self._giver = iteration
         self._present.pop(iteration, None)
-        self._present[iteration] = self.batches, samples
+        self._present[iteration] = GivenBatch(self.batches, samples, weight, uneven)
 
     def pass_ends(self, iteration: object, trains: bool) -> None:
         """It is over; if it was left and `trains`, its last batch is worked on until a version."""
@@ -239,9 +264,11 @@ class Session:
             return due
         return None
 
-    def present_batch(self) -> tuple[int, int] | None:
-        """Number and samples of the batch that is worked on; None if no loader gave one."""
-        left = self._left if self._left[0] > self._used else None
+    def present_batch(self) -> GivenBatch | None:
+        """The batch that is worked on; None if no loader gave one."""
+        left = self._left
+        if left is not None and left.number <= self._used:
+            left = None
         return next(reversed(self._present.values()), left)
 
     # ---- stores
@@ -295,10 +322,28 @@ class Session:
             if where:
                 self.taking.refuse(where)
         self.statistics.step(result)
-        self.position.stepped()
+        due = self.position.stepped()
         self._used = self.batches
         for each in self.after_step:
             each(result)
+        for one in due:
+            self._compare_samples(one)
+
+    def _compare_samples(self, of: LoaderPass) -> None:
+        """Raises RuntimeError if workers were given other samples for the same step of a pass."""
+        if not self.mode.is_sync or self.pipeline > 1:
+            return  # they make other steps, or not all of them read the data
+        assert of.mark is not None
+        told = self.gather((of.mark << 1 | 1).to_bytes(8, "little"))
+        here = [rank for rank, each in enumerate(told) if any(each)]  # the others were killed
+        if others := [rank for rank in here if told[rank] != told[here[0]]]:
+            raise RuntimeError(
+                f"worker {others[0]} has read other samples than worker {here[0]} for step "
+                f"{of.steps} of a pass over {of.data}, so that some would count twice and others "
+                "not at all. job.loader deals out what all workers read alike: leave out whatever "
+                "gives a process its part (by rank, DistributedSampler, split_dataset_by_node), "
+                "and draw random numbers from torch's, Python's or numpy's default generator"
+            )
 
     def explain_loss(self, error: TensorwireError, within_s: float = 0.0) -> Exception:
         """Whom the job has lost, if a server says it; else the error itself.
@@ -363,6 +408,25 @@ class Session:
         paced = [store for store in self._stores if isinstance(store, OwnPaceStore)]
         for store, paces in zip(paced, saved["paces"], strict=True):
             store.paces = paces
+
+    def begin_epochs(self, first: int) -> int:
+        """Returns the epoch with which a loop of `Job.epochs` begins.
+
+        Args:
+            first: what the script says; 0: nothing.
+
+        Raises:
+            ValueError: it is negative, or a checkpoint was loaded that begins elsewhere.
+        """
+        loaded, self.first_epoch = self.first_epoch, 0
+        if first < 0:
+            raise ValueError(f"first is an epoch from 0 up, not {first!r}")
+        if first and loaded and first != loaded:
+            raise ValueError(
+                f"job.load goes on with epoch {loaded}, and job.epochs(first={first}) says another "
+                "one: leave first= out, which is for checkpoints that the script loads by itself"
+            )
+        return loaded or first
 
     def begin_behind(self, done: int, position: dict[str, Any] | None) -> None:
         """`Job.epochs` begins where a checkpoint was saved."""

@@ -9,7 +9,8 @@ with them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 from typing import Any
 
 from tensorwire.membership import Takeovers
@@ -26,7 +27,7 @@ class Taking:
     Attributes:
         due: slices that need a batch before there is a version; the first one is next.
         commits: how often a slice was committed.
-        weight: samples of the slice that was committed last.
+        samples: of the slice that was committed last.
         steps: that optimizers have made, since the beginning of the job.
         present: the slice of the batch that the loader has given last; None: there is none.
     """
@@ -35,7 +36,7 @@ class Taking:
         self._takeovers = takeovers
         self.due: Sequence[int] = ()
         self.commits = 0
-        self.weight = 0.0
+        self.samples = 0
         self.present: int | None = None
         self._given_at = 0  # after so many commits
         # Torch's random numbers behind the slices of the worker for which this one acts.
@@ -93,11 +94,11 @@ class Taking:
                 "follows each batch of job.loader, or each group of batches that are accumulated"
             )
 
-    def committed(self, due: Sequence[int], weight: float) -> None:
+    def committed(self, due: Sequence[int], samples: int) -> None:
         """A slice of so many samples was committed; `due` are left of the step."""
         if due and self.slice_index == self._takeovers.acting_slices[-1]:
             self._random = random_state()
-        self.due, self.weight, self.commits = tuple(due), weight, self.commits + 1
+        self.due, self.samples, self.commits = tuple(due), samples, self.commits + 1
         if not due:
             self.present = None
             if self._random is not None:  # what the script draws now it draws where nobody died
@@ -178,19 +179,22 @@ class BatchTurns:
     Args:
         taking: of the worker.
         samples: how many a step of the data has for a slice.
-        steps: of the data in the pass.
+        is_there: tells whether the pass has a step of the data.
         first: those before it were made before a checkpoint was saved.
         together: how many of them a slice accumulates, as far as the loader was told.
         slices: of this worker at present.
         is_ahead: somebody has committed a slice for the next version.
         begin_step: called before the first batch of a step is chosen.
+
+    Attributes:
+        began: the first step of the data of the present version; those before it are over.
     """
 
     def __init__(
         self,
         taking: Taking,
         samples: Callable[[int, int], int],
-        steps: int,
+        is_there: Callable[[int], bool],
         first: int,
         together: int,
         slices: Callable[[], Sequence[int]],
@@ -199,9 +203,9 @@ class BatchTurns:
     ) -> None:
         self._begin_step = begin_step
         self._taking, self._samples = taking, samples
-        self._steps, self._first, self._together = steps, first, together
+        self._is_there, self._first, self._together = is_there, first, together
         self._slices, self._is_ahead = slices, is_ahead
-        self._began = self._at = first  # of the present version; what comes next
+        self.began = self._at = first
         self._slice: int | None = None
         self._again: list[tuple[int, int]] = []
         self._replays = self._left = False
@@ -226,7 +230,7 @@ class BatchTurns:
             taking.check("a batch is asked for, and no step made,")
         if self._again:
             return self._again.pop(0)
-        if self._at < self._steps:
+        if self._is_there(self._at):
             if self._slice is None:
                 self._begin_step()
                 self._slice = taking.first_slice(self._is_ahead)
@@ -237,18 +241,18 @@ class BatchTurns:
     def _note_commit(self) -> None:
         taking, replayed = self._taking, self._replays
         self._replays = bool(taking.due)
-        steps = range(self._began, self._at)
+        steps = range(self.began, self._at)
         if not replayed:
             self._together = max(len(steps), 1)  # as the script does it
         if not taking.due:
-            self._began, self._slice, self._again = self._at, None, []
+            self.began, self._slice, self._again = self._at, None, []
             return
         if not replayed and self._slice is not None:
             counted = sum(self._samples(step, self._slice) for step in steps)
-            if counted != taking.weight:
+            if counted != taking.samples:
                 raise RuntimeError(
                     f"slice {taking.due[0]} of a worker that was killed is due, and cannot be "
-                    f"computed: the last step was made of {taking.weight:g} samples, and the "
+                    f"computed: the last step was made of {taking.samples} samples, and the "
                     f"batches since the step before have {counted}. Let each step use all batches "
                     "since the one before, of one pass"
                 )
@@ -260,26 +264,37 @@ class BatchTurns:
             return None
         self._left = True
         others = [each for each in self._slices() if each != self._slice]
-        self._again = [(s, each) for each in others for s in range(self._first, self._steps)]
+        self._again = [(s, each) for each in others for s in range(self._first, self._at)]
         return self._again.pop(0) if self._again else None
 
-    def rest(self) -> list[tuple[int, int]]:
-        """What comes behind the present batch if the script makes a step with each group."""
+    def rest(self) -> Iterator[tuple[int, int]]:
+        """What comes behind the present batch if the script makes a step with each group.
+
+        Of steps that are not read yet it is known when it is asked for.
+        """
         found, slices = list(self._again), list(self._slices())
-        due = self._taking.due
+        due, at, together = self._taking.due, self._at, self._together
         if self._replays:
-            steps = range(self._began, self._at)
+            steps = range(self.began, at)
             found += [(step, each) for each in due[1:] for step in steps]
-            at = self._at
         elif self._left:
-            return found
+            return iter(found)
         else:
-            end = min(self._began + self._together, self._steps)
-            found += [(step, self._slice or 0) for step in range(self._at, end)]
+            # The group of the present batch; one that the script has made longer ends with it.
+            group = self._steps_from(self.began, max(together, at - self.began))
+            found += [(step, self._slice or 0) for step in group if step >= at]
             others = [each for each in slices if each != self._slice]
-            found += [(s, each) for each in others for s in range(self._began, end)]
-            at = max(end, self._at)
-        for first in range(at, self._steps, self._together):
-            steps = range(first, min(first + self._together, self._steps))
-            found += [(step, each) for each in slices for step in steps]
-        return found
+            found += [(step, each) for each in others for step in group]
+            at = self.began + len(group)
+
+        def further() -> Iterator[tuple[int, int]]:
+            for first in count(at, together):
+                if not (steps := self._steps_from(first, together)):
+                    return
+                yield from ((step, each) for each in slices for step in steps)
+
+        return chain(found, further())
+
+    def _steps_from(self, first: int, most: int) -> Sequence[int]:
+        """Up to so many steps that the pass has, from one on."""
+        return [step for step in range(first, first + most) if self._is_there(step)]

@@ -212,7 +212,7 @@ class OwnPace(Versions):
             raise ValueError(f"a commit to be applied asks for {commit.operation}")
         started, version = time.perf_counter(), self._account.version + 1
         # The mean is over one slice; `scale * weight / weight` would be rounded.
-        mine = replace(commit, version=version, weight=1.0)
+        mine = replace(commit, version=version, weight=float(commit.weight > 0))
         idle = replace(self._idle, version=version, flags=commit.flags, scale=commit.scale)
         idle = replace(idle, max_norm=commit.max_norm, hyper=commit.hyper)
         commits = [mine if i == index else idle for i in range(len(self._inbox.taken))]

@@ -16,7 +16,8 @@ from torch import nn
 
 from tensorwire.errors import UnavailableError
 
-from ..job import Job, init, latest_job
+from ..job import Job
+from ..joining import init, latest_job
 from ..optimizer import DistributedMixin, DistributedOptimizer, clip_grad_norm_, replica_of
 
 

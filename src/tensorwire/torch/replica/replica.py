@@ -391,9 +391,9 @@ class Replica:
             reducer.check_repeated()
         self._hold()
         self.buffers.push(self.store, slice_index)
-        weight = reducer.samples.weight()
-        self._commit(slice_index, APPLY, flags, weight, present)
-        if not self._taken.is_complete(weight, flags, self._averages, spoiled, self._commit):
+        reducer.samples.warn()
+        self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
+        if not self._taken.is_complete(flags, self._averages, spoiled, self._commit):
             statistics.exposed_s += time.perf_counter() - started
             return
         result = self.store.wait()
@@ -452,7 +452,7 @@ class Replica:
             self._same_hyper.check(reducer.turn, self.arithmetic)
             self.buffers.push(self.store, reducer.slice_index)
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
-        if taking is not None and not self._taken.is_reduced(weight):
+        if taking is not None and not self._taken.is_reduced():
             return math.nan
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present

@@ -1,43 +1,94 @@
-"""Counts the samples of a slice's gradient: its weight in the mean over all slices."""
+"""Adds up the weight of a slice's gradient in the mean over all slices: by default its samples."""
 
 from __future__ import annotations
 
-from ..session import Session
+import warnings
+
+from ..script_line import script_stacklevel
+from ..session import GivenBatch, Session
+
+
+class UnevenStepWarning(UserWarning):
+    """A script seems to scale a loss by a sum over all workers, which `job.loader` weights again.
+
+    The text says what to do. Where the loss is right as it is,
+    `warnings.filterwarnings("ignore", category=tw.UnevenStepWarning)`.
+    """
 
 
 class SampleCount:
-    """Counts the samples of one optimizer's slices.
+    """Counts the samples of one optimizer's slices, and what they weigh.
 
     A batch counts once, when a gradient comes while it is the present one of a loader that is being
     iterated, of several the innermost; or if it is what `next(iter(loader))` gave and no step has
-    used it. So evaluation, a pass that is over and what was withdrawn do not count.
+    used it. So evaluation, a pass that is over and what was withdrawn do not count. Where no loader
+    gives batches, weights count that the script has given for gradients that were not withdrawn.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._samples = 0
-        self._batch = -1  # the last that was counted
+        self._counted: list[GivenBatch] = []
         self._before = session.batches  # when the last step was made
+        self._given: list[float] = []  # by the script, where no loader gives batches
+        self._used = 0  # of these, when the last gradient came
+        self._came = False  # a gradient, where no loader gives batches
 
     def gradient_comes(self) -> None:
         """A gradient has arrived. A hook calls it, so it is cheap."""
         present = self._session.present_batch()
-        if present is not None and present[0] != self._batch:
-            self._batch = present[0]
-            self._samples += present[1]
+        if present is None:
+            self._came, self._used = True, len(self._given)
+        elif not self._counted or self._counted[-1] is not present:
+            present.has_gradient = True
+            self._counted.append(present)
+
+    def weigh(self, weight: float) -> None:
+        """The script says what its next or last gradients weigh, where no loader gives batches."""
+        self._given.append(weight)
 
     def withdraw(self) -> None:
         """The gradients since the last step do not count."""
-        self._samples, self._batch = 0, -1
+        self._counted.clear()
+        # A script that weighs batches before backward() may have weighed the next one already.
+        del self._given[: self._used or (len(self._given) if self._came else 0)]
+        self._used, self._came = 0, False
+
+    @property
+    def _batches(self) -> list[GivenBatch]:
+        present = self._session.present_batch()
+        if not self._counted and present is not None and present.number > self._before:
+            return [present]  # the model had no gradient for it
+        return self._counted
+
+    def samples(self) -> int:
+        """Samples since the last step; 1 where no loader gives them."""
+        return sum(batch.samples for batch in self._batches) or 1
 
     def weight(self) -> float:
-        """Samples since the last step; 1 where no loader gives them."""
-        present = self._session.present_batch()
-        if self._samples == 0 and present is not None and present[0] > self._before:
-            return float(present[1])  # the model had no gradient for them
-        return float(self._samples or 1)
+        """Their weight; 1 where no loader gives them and the script says nothing."""
+        weights = [*(batch.weight for batch in self._batches), *self._given]
+        return float(sum(weights)) if weights else 1.0
+
+    def warn(self) -> None:
+        """A step is about to be made; once in a job, worker 0 may give an `UnevenStepWarning`."""
+        session = self._session
+        scaled = any(batch.uneven and batch.summed for batch in self._counted)
+        if scaled and not session.warned_of_weights:
+            session.warned_of_weights = True
+            if session.rank == 0:
+                warnings.warn(_TEXT, UnevenStepWarning, stacklevel=script_stacklevel())
 
     def stepped(self) -> None:
         """The next slice begins."""
         self.withdraw()
+        self._given.clear()
         self._before = self._session.batches
+
+
+_TEXT = (
+    "the slices of this step have different numbers of samples and count by these, and the script "
+    "has called job.sum() or job.mean() between its batch and backward(). If that scales the loss "
+    "(local sum / sum of all workers * workers, as for DistributedDataParallel), it is weighted "
+    'twice: say job.loader(…, weights="equal"). If it does not: '
+    'warnings.filterwarnings("ignore", category=tw.UnevenStepWarning)'
+)

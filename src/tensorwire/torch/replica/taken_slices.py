@@ -19,7 +19,7 @@ from .reducer import Reducer
 
 Present = tuple[bytes, tuple[int, ...]]
 Commit = Callable[[int, int, int, float, Present], None]
-"""Commits a slice: its index, the operation, flags, its samples, what a commit says of tensors."""
+"""Commits a slice: its index, the operation, flags, its weight, what a commit says of tensors."""
 
 
 class TakenSlices:
@@ -47,7 +47,6 @@ class TakenSlices:
 
     def is_complete(
         self,
-        weight: float,
         flags: int,
         averages: dict[int, tuple[torch.Tensor, Bytes]] | None,
         spoiled: bool,
@@ -56,7 +55,6 @@ class TakenSlices:
         """A slice is committed for a step; whether all are of this worker, or the next one begins.
 
         Args:
-            weight: samples of the slice.
             flags: of its commit.
             averages: as of `Reducer.push_edited`; None: the script has seen none.
             spoiled: see there.
@@ -76,24 +74,25 @@ class TakenSlices:
             commit(slice_index, APPLY, flags, last.weight, present)
 
         due = self._store.due(again if reducer.sealed else None)
-        self._next(list(due), weight)
+        self._next(list(due))
         return not due
 
-    def is_reduced(self, weight: float) -> bool:
+    def is_reduced(self) -> bool:
         """A slice is committed to be averaged; the average is there, or others are due."""
         assert self._session.taking is not None
         due = self._store.due()
         if due:
-            self._next(list(due), weight)
+            self._next(list(due))
             self._reducer.reduced = True
         self._session.taking.due = tuple(due)
         return not due
 
-    def _next(self, due: list[int], weight: float) -> None:
+    def _next(self, due: list[int]) -> None:
         """A slice was committed: its gradients and buffers are the servers'."""
         assert self._session.taking is not None
+        samples = self._reducer.samples.samples()
         self._reducer.slice_committed()
-        self._session.taking.committed(due, weight)
+        self._session.taking.committed(due, samples)
         if due:
             self._buffers.begin_again()
             self._reducer.leave_slots()
