@@ -19,7 +19,7 @@ from torch.utils.data import (
 from .order import (
     Dealing,
     IndexPlan,
-    Plan,
+    PassPlan,
     Steps,
     call_set_epoch,
     check_sampler,
@@ -37,7 +37,7 @@ _SAME = (
 
 
 @dataclass
-class Given:
+class LoaderData:
     """The arguments of `job.loader`, see there; `options` are for a DataLoader."""
 
     dataset: Any
@@ -47,7 +47,7 @@ class Given:
     options: dict[str, Any]
 
 
-def unpacked(given: Given) -> Given:
+def unpacked(given: LoaderData) -> LoaderData:
     """Returns what a user's own DataLoader was made of, in place of it; else `given` itself.
 
     Raises:
@@ -62,7 +62,7 @@ def unpacked(given: Given) -> Given:
             f"{type(own).__name__} gives out batches in its own way, which job.loader cannot deal "
             "out: give it the dataset, or a torch.utils.data.DataLoader"
         )
-    if given != Given(own, 1, False, False, {}):
+    if given != LoaderData(own, 1, False, False, {}):
         raise ValueError(
             "a DataLoader has its own batch_size, shuffle, drop_last and further options: give "
             "them to it, and job.loader the DataLoader with accumulate= and weights= alone"
@@ -74,14 +74,16 @@ def unpacked(given: Given) -> Given:
             "batches: let the dataset give single samples, and say batch_size="
         )
     if own.batch_size is None:
-        return Given(own.dataset, 1, False, False, {**options, "batch_sampler": own.batch_sampler})
+        return LoaderData(
+            own.dataset, 1, False, False, {**options, "batch_sampler": own.batch_sampler}
+        )
     size, last, sampler = int(own.batch_size), bool(own.drop_last), own.sampler
     if isinstance(own.dataset, IterableDataset) or type(sampler) is SequentialSampler:
-        return Given(own.dataset, size, False, last, options)
+        return LoaderData(own.dataset, size, False, last, options)
     if type(sampler) is RandomSampler and not sampler.replacement:
         if sampler.num_samples == len(own.dataset):  # type: ignore[arg-type]
-            return Given(own.dataset, size, True, last, options)
-    return Given(own.dataset, size, False, last, {**options, "sampler": sampler})
+            return LoaderData(own.dataset, size, True, last, options)
+    return LoaderData(own.dataset, size, False, last, {**options, "sampler": sampler})
 
 
 class DataSource:
@@ -108,7 +110,7 @@ class DataSource:
         TypeError, ValueError: it cannot be dealt out; the text says what to give.
     """
 
-    def __init__(self, given: Given, slices: int, accumulate: int) -> None:
+    def __init__(self, given: LoaderData, slices: int, accumulate: int) -> None:
         given = unpacked(given)
         self.dataset, self.batch_size = given.dataset, given.batch_size
         self.options = options = dict(given.options)
@@ -135,7 +137,7 @@ class DataSource:
         if self.is_stream:
             self.name = f"a stream, {type(self.dataset).__name__},"
 
-    def _check_options(self, given: Given, batches: Any) -> None:
+    def _check_options(self, given: LoaderData, batches: Any) -> None:
         options = self.options
         if options.get("generator") is not None:
             raise ValueError(
@@ -186,7 +188,7 @@ class DataSource:
             )
         return True
 
-    def plan(self, seed: int, epoch: int, number: int, generator: torch.Generator) -> Plan:
+    def plan(self, seed: int, epoch: int, number: int, generator: torch.Generator) -> PassPlan:
         """Returns the plan of a pass.
 
         Args:

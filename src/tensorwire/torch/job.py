@@ -23,7 +23,7 @@ from tensorwire.parameters import Mode, Result
 
 from . import checkpoint, discovery
 from .console import ProgressLine
-from .data_source import Given
+from .data_source import LoaderData
 from .ending import (
     end_with_error,
     ending_error,
@@ -238,7 +238,7 @@ class Job:
             ValueError: they do not fill a step, or two arguments contradict each other; a sampler
                 gives each process its part, as DistributedSampler; a stream is to be shuffled.
         """
-        given = Given(dataset, batch_size, shuffle, drop_last, options)
+        given = LoaderData(dataset, batch_size, shuffle, drop_last, options)
         return Loader(self.session, self._begin_pass, given, accumulate, weights)
 
     def weight(self, weight: float | None = None) -> float:

@@ -18,9 +18,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .data_source import DataSource, Given
+from .data_source import DataSource, LoaderData
 from .means import checked_weight
-from .order import Plan, Seeded
+from .order import PassPlan, Seeded
 from .position import ALL_STEPS, LoaderPass
 from .random_numbers import (
     BEHIND_A_PASS,
@@ -103,7 +103,7 @@ def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
     return Subset(dataset, range(session.replica, size, session.replicas))
 
 
-class _Requests(Sampler[Any]):
+class _RequestOrder(Sampler[Any]):
     """What is asked for in one pass, in the order in which this worker computes it."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Loader:
         self,
         session: Session,
         begin_pass: Callable[[int | None, int], None],
-        given: Given,
+        given: LoaderData,
         accumulate: int,
         weights: str | Callable[[Any], float] | None,
     ) -> None:
@@ -168,7 +168,7 @@ class Loader:
         self._data = f"{source.name} in {source.dealing}, shuffle={source.shuffle}, "
         self._data += f"drop_last={source.dealing.drop_last}, accumulate={accumulate}"
         self._before = session.position.orders[self._data]  # passes of loaders made before
-        self._requests = _Requests()
+        self._requests = _RequestOrder()
         self._generator = torch.Generator()
         options, reader = source.options, Seeded(source.dataset)
         if source.is_stream:
@@ -227,7 +227,7 @@ class Loader:
         if self._source.is_random and not position.in_epochs:
             position.orders[self._data] += 1
 
-    def _plan(self, number: int) -> tuple[int, Plan]:
+    def _plan(self, number: int) -> tuple[int, PassPlan]:
         """What stands for the epoch in all seeds of a pass, and its plan."""
         session, number = self._session, self._before + number
         # A second pass within an epoch has an order of its own.
@@ -269,7 +269,7 @@ class Loader:
                 session.rejoin.end_pass(self._name, number)
 
     def _give(
-        self, plan: Plan, seed: Callable[[int, int], int], of: LoaderPass | None
+        self, plan: PassPlan, seed: Callable[[int, int], int], of: LoaderPass | None
     ) -> Iterator[Any]:
         """Gives out batches, each with its step and the random numbers of its seed."""
         session, first = self._session, 0 if of is None else of.first_step * self._accumulate
@@ -306,7 +306,7 @@ class Loader:
                 elif of is not None:
                     self._draw_alike(of)
 
-    def _turns(self, plan: Plan, first: int) -> Iterator[tuple[int, int]]:
+    def _turns(self, plan: PassPlan, first: int) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""
         for begin in count(first, self._accumulate):
             if not plan.has(begin + self._accumulate - 1):
@@ -316,7 +316,7 @@ class Loader:
                     yield step, index
 
     def _batch_comes(
-        self, this: object, plan: Plan, step: int, index: int, data: Any, of: LoaderPass | None
+        self, this: object, plan: PassPlan, step: int, index: int, data: Any, of: LoaderPass | None
     ) -> None:
         """A batch is given out, which counts with its weight."""
         sizes = plan.sizes(step)
@@ -345,7 +345,7 @@ class Loader:
         return seed_of(session.seed, session.epoch, self._number_of_name, of.number, step, what)
 
     def _give_in_turn(
-        self, taking: Taking, of: LoaderPass, plan: Plan, seed: Callable[[int, int], int]
+        self, taking: Taking, of: LoaderPass, plan: PassPlan, seed: Callable[[int, int], int]
     ) -> Iterator[Any]:
         """As `_give`, where slices may be taken over: what comes next is known when it comes."""
         session, this, looked_at = self._session, object(), of.first_step == 0

@@ -161,7 +161,7 @@ class Steps:
             self.first += 1
 
 
-class Plan(Protocol):
+class PassPlan(Protocol):
     """The steps of one pass, as far as this process knows them."""
 
     def has(self, step: int) -> bool:
@@ -208,27 +208,27 @@ class IndexPlan:
         self._steps, self._seed, self._compares = steps, seed, compares
 
     def has(self, step: int) -> bool:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return self._steps.has(step)
 
     def request(self, step: int, index: int) -> Batch:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return Batch(self._steps[step][index], seed_of(*self._seed, step, index, 0))
 
     def take(self, step: int, data: Any) -> Any:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return data
 
     def sizes(self, step: int) -> Sequence[int]:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return [len(indices) for indices in self._steps[step]]
 
     def mark(self, step: int) -> int | None:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return mark_of(self._steps[step]) if self._compares else None
 
     def forget(self, before: int) -> None:
-        """See `Plan`."""
+        """See `PassPlan`."""
         self._steps.forget(before)
 
 

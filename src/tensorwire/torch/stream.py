@@ -66,7 +66,7 @@ class About(NamedTuple):
     mark: int
 
 
-class Found(NamedTuple):
+class FoundSlice(NamedTuple):
     """The samples of a slice."""
 
     about: About
@@ -81,19 +81,19 @@ class StreamReader(Dataset[Any]):
         self._of: StreamPass | None = None
         self._steps = Steps(iter(()), numbers_for((), 0))
 
-    def __getitems__(self, wanted: Wanted) -> Found:
+    def __getitems__(self, wanted: Wanted) -> FoundSlice:
         if wanted.of != self._of or wanted.step < self._steps.first:
             self._begin(wanted.of)
         steps, step = self._steps, wanted.step
         if not steps.has(step):
-            return Found(About((), True, 0), [])
+            return FoundSlice(About((), True, 0), [])
         samples = steps[step]
         sizes = tuple(len(each) for each in samples)
         about = About(sizes, not steps.has(step + 1), mark_of([each[0] for each in samples]))
         # A worker of several slices computes a group of steps for each of them.
         steps.forget(step + 1 - self._dealing.accumulate)
         seed_for_a_batch(wanted.seed)
-        return Found(about, samples[wanted.part])
+        return FoundSlice(about, samples[wanted.part])
 
     def _begin(self, of: StreamPass) -> None:
         self._of = of
@@ -116,7 +116,7 @@ class CollateFound:
     def __init__(self, own: Callable[[list[Any]], Any] | None) -> None:
         self._own = own or default_collate
 
-    def __call__(self, found: Found) -> tuple[About, Any]:
+    def __call__(self, found: FoundSlice) -> tuple[About, Any]:
         """Returns what is told of the step, and the batch of the slice."""
         return found.about, self._own(found.samples) if found.about.sizes else None
 
@@ -135,15 +135,15 @@ class StreamPlan:
         self._about: dict[int, About] = {}
 
     def has(self, step: int) -> bool:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return self._end is None or step < self._end
 
     def request(self, step: int, index: int) -> Wanted:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return Wanted(self._of, step, index, seed_of(*self._seed, step, index, 0))
 
     def take(self, step: int, data: tuple[About, Any]) -> Any:
-        """See `Plan`."""
+        """See `PassPlan`."""
         about, batch = data
         if not about.sizes:
             raise ValueError(
@@ -156,14 +156,14 @@ class StreamPlan:
         return batch
 
     def sizes(self, step: int) -> Sequence[int]:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return self._about[step].sizes
 
     def mark(self, step: int) -> int | None:
-        """See `Plan`."""
+        """See `PassPlan`."""
         return self._about[step].mark
 
     def forget(self, before: int) -> None:
-        """See `Plan`."""
+        """See `PassPlan`."""
         for step in [each for each in self._about if each < before]:
             del self._about[step]
