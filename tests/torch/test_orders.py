@@ -165,6 +165,8 @@ def different(job: tw.Job, what: str) -> None:
     of = Training(job)
     if what == "stream":
         loader = job.loader(Stream((job.rank, job.size)), 3)
+    elif what == "part":
+        loader = job.loader(job.shard(Numbered()), 3, shuffle=True)
     else:
         loader = job.loader(Numbered(), 3, sampler=list(range(job.rank, COUNT, job.size)))
     for _ in job.epochs(1):
@@ -172,7 +174,7 @@ def different(job: tw.Job, what: str) -> None:
             of.step(batch)
 
 
-@pytest.mark.parametrize("what", ["stream", "sampler"])
+@pytest.mark.parametrize("what", ["stream", "sampler", "part"])
 def test_data_by_rank_are_told(team: Team, what: str) -> None:
     for failure in team.failures(different, what):
         assert failure.kind == "RuntimeError"

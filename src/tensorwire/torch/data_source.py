@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from .order import (
@@ -211,7 +212,16 @@ class DataSource:
             order = torch.randperm(len(self.dataset), generator=generator).tolist()
         else:
             order = range(len(self.dataset))
-        return IndexPlan(Steps(self.dealing.steps(order), reading), (seed, epoch), bool(sources))
+        named: Callable[[Any], Any] | None = None
+        if isinstance(self.dataset, Subset):  # which may be another part in each worker
+            named = self.dataset.indices.__getitem__
+        elif sources:
+            named = _itself
+        return IndexPlan(Steps(self.dealing.steps(order), reading), (seed, epoch), named)
+
+
+def _itself(index: Any) -> Any:
+    return index
 
 
 def _length(items: Any) -> int | None:

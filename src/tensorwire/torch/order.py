@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -201,11 +201,14 @@ class IndexPlan:
     Args:
         steps: of indices.
         seed: parts of the seed of every batch.
-        compares: workers may draw different orders.
+        named: returns what an index stands for, where workers may have different ones; None: all
+            have the same for certain.
     """
 
-    def __init__(self, steps: Steps, seed: tuple[int, ...], compares: bool) -> None:
-        self._steps, self._seed, self._compares = steps, seed, compares
+    def __init__(
+        self, steps: Steps, seed: tuple[int, ...], named: Callable[[Any], Any] | None
+    ) -> None:
+        self._steps, self._seed, self._named = steps, seed, named
 
     def has(self, step: int) -> bool:
         """See `PassPlan`."""
@@ -225,7 +228,9 @@ class IndexPlan:
 
     def mark(self, step: int) -> int | None:
         """See `PassPlan`."""
-        return mark_of(self._steps[step]) if self._compares else None
+        if (named := self._named) is None:
+            return None
+        return mark_of([[named(index) for index in part] for part in self._steps[step]])
 
     def forget(self, before: int) -> None:
         """See `PassPlan`."""

@@ -341,7 +341,7 @@ class Session:
                 f"worker {others[0]} has read other samples than worker {here[0]} for step "
                 f"{of.steps} of a pass over {of.data}, so that some would count twice and others "
                 "not at all. job.loader deals out what all workers read alike: leave out whatever "
-                "gives a process its part (by rank, DistributedSampler, split_dataset_by_node), "
+                "gives a process its part (by rank, job.shard, DistributedSampler, …), "
                 "and draw random numbers from torch's, Python's or numpy's default generator"
             )
 
