@@ -133,8 +133,9 @@ void release_object(void* object) {
 }
 
 Local::Local(nb::handle object, bool writable) {
-  Buffer* buffer = nullptr;
-  if (nb::try_cast(object, buffer, false) && buffer != nullptr) {
+  Buffer* buffer = nullptr;  // which does not have the buffer protocol
+  if (!PyObject_CheckBuffer(object.ptr()) && nb::try_cast(object, buffer, false) &&
+      buffer != nullptr) {
     if (writable && !buffer->writable) throw read_only();
     data_ = reinterpret_cast<std::byte*>(buffer->address);
     size_ = buffer->size;

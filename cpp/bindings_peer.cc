@@ -22,10 +22,13 @@ std::shared_ptr<RemoteRegion> answer(const PeerPtr& peer, const AskedPtr& asked,
   return std::const_pointer_cast<RemoteRegion>(peer->finish(asked));
 }
 
-using MaybeWord = std::optional<std::shared_ptr<RemoteRegion>>;
+// The region of a word, its offset there and the value.
+using MaybeSignal = std::optional<std::tuple<std::shared_ptr<RemoteRegion>, uint64_t, uint64_t>>;
 
-SignalTo signal_to(const MaybeWord& word, uint64_t offset, uint64_t value) {
-  return {word ? word->get() : nullptr, offset, value};
+SignalTo signal_to(const MaybeSignal& signal) {
+  if (!signal) return {};
+  const auto& [region, offset, value] = *signal;
+  return {region.get(), offset, value};
 }
 
 PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
@@ -35,8 +38,18 @@ PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
   return {std::move(transfer)};
 }
 
-How how_of(uint64_t inline_limit, const OnStream& on_stream) {
-  How how(inline_limit);
+// Never imports asyncio: without it there is no event loop.
+bool under_event_loop() {
+  nb::handle asyncio = PyDict_GetItemString(PyImport_GetModuleDict(), "asyncio");
+  if (!asyncio.is_valid()) return false;
+  nb::object running = nb::getattr(asyncio, "_get_running_loop", nb::none());
+  return !running.is_none() && !running().is_none();
+}
+
+// An event loop's thread copies no more itself than what takes about as long as a switch of tasks;
+// the Node's thread does the rest. It is asked only about what would be too much.
+How how_of(uint64_t bytes, const OnStream& on_stream) {
+  How how(bytes > kKeepGilShmBytes && under_event_loop() ? kKeepGilShmBytes : 0);
   if (on_stream) {
     Gpu& gpu = Gpu::at(on_stream->second);
     cuda::Stream stream = stream_of(on_stream->first);
@@ -49,8 +62,8 @@ How how_of(uint64_t inline_limit, const OnStream& on_stream) {
 }
 
 PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remote, uint64_t offset,
-                        uint64_t limit, const SignalTo& signal, uint64_t inline_limit,
-                        const OnStream& on_stream, bool is_write) {
+                        uint64_t limit, const SignalTo& signal, const OnStream& on_stream,
+                        bool is_write) {
   Local local(object, !is_write);
   if (local.size() > limit) {
     throw Error(Code::kInvalid, "the local memory has " + std::to_string(local.size()) +
@@ -58,7 +71,7 @@ PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remot
                                     "; slice one of them");
   }
   Piece piece = local.piece(remote, offset);
-  How how = how_of(inline_limit, on_stream);
+  How how = how_of(local.size(), on_stream);
   auto transfer = start_transfer(peer, local.size(), needs_gpu({&piece, 1}, how), [&] {
     return is_write ? peer.write({&piece, 1}, signal, how) : peer.read({&piece, 1}, how);
   });
@@ -95,10 +108,10 @@ PieceList piece_list(const Objects& objects, const Remotes& remotes, const Offse
 }
 
 PyTransfer transfer_many(Peer& peer, const Objects& objects, const Remotes& remotes,
-                         const Offsets& offsets, const SignalTo& signal, uint64_t inline_limit,
-                         const OnStream& on_stream, bool is_write) {
+                         const Offsets& offsets, const SignalTo& signal, const OnStream& on_stream,
+                         bool is_write) {
   PieceList list = piece_list(objects, remotes, offsets, !is_write);
-  How how = how_of(inline_limit, on_stream);
+  How how = how_of(list.bytes, on_stream);
   auto transfer = start_transfer(peer, list.bytes, needs_gpu(list.pieces, how), [&] {
     return is_write ? peer.write(list.pieces, signal, how) : peer.read(list.pieces, how);
   });
@@ -114,12 +127,12 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("runs", [](const PyPrepared& p) { return p.prepared->runs(); })
       .def(
           "start",
-          [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
-             uint64_t word_offset, uint64_t value, uint64_t inline_limit,
+          [](nb::handle self, const std::optional<Indices>& indices, const MaybeSignal& to,
              const OnStream& on_stream) {
             auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
-            SignalTo signal = signal_to(word, word_offset, value);
-            How how = how_of(inline_limit, on_stream);
+            SignalTo signal = signal_to(to);
+            // Indices may name a piece again and again.
+            How how = how_of(indices ? UINT64_MAX : prepared.bytes(), on_stream);
             bool by_gpu = prepared.by_gpu() || how.after;
             auto transfer = start_transfer(*prepared.peer(), prepared.bytes(), by_gpu, [&] {
               return indices ? prepared.start({indices->data(), indices->size()}, signal, how)
@@ -131,7 +144,7 @@ void bind_peer(nb::module_& m) {
             }
             return PyTransfer{std::move(transfer)};
           },
-          "indices"_a.none(), "word"_a.none(), "word_offset"_a, "value"_a, "inline_limit"_a,
+          "indices"_a.none() = nb::none(), "signal"_a.none() = nb::none(),
           "on_stream"_a.none() = nb::none());
 
   nb::class_<FaultPlan>(m, "FaultPlan")
@@ -184,39 +197,34 @@ void bind_peer(nb::module_& m) {
       .def(
           "write",
           [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
-             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit,
-             const OnStream& on_stream) {
-            return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
-                                 inline_limit, on_stream, true);
+             const MaybeSignal& signal, const OnStream& on_stream) {
+            return transfer_many(p, locals, remotes, offsets, signal_to(signal), on_stream, true);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none(), "word_offset"_a, "value"_a,
-          "inline_limit"_a, "on_stream"_a.none() = nb::none())
+          "locals"_a, "remotes"_a, "offsets"_a, "signal"_a.none() = nb::none(),
+          "on_stream"_a.none() = nb::none())
       .def(
           "read",
           [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
-             uint64_t inline_limit, const OnStream& on_stream) {
-            return transfer_many(p, locals, remotes, offsets, {}, inline_limit, on_stream, false);
+             const OnStream& on_stream) {
+            return transfer_many(p, locals, remotes, offsets, {}, on_stream, false);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a, "on_stream"_a.none() = nb::none())
+          "locals"_a, "remotes"_a, "offsets"_a, "on_stream"_a.none() = nb::none())
       .def(
           "write_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit,
-             const OnStream& on_stream) {
-            return transfer_one(p, local, remote, offset, limit,
-                                signal_to(word, word_offset, value), inline_limit, on_stream, true);
+             const MaybeSignal& signal, const OnStream& on_stream) {
+            return transfer_one(p, local, remote, offset, limit, signal_to(signal), on_stream,
+                                true);
           },
-          "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none(), "word_offset"_a, "value"_a,
-          "inline_limit"_a, "on_stream"_a.none() = nb::none())
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "signal"_a.none() = nb::none(),
+          "on_stream"_a.none() = nb::none())
       .def(
           "read_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-             uint64_t inline_limit, const OnStream& on_stream) {
-            return transfer_one(p, local, remote, offset, limit, {}, inline_limit, on_stream,
-                                false);
+             const OnStream& on_stream) {
+            return transfer_one(p, local, remote, offset, limit, {}, on_stream, false);
           },
-          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a,
-          "on_stream"_a.none() = nb::none())
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "on_stream"_a.none() = nb::none())
       .def(
           "signal",
           [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tensorwire as tw
-from tensorwire.memory.aio import inline_limit, wait_transfer
+from tensorwire.memory.aio import wait_transfer
 from tensorwire.testing import FaultPlan, Footprint, Pair, assert_no_leak, inject, node_pair
 
 LATE_S = 0.2
@@ -205,13 +205,30 @@ def _expect_timeouts(pair: Pair, stop: threading.Event) -> None:
             word.wait_until(1, 0.003)
 
 
-def test_inline_limit() -> None:
-    async def main() -> int:
-        return inline_limit()
+@pytest.mark.parametrize("how", ["write", "read", "batch", "indices"])
+def test_a_running_loop_copies_1_mib_at_most_itself(how: str) -> None:
+    mib = 1 << 20
+    with node_pair(["shm"]) as pair:
+        remote = pair.to_far.region(pair.far.allocate(32 * mib).handle())
+        local = np.ones(32 * mib, np.uint8)
+        prepared = pair.to_far.prepare_write([local[:mib]], [remote[:mib]])
+        pieces = [local[: 16 * mib], local[16 * mib :]], [remote[: 16 * mib], remote[16 * mib :]]
+        starts = {
+            "write": lambda: remote.write(local),
+            "read": lambda: remote.read(local),
+            "batch": lambda: pair.to_far.write(*pieces),
+            "indices": lambda: prepared.start([0] * 32),
+        }
 
-    assert inline_limit() == 0
-    assert asyncio.run(main()) == 1 << 20
-    assert inline_limit() == 0
+        async def rounds_taken() -> int:
+            assert remote.write(local[:mib]).done()
+            before = pair.near.stats()["rounds"]
+            await starts[how]()
+            return pair.near.stats()["rounds"] - before
+
+        assert starts[how]().done()
+        assert asyncio.run(rounds_taken()) >= 32  # the Node's thread copies 1 MiB in each
+        assert starts[how]().done()
 
 
 def test_a_closed_loop_leaves_nothing(pair: Pair) -> None:

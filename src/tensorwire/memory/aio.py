@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from sys import modules
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorwire._core import Node, Notifier, Transfer, exiting
 from tensorwire.errors import TimeoutError
@@ -21,29 +21,6 @@ from .arguments import seconds
 
 if TYPE_CHECKING:
     import asyncio
-
-_INLINE_LIMIT = 1 << 20
-_get_running_loop: Callable[[], Any] | None = None
-
-
-def inline_limit() -> int:
-    """Bytes that the caller's own thread may copy: 1 MiB under a running event loop, else 0.
-
-    0 means no limit. The core's thread copies what is above the limit.
-    """
-    if _get_running_loop is None:
-        return _first_inline_limit()
-    return 0 if _get_running_loop() is None else _INLINE_LIMIT
-
-
-def _first_inline_limit() -> int:
-    # Without asyncio imported there is no event loop; importing it here would slow every start.
-    global _get_running_loop
-    getter = getattr(modules.get("asyncio"), "_get_running_loop", None)
-    if getter is None:
-        return 0
-    _get_running_loop = getter
-    return inline_limit()
 
 
 class _Bell:
@@ -135,7 +112,8 @@ def silence_loop() -> None:
 
     Its event loop would report that nobody took the exception that ends its tasks.
     """
-    if _get_running_loop is not None and (loop := _get_running_loop()) is not None:
+    asyncio = modules.get("asyncio")
+    if asyncio is not None and (loop := asyncio._get_running_loop()) is not None:
         loop.set_exception_handler(lambda loop, context: None)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 from numpy.typing import ArrayLike, NDArray
 
 from tensorwire import _core
 from tensorwire._core import Transfer
 from tensorwire.errors import UnavailableError
 
-from .aio import inline_limit
 from .arguments import (
     addend,
     byte_count,
@@ -26,7 +25,7 @@ from .arguments import (
     word_offset,
     word_value,
 )
-from .buffers import PLAIN, as_local, check_batch, describe, index_vector, placed, size_bytes
+from .buffers import as_local, check_batch, describe, index_vector, placed, size_bytes
 from .connection import Connection
 from .gpu import OnStream, current_stream, on_stream
 from .handle import Handle, access_name
@@ -128,10 +127,7 @@ class Peer(Connection):
             self._check_mine(remote)
             return remote.write(local, signal=signal, stream=stream)
         pieces, order = self._pieces(local, remote, stream)
-        if signal is None:
-            return self._core.write(*pieces, None, 0, 0, inline_limit(), order)
-        word, value = _check_signal(signal, self)
-        return self._core.write(*pieces, word._core, word.offset, value, inline_limit(), order)
+        return self._core.write(*pieces, _checked_signal(signal, self), order)
 
     def read(self, local: Any, remote: Any, *, stream: Any = None) -> Transfer:
         """Starts to fill one local object, or a batch of them as one transfer.
@@ -149,18 +145,19 @@ class Peer(Connection):
             self._check_mine(remote)
             return remote.read(local, stream=stream)
         pieces, order = self._pieces(local, remote, stream)
-        return self._core.read(*pieces, inline_limit(), order)
+        return self._core.read(*pieces, order)
 
     def signal(self, word: RemoteWord, value: int, after: Sequence[Transfer] = ()) -> Transfer:
         """Raises a word of this peer; see `RemoteWord.set`."""
-        return _check_signal((word, value), self)[0].set(value, after)
+        _checked_signal((word, value), self)
+        return word.set(value, after)
 
     def fetch_add(self, word: RemoteWord, value: int = 1) -> Transfer:
         """Starts an atomic addition; `Transfer.value` is the old value once it is complete.
 
         See `RemoteWord.fetch_add`, which also waits.
         """
-        _check_signal((word, 0), self)
+        _checked_signal((word, 0), self)
         return self._core.fetch_add(word._core, word.offset, addend(value))
 
     def prepare_write(self, local: Any, remote: Any) -> Prepared:
@@ -204,7 +201,7 @@ class Peer(Connection):
                 raise TypeError(f"remote {position} is {describe(target)}, not a RemoteRegion")
             if target.peer is not self:
                 self._check_mine(target)
-            if type(source) is not np.ndarray:
+            if type(source) is not ndarray:
                 source, behind = as_local(source)
                 gpu = max(gpu, getattr(source, "gpu", -1))
                 if behind is not None and stream is None:
@@ -237,14 +234,11 @@ class RemoteRegion(MappedView):
         size_bytes: length of this slice.
     """
 
-    __slots__ = ("__weakref__", "_read_one", "_write_one", "peer")
+    __slots__ = ("__weakref__", "peer")
 
     def __init__(self, peer: Peer, core: _core.RemoteRegion, offset: int, size_bytes: int) -> None:
         MappedView.__init__(self, core, offset, size_bytes)
         self.peer = peer
-        # Bound once: an 8-byte write should cost little more than the call into the core.
-        self._write_one = peer._core.write_one
-        self._read_one = peer._core.read_one
 
     @property
     def name(self) -> str:
@@ -308,16 +302,12 @@ class RemoteRegion(MappedView):
 
             The last two, like every failure after the start, may instead come from the Transfer.
         """
-        order = None
-        if type(local) not in PLAIN or stream is not None:
-            local, order = placed(local, stream, self._core.gpu)
-        target = self._core, self._offset, self.size_bytes
-        if signal is None:
-            return self._write_one(local, *target, None, 0, 0, inline_limit(), order)
-        word, value = _check_signal(signal, self.peer)
-        return self._write_one(
-            local, *target, word._core, word.offset, value, inline_limit(), order
-        )
+        core = self.peer._core
+        if type(local) is ndarray and signal is None and stream is None:  # the least work
+            return core.write_one(local, self._core, self._offset, self.size_bytes)
+        local, order = placed(local, stream, self._core.gpu)
+        raised = _checked_signal(signal, self.peer)
+        return core.write_one(local, self._core, self._offset, self.size_bytes, raised, order)
 
     def write_at(
         self,
@@ -346,22 +336,13 @@ class RemoteRegion(MappedView):
             raise ValueError(f"{len(local)} arrays and {len(offsets)} offsets")
         first, size_bytes, places = self._offset, self.size_bytes, []
         for array, offset in zip(local, offsets, strict=True):
-            if type(array) is not np.ndarray:
+            if type(array) is not ndarray:
                 raise TypeError(f"write_at takes numpy arrays, not {describe(array)}")
             if not 0 <= offset <= size_bytes - array.nbytes:
                 raise ValueError(f"{array.nbytes} bytes at {offset} are not within {self!r}")
             places.append(first + offset)
-        word, value = (None, 0) if signal is None else _check_signal(signal, self.peer)
-        return self.peer._core.write(
-            list(local),
-            [self._core] * len(places),
-            places,
-            None if word is None else word._core,
-            0 if word is None else word.offset,
-            value,
-            inline_limit(),
-            None,
-        )
+        raised = _checked_signal(signal, self.peer)
+        return self.peer._core.write(list(local), [self._core] * len(places), places, raised)
 
     def read(self, local: Any, *, stream: Any = None) -> Transfer:
         """Starts to fill `local` from the start of this slice.
@@ -378,12 +359,11 @@ class RemoteRegion(MappedView):
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
                 as for `write`; also ValueError if `local` is read-only.
         """
-        order = None
-        if type(local) is not np.ndarray or stream is not None:
-            local, order = placed(local, stream, self._core.gpu)
-        return self._read_one(
-            local, self._core, self._offset, self.size_bytes, inline_limit(), order
-        )
+        core = self.peer._core
+        if type(local) is ndarray and stream is None:
+            return core.read_one(local, self._core, self._offset, self.size_bytes)
+        local, order = placed(local, stream, self._core.gpu)
+        return core.read_one(local, self._core, self._offset, self.size_bytes, order)
 
     def _transport(self) -> str:
         return self.peer.path.transport
@@ -571,16 +551,15 @@ class Prepared:
             order = on_stream(stream, self._gpu)
         elif self._gpu >= 0:
             order = current_stream(self._gpu)
-        if signal is None:
-            return self._core.start(indices, None, 0, 0, inline_limit(), order)
-        if not self._is_write:
+        if signal is not None and not self._is_write:
             raise ValueError("a read cannot signal; when it is complete, raise the word yourself")
-        word, value = _check_signal(signal, self.peer)
-        return self._core.start(indices, word._core, word.offset, value, inline_limit(), order)
+        return self._core.start(indices, _checked_signal(signal, self.peer), order)
 
 
-def _check_signal(signal: Any, peer: Peer) -> Signal:
-    """Checks a `signal=` argument and returns (word, value)."""
+def _checked_signal(signal: Any, peer: Peer) -> tuple[_core.RemoteRegion, int, int] | None:
+    """Checks a `signal=` argument; returns the word's region and offset, and the value."""
+    if signal is None:
+        return None
     try:
         word, value = signal
     except (TypeError, ValueError) as error:
@@ -595,4 +574,4 @@ def _check_signal(signal: Any, peer: Peer) -> Signal:
             f"the signal's word is at {word.peer.name!r} and the transfer goes to {peer.name!r}; "
             "they must be at the same peer"
         )
-    return word, word_value(value)
+    return word._core, word.offset, word_value(value)
