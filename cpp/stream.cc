@@ -18,10 +18,13 @@ constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round o
 constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
 constexpr uint64_t kTurnBytes = 2u << 20;  // sent of a large transfer before it is another's turn
 constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
-// While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for all
-// of a full chunk. There one wake-up costs more than copying while the rest arrives would save.
+// While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for
+// half of a full chunk, so that it is copied while the other half arrives. More wake-ups than that
+// cost a large transfer more than they save; one for all of it copies only when nothing arrives any
+// more.
 constexpr uint64_t kBatchAboveBytes = 16 << 10;
 constexpr uint64_t kWakeBytes = 256 << 10;
+constexpr uint64_t kHalfChunkBytes = kMaxChunkBytes / 2;
 constexpr uint64_t kFullChunkBytes = 768 << 10;
 
 }  // namespace
@@ -230,7 +233,7 @@ void Stream::on_ready(uint32_t events) {
 void Stream::batch_wakeups() {
   if (closed_) return;
   uint64_t left = parser_.payload_left();
-  uint64_t batch = parser_.payload_bytes() >= kFullChunkBytes ? kMaxChunkBytes : kWakeBytes;
+  uint64_t batch = parser_.payload_bytes() >= kFullChunkBytes ? kHalfChunkBytes : kWakeBytes;
   int want = left >= kBatchAboveBytes ? static_cast<int>(std::min(left, batch)) : 1;
   if (want == wake_bytes_) return;
   wake_bytes_ = want;
