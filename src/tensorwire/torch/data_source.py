@@ -209,7 +209,7 @@ class DataSource:
         if self._sampler is not None:
             reading = numbers_for(sources, own)
         elif self.shuffle:  # now: a DataLoader draws from the generator too
-            order = torch.randperm(len(self.dataset), generator=generator).tolist()
+            order = torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist()
         else:
             order = range(len(self.dataset))
         named: Callable[[Any], Any] | None = None
