@@ -62,7 +62,7 @@ class Dealing:
         """Returns how many steps so many items make, if the last batches are enough for one.
 
         Raises:
-            ValueError: none.
+            ValueError: they make no step, or too few for `accumulate`.
         """
         if items < self.slices and not self.batches:
             raise self._too_few(items)
@@ -82,7 +82,7 @@ class Dealing:
         """Yields the steps, each when the items of the one after it were read.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the items make no step, or too few for `accumulate`.
         """
         made, group = 0, []
         for step in self._dealt(iter(items)):  # begins when the first step is asked for
