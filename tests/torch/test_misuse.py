@@ -15,6 +15,7 @@ from team import Failure, Team
 from torch import nn
 
 import tensorwire.torch as tw
+from tensorwire.membership import LOST_MEMBER_CODE
 
 Case = Callable[..., None]
 
@@ -740,7 +741,7 @@ def test_mean_after_another_has_left(team: Team) -> None:
     assert (
         "has left the job, and others call mean(), sum(), barrier() or load()" in outcomes[0].text
     )
-    assert codes == [1]
+    assert codes == [LOST_MEMBER_CODE]
 
 
 def momentum_comes_later(job: tw.Job) -> None:
