@@ -89,6 +89,19 @@ def test_a_job_without_its_first_server_is_shown(log: JobLog) -> None:
     assert "checkpoint-000007" in shown()
 
 
+def test_the_age_of_a_job_when_the_clock_was_set_back(
+    log: JobLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: a job ran "for -7170 s"."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200)
+    (job,) = jobs()
+    assert 0 <= job["age_s"] < 100
+    text = shown()
+    assert "for -" not in text
+    assert ", for " in text
+
+
 def test_a_failed_job_is_a_few_lines(log: JobLog) -> None:
     log.add("member", kind="worker", index=0, pid=os.getpid())
     log.add("failed", text="worker 0 (pid 77) exited with code 3")

@@ -99,7 +99,7 @@ def _look(
     """
     job: dict[str, Any] = {"address": address}
     if known is not None:
-        job |= {"command": known.command, "started": known.started}
+        job |= _run_by(known)
     job |= _told_of(address, logs)
     here = {each.address: each for each in neighbours}
     try:
@@ -133,8 +133,14 @@ def _told_of(address: str, logs: Sequence[LoggedJob]) -> dict[str, Any]:
     for log in logs:
         if log.running and address in log.addresses:
             # A server that was replaced is younger than its job.
-            return {"command": log.command, "started": log.started, **_told(log)}
+            return {**_run_by(log), **_told(log)}
     return {}
+
+
+def _run_by(noted: RunningServer | LoggedJob) -> dict[str, Any]:
+    """Returns what a running job runs, and since when."""
+    age_s = time.monotonic() - noted.ticks if noted.ticks else None
+    return {"command": noted.command, "started": noted.started, "age_s": age_s}
 
 
 def _told(log: LoggedJob) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def _told(log: LoggedJob) -> dict[str, Any]:
 
 def _without_servers(log: LoggedJob) -> dict[str, Any]:
     """A job that runs, and of which no process is server 0 at this moment."""
-    about = {"address": log.addresses[0], "command": log.command, "started": log.started}
+    about = {"address": log.addresses[0], **_run_by(log)}
     error = "its server 0 is being replaced, or the job is about to end"
     return {**about, **_told(log), "error": error}
 
@@ -239,7 +245,7 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
             _show_members(job, console)
         _show_files(job, console)
         return
-    since = f", for {time.time() - job['started']:.0f} s" if "started" in job else ""
+    since = "" if job.get("age_s") is None else f", for {job['age_s']:.0f} s"
     command = f": {job['command']}" if job.get("command") else ""
     console.print(f"job at {job['address']}{since}{command}", markup=False, highlight=False)
     if "error" in job:

@@ -41,6 +41,7 @@ class RunningServer:
         door: where it listens for readers of parameters; "" if it lets none in.
         reading_secret: by which they may read, and no more; "" if the job has no secret.
         pids: the namespace in which `pid` is a process; "" if that is not known.
+        ticks: when it started, in seconds of this host's clock that is never set; 0: not known.
     """
 
     index: int
@@ -54,6 +55,7 @@ class RunningServer:
     door: str = ""
     reading_secret: str = ""
     pids: str = ""
+    ticks: float = 0.0
 
 
 @dataclass(frozen=True)

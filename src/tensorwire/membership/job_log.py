@@ -41,6 +41,7 @@ class _LogLine(TypedDict, total=False):
     pids: str
     command: str
     started: float
+    ticks: float
     durable: bool
     kind: str
     index: int
@@ -101,6 +102,7 @@ class LoggedJob:
         pids: the namespace of these numbers; "" if that is not known.
         command: what it was told to run.
         started: seconds since 1970.
+        ticks: the same in seconds of this host's clock that is never set; 0: not known.
         durable: whether members are replaced.
         addresses: of the servers.
         members: in the order in which they were started.
@@ -121,6 +123,7 @@ class LoggedJob:
     pids: str = ""
     command: str = ""
     started: float = 0.0
+    ticks: float = 0.0
     durable: bool = False
     addresses: list[str] = field(default_factory=list)
     members: list[LoggedMember] = field(default_factory=list)
@@ -144,7 +147,7 @@ class LoggedJob:
                 self.pids = line.get("pids", "")
                 self.job, self.launcher = line["job"], line["launcher"]
                 self.command, self.started = line["command"], line["started"]
-                self.durable = line["durable"]
+                self.durable, self.ticks = line["durable"], line.get("ticks", 0.0)
             case "member":
                 self.members.append(_member(line))
             case "server listens":
@@ -218,6 +221,7 @@ class JobLog:
             pids=pid_namespace(),
             command=command,
             started=time.time(),
+            ticks=time.monotonic(),
             durable=durable,
         )
 

@@ -210,6 +210,7 @@ def _tell_of_job(
         door=door.address if door else "",
         reading_secret=door.secret if door else "",
         pids=pid_namespace(),
+        ticks=time.monotonic(),
     )
     try:
         return JobFile(told)
