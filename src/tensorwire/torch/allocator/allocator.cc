@@ -111,6 +111,7 @@ bool is_accumulate_grad(const torch::autograd::Node& node) {
   return std::strcmp(typeid(node).name(), "N5torch8autograd14AccumulateGradE") == 0;
 }
 
+struct Context;
 struct Pool;
 
 struct Slot {
@@ -121,10 +122,10 @@ struct Slot {
   Pool* const pool;
   const void* const parameter;  // its TensorImpl, only to be compared; of a block null
   std::atomic<bool> held{false};
-  bool learned = false;    // there is a site
-  bool predicted = false;  // the last one was handed out because of a site
-  bool missed = false;     // its gradient may be elsewhere
-  bool touched = false;    // of a block: it has pages
+  std::vector<Context*> learned;  // where there is a site
+  bool predicted = false;         // the last one was handed out because of a site
+  bool missed = false;            // its gradient may be elsewhere
+  bool touched = false;           // of a block: it has pages
 };
 
 struct Class {
@@ -274,7 +275,9 @@ class SlotAllocator final : public c10::Allocator {
       const auto there = pool.slots.find(parameter);
       if (found != nullptr || there == pool.slots.end()) return;
       Slot* const slot = there->second;
-      if (slot->bytes == bytes && slot->missed && !slot->learned && is_free(*slot)) found = slot;
+      if (slot->bytes == bytes && slot->missed && slot->learned.empty() && is_free(*slot)) {
+        found = slot;
+      }
     });
     return found;
   }
@@ -334,10 +337,10 @@ void SlotAllocator::release_any(void* data) {
 }
 
 void forget(Slot& slot) {
-  slot.learned = false;
-  for (Context& context : contexts) {
-    std::erase_if(context.sites, [&](const Site& site) { return site.slot == &slot; });
+  for (Context* context : slot.learned) {
+    std::erase_if(context->sites, [&](const Site& site) { return site.slot == &slot; });
   }
+  slot.learned.clear();
 }
 
 void set_missed(Slot& slot, bool missed) {
@@ -523,7 +526,7 @@ EXPORT int tensorwire_allocator_learn(uint32_t number, void* data) {
       if (site.slot == &slot && site.ordinal == ordinal) return 0;
     }
     entry.context->sites.push_back({&slot, ordinal, 0});
-    slot.learned = true;
+    slot.learned.push_back(entry.context);
     return 0;
   }
   return 1;
