@@ -1,13 +1,19 @@
 """Workers that die: who takes their place, with what, how often, and how the job then ends."""
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import QUICK, Launched, Place, summary
+from launching import QUICK, Launched, Place, eventually, summary
+
+from tensorwire import _core
 
 WARM = {**QUICK, "standby_s": 1000.0, "goodbye_s": 10.0}
 
@@ -130,6 +136,53 @@ def test_progress_begins_the_count_again(place: Place) -> None:
     done = run(place, "become(); count(); term < 6 and die(); goodbye()", restarts=1)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is started again") == 6
+
+
+@contextlib.contextmanager
+def small_group(most: int) -> Iterator[Path]:
+    """A control group of `most` bytes of memory, to which a process can be added."""
+    places = [(Path(os.fsdecode(each[0])), each[2]) for each in _core.control_groups("memory")]
+    with contextlib.ExitStack() as undo:
+        for folder, version_2 in places:
+            group = folder / f"tensorwire-{os.getpid()}"
+            with contextlib.suppress(OSError), contextlib.ExitStack() as partly:
+                group.mkdir()
+                partly.callback(group.rmdir)
+                (group / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(
+                    str(most)
+                )
+                undo.push(partly.pop_all())
+                break
+        else:
+            pytest.skip("no control group of memory can be made here")
+        yield group
+        assert eventually(lambda: not (group / "cgroup.procs").read_text())
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_deaths_for_memory_end_the_job_despite_progress(place: Place, memory: bool) -> None:
+    """A worker gets further each time, and the group has no memory for it."""
+    text = "become(); count(); term < 4 or goodbye() or sys.exit(); "
+    text += "bytes(range(256)) * (4 << 20)" if memory else "die()"
+    with small_group(400 << 20) as group:
+        into = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
+        options = {"workers": 1, "durable": True, "patience": WARM, "restarts": 2}
+        done = subprocess.run(
+            ["sh", "-c", into, group, *place.command(place.script(KEPT + text), **options)],
+            env=place.environment(), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    if not memory:  # somebody has sent SIGKILL: progress begins the count again
+        assert done.returncode == 0, done.stderr
+        assert "memory" not in done.stderr
+        return
+    assert done.returncode == 128 + signal.SIGKILL
+    limit = f"the memory limit of the control group .*{group.name} is 400 MiB"
+    how = rf"was killed by SIGKILL \(memory ran out: {limit}; \d process.* killed for memory\)"
+    said = list(summary(done.stderr))
+    assert all(re.search(how, line) for line in said[:3]), said
+    assert "(restart 2)" in said[1]
+    after = "after it had been replaced 2 times; deaths for memory count despite progress"
+    assert f"{after} (give the job more memory, or let it use less" in said[2]
 
 
 @pytest.mark.parametrize(

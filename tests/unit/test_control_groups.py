@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tensorwire import _core
 from tensorwire.launch import JobSpec
+from tensorwire.launch.process import MemoryKills
 
 HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
@@ -135,6 +136,30 @@ def test_cpu_quota(
     assert _core.cpu_quota(system(tmp_path, groups, mounts, files)) == quota
 
 
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [("0::/a/b", "a/b/memory.events"), ("9:memory:/a/b\n0::/", "memory/a/b/memory.oom_control")],
+)
+def test_processes_killed_for_memory(tmp_path: Path, groups: str, file: str) -> None:
+    """Each one explains one death; what was before, and other groups, explain none."""
+    name = f"sys/fs/cgroup/{file}"
+    mounts = [V1.format(inside="/"), V2.format(inside="/")]
+
+    def killed(count: int) -> str:
+        content = f"oom {count + 7}\noom_kill {count}\noom_group_kill 0"
+        return system(tmp_path, groups, mounts, {name: content})
+
+    kills = MemoryKills(killed(3))
+    assert not kills.explains_death()
+    killed(5)
+    assert [kills.explains_death() for _ in range(3)] == [True, True, False]
+    assert kills.count == 2
+    (tmp_path / name).write_text("garbage")
+    assert not kills.explains_death()
+    (tmp_path / name).unlink()
+    assert not MemoryKills(str(tmp_path)).explains_death()
+
+
 def test_a_folder_of_any_name(tmp_path: Path) -> None:
     """The kernel writes a space of a mount's path as \\040, and a group's name in any bytes."""
     mounts = ["30 29 0:26 / /a\\040b rw - cgroup2 cgroup2 rw"]
@@ -241,6 +266,7 @@ with open(sys.argv[1], "w") as procs:
     procs.write(str(os.getpid()))
 import tensorwire as tw
 from tensorwire.launch import JobSpec
+from tensorwire.launch.process import MemoryKills
 from tensorwire.memory import cores, crowded
 from tensorwire.parameters import most_threads
 job = JobSpec(("-m", "this"), 1)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tensorwire import _core
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.output import Consumer, Stream
@@ -25,6 +26,46 @@ _HINTS: dict[int, str] = {
     signal.SIGBUS: "perhaps /dev/shm is full; df /dev/shm tells",
     signal.SIGSEGV: "native code crashed; PYTHONFAULTHANDLER=1 shows where",
 }
+_MEMORY_HINT = "give the job more memory, or let it use less: smaller batches, fewer workers"
+
+
+class MemoryKills:
+    """Counts the processes of this control group that the kernel has killed for memory.
+
+    The kernel counts before it kills, so the death of such a process is never seen too early.
+
+    Args:
+        root: where the files of the system are; "": the usual place.
+
+    Attributes:
+        count: how many were killed since this object was made, as of the last `explains_death`.
+    """
+
+    def __init__(self, root: str = "") -> None:
+        own: dict[bool, str] = {}  # the first of each version is the process's own group
+        for folder, _, version_2 in _core.control_groups("memory", root):
+            own.setdefault(version_2, os.fsdecode(folder))
+        self._files = [
+            Path(folder, "memory.events" if version_2 else "memory.oom_control")
+            for version_2, folder in own.items()
+        ]
+        self._before, self.count, self._explained = self._read(), 0, 0
+
+    def explains_death(self) -> bool:
+        """Counts a death by SIGKILL; returns whether the kernel has killed one more than known."""
+        self.count = self._read() - self._before
+        if self.count <= self._explained:
+            return False
+        self._explained += 1
+        return True
+
+    def _read(self) -> int:
+        total = 0
+        for file in self._files:
+            with contextlib.suppress(OSError, ValueError):
+                words = dict(line.split() for line in file.read_text().splitlines())
+                total += int(words.get("oom_kill", 0))
+        return total
 
 
 class Process:
@@ -39,6 +80,7 @@ class Process:
         command: the program, looked up in PATH, and its arguments.
         environment: all of it.
         guard: that ends its group if we cannot.
+        memory_kills: of the control group, which all processes of a job share.
         stdin: of the process; None gives it ours.
         stdout: takes what it prints; None gives it ours.
         stderr: the same for its errors.
@@ -57,6 +99,7 @@ class Process:
         streams: those that are open.
         code: None until `collect`; then its exit code, negative: the signal that killed it.
         told_to_end: whether we have sent it a signal to end, so that its end is no failure.
+        died_for_memory: whether the kernel killed it because memory ran out.
 
     Raises:
         OSError: it cannot be started; nothing is left of it.
@@ -69,6 +112,7 @@ class Process:
         command: Sequence[str],
         environment: Mapping[str, str],
         guard: Guard,
+        memory_kills: MemoryKills,
         *,
         stdin: int | None,
         stdout: Consumer | None,
@@ -80,8 +124,9 @@ class Process:
     ) -> None:
         self.rename(kind, index)
         self.code: int | None = None
-        self.told_to_end = False
-        self._fenced = ""
+        self.told_to_end = self.died_for_memory = False
+        self._memory_kills = memory_kills
+        self._fenced = self._memory = ""
         self.streams: list[Stream] = []
         self._guard = guard
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
@@ -193,6 +238,15 @@ class Process:
         self._kill_group()  # before it is waited for: until then its number cannot be another's
         self._close_streams(finish=True)
         self.code = self._popen.wait()
+        killed_by_others = self.code == -signal.SIGKILL and not (self.told_to_end or self._fenced)
+        if killed_by_others and self._memory_kills.explains_death():
+            self.died_for_memory = True
+            most, of = _core.memory_limit()
+            killed = self._memory_kills.count
+            self._memory = (
+                f" (memory ran out: {of} is {most >> 20} MiB; {killed} "
+                f"{'process was' if killed == 1 else 'processes were'} killed for memory)"
+            )
         os.close(self.pidfd)
         self._guard.forget(self.pid)
 
@@ -206,11 +260,13 @@ class Process:
             return f"exited with code {self.code}"
         if self._fenced:
             return self._fenced
-        return f"was killed by {signal_name(-self.code)}"
+        return f"was killed by {signal_name(-self.code)}{self._memory}"
 
     def hint(self) -> str:
         """What may be behind its end, "" if nothing is known."""
-        return "" if self.code is None or self._fenced else _HINTS.get(-self.code, "")
+        if self.code is None or self._fenced:
+            return ""
+        return _MEMORY_HINT if self.died_for_memory else _HINTS.get(-self.code, "")
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

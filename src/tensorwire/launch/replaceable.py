@@ -12,6 +12,7 @@ class Replaceable(Protocol):
     index: int
     name: str
     pid: int
+    died_for_memory: bool
 
     @property
     def killed(self) -> bool:

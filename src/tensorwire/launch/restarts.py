@@ -43,7 +43,7 @@ class _Member:
         arguments: a server's options, those of every successor too.
         term: how often it was replaced.
         restarts: how often of these because a process had died.
-        deaths: in a row without progress between them.
+        deaths: in a row without progress between them, or for memory.
         reached: its progress at the last death.
         successor: a server's process that is to take over, until it has.
         until: when it must have.
@@ -317,7 +317,9 @@ class Restarts:
         """Counts the death of a member, and says whether it is replaced once more."""
         for member in self._members_of(process).values():
             reached = member.keeper.progress()
-            member.deaths = 1 if reached > member.reached else member.deaths + 1
+            # What ran out of memory once does so again, however far it gets between.
+            again = reached <= member.reached or process.died_for_memory
+            member.deaths = member.deaths + 1 if again else 1
             member.reached = reached
         if self._deaths(process) > self._job.restarts:
             return False
@@ -325,7 +327,7 @@ class Restarts:
         return True
 
     def _deaths(self, process: Replaceable) -> int:
-        """In a row without progress, of the member that has got furthest since."""
+        """Those that count in a row, of the member that has got furthest since."""
         return min(each.deaths for each in self._members_of(process).values())
 
     def replace(
@@ -434,6 +436,8 @@ class Restarts:
             return "and no worker is left to go on for it"
         member = next(iter(self._members_of(process).values()))
         times = f"{member.restarts} time{'s' if member.restarts > 1 else ''}"
+        if process.died_for_memory:
+            return f"after it had been replaced {times}; deaths for memory count despite progress"
         last = "" if member.restarts == self._job.restarts else f", the last {self._job.restarts}"
         return f"after it had been replaced {times}{last} without getting any further"
 

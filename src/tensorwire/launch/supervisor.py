@@ -25,7 +25,7 @@ from tensorwire.launch.escalation import Escalation, passed
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
-from tensorwire.launch.process import Process, check_pidfd, signal_name
+from tensorwire.launch.process import MemoryKills, Process, check_pidfd, signal_name
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.restarts import Restarts, many_files
@@ -80,14 +80,9 @@ class Supervisor:
         self._addresses: list[str] = []  # of all servers
         self._screen = Screen(prefix, self.program)
         self._say = self._screen.say
-        self._restarts = Restarts(
-            job,
-            self._patience,
-            self._start_standby,
-            self._start_worker,
-            self._say,
-            self._note_grant,
-        )
+        self._memory_kills = MemoryKills()
+        start = self._start_standby, self._start_worker
+        self._restarts = Restarts(job, self._patience, *start, self._say, self._note_grant)
         self._silence = Silence(job.silence_s, self._say)
         self._workers_left = job.members  # to be started
         self._failure: tuple[str, int] | None = None
@@ -100,8 +95,7 @@ class Supervisor:
         self._reports = Reports()
         self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
-        stuck_s = self._patience.stuck_s
-        self._stragglers = Stragglers(self._restarts, self._reports, stuck_s)
+        self._stragglers = Stragglers(self._restarts, self._reports, self._patience.stuck_s)
 
     def run(self) -> int:
         """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
@@ -252,6 +246,7 @@ class Supervisor:
             command,
             environment,
             self._guard,
+            self._memory_kills,
             stdin=None if is_first else subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -49,11 +49,12 @@ class Visitor:
         kind: "worker".
         index, pid, pidfd: as given.
         name: such as "worker 0".
-        killed: nobody here can know how it ended.
+        killed, died_for_memory: nobody here can know how it ended.
     """
 
     kind = "worker"
     killed = True
+    died_for_memory = False
 
     def __init__(self, index: int, pid: int, pidfd: int) -> None:
         self.index, self.pid, self.pidfd = index, pid, pidfd
