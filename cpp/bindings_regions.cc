@@ -121,6 +121,12 @@ void bind_regions(nb::module_& m) {
   nb::class_<LocalMemory>(m, "LocalMemory", exporter<LocalMemory>())
       .def(nb::init<uint64_t>(), "size_bytes"_a)
       .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
+  m.def(
+      "memory_file",
+      [](const std::string& name, uint64_t size) {
+        return memory_file(name.c_str(), size).release();
+      },
+      "name"_a, "size_bytes"_a, "A memfd without pages that can be sealed, as a descriptor.");
   nb::class_<View>(m, "View", exporter<View>())
       .def_prop_ro("address",
                    [](const View& v) { return reinterpret_cast<uint64_t>(v.mapping->data()); })

@@ -55,6 +55,27 @@ size_t page_bytes() {
 
 size_t whole_pages(size_t size) { return (size + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
+Descriptor memory_file(const char* name, size_t size) {
+  Descriptor memory(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory) {
+    int error = errno;
+    std::string why = system_message("cannot allocate shared memory", error);
+    if (error == EMFILE || error == ENFILE) {
+      throw Error(Code::kBusy, why + "; each region takes a descriptor");
+    }
+    if (error == ENOMEM) throw Error(Code::kNoMemory, why);
+    throw Error(Code::kUnavailable,
+                why +
+                    " (memfd_create); the seccomp profile of the container has to allow it. A "
+                    "Node whose transports are tcp alone does without, training does not");
+  }
+  if (::ftruncate(memory.get(), static_cast<off_t>(size)) != 0) {
+    throw Error(Code::kNoMemory,
+                system_message("cannot size a memfd to " + std::to_string(size) + " bytes", errno));
+  }
+  return memory;
+}
+
 void ask_for_large_pages(void* memory, size_t size) {
   if (size < kLargePageBytes) return;
   auto start = whole_pages(reinterpret_cast<size_t>(memory));
@@ -85,18 +106,7 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool later
     result->map(-1, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
     return result;
   }
-  Descriptor memory(::memfd_create("tensorwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!memory) {
-    bool full = errno == EMFILE || errno == ENFILE;
-    throw Error(full ? Code::kBusy : Code::kNoMemory,
-                system_message("cannot allocate shared memory", errno) +
-                    (full ? " (each region takes a descriptor; see ulimit -n)" : ""));
-  }
-  if (::ftruncate(memory.get(), static_cast<off_t>(pages)) != 0) {
-    throw Error(
-        Code::kNoMemory,
-        system_message("cannot size a memfd to " + std::to_string(pages) + " bytes", errno));
-  }
+  Descriptor memory = memory_file("tensorwire", pages);
   result->map(memory.get(), pages, PROT_READ | PROT_WRITE, MAP_SHARED);
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | (later_writes ? 0 : F_SEAL_FUTURE_WRITE) | F_SEAL_SEAL;
   if (::fcntl(memory.get(), F_ADD_SEALS, seals) != 0) {

@@ -20,10 +20,15 @@ size_t whole_pages(size_t size);  // rounded up to them
 // them. Any address.
 void ask_for_large_pages(void* memory, size_t size);
 
+// A memfd of that size, in bytes, without pages, that can be sealed. Throws kNoMemory, kBusy (no
+// descriptor), kUnavailable (the system refuses it). Any thread.
+Descriptor memory_file(const char* name, size_t size);
+
 class Mapping {
  public:
   // Zeroed memory of this process. Shareable memory is a memfd that can neither shrink nor grow;
-  // unless later mappings of it may be written, it is sealed against them. Throws kNoMemory.
+  // unless later mappings of it may be written, it is sealed against them. Throws kNoMemory, kBusy,
+  // kUnavailable.
   static std::shared_ptr<Mapping> create(size_t size, bool shareable, bool later_writes);
 
   // Maps memory that a peer made; the descriptor stays the caller's. Verified first: a memfd on

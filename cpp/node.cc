@@ -54,7 +54,8 @@ Node::Node(NodeOptions options)
     : options_(std::move(options)),
       epoch_(fork::epoch()),
       incarnation_(options_.incarnation != 0 ? options_.incarnation : random_id()) {
-  fabric_.progress = std::make_shared<Progress>();
+  fabric_.shareable = (options_.transports & kShmBit) != 0;
+  fabric_.progress = std::make_shared<Progress>(fabric_.shareable);
   fabric_.traffic = std::make_shared<Traffic>();
   fabric_.gpu_queue = std::make_shared<GpuQueue>(fabric_.progress);
   fabric_.gpu_traffic = std::make_shared<GpuTraffic>();
@@ -69,7 +70,6 @@ Node::Node(NodeOptions options)
   });
   fabric_.regions = regions_.get();
   fabric_.quota_bytes = options_.quota_bytes;
-  fabric_.shareable = (options_.transports & kShmBit) != 0;
   fabric_.incarnation = incarnation_;
   fabric_.free_region = [this](const std::shared_ptr<Region>& region) { free_here(region); };
 }

@@ -55,7 +55,7 @@ inline void relax() {
 
 Doorbell::Doorbell(Progress& progress)
     : progress_(progress), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
+  if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno));
 }
 
 std::shared_ptr<Doorbell> Doorbell::hang(Progress& progress) {
@@ -80,8 +80,8 @@ void Notifier::drain() {
   ::eventfd_read(event_.get(), &count);
 }
 
-Progress::Progress()
-    : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
+Progress::Progress(bool shareable)
+    : page_mapping_(Mapping::create(sizeof(NodePage), shareable, false)),
       page_(new (page_mapping_->data()) NodePage),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       kick_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),

@@ -89,7 +89,8 @@ class Doorbell : public Handler {
 
 class Progress {
  public:
-  Progress();
+  // shareable: peers can map its page.
+  explicit Progress(bool shareable = true);
   ~Progress();  // stop() must have been called, or the process forked
   void stop();
 

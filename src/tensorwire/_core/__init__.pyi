@@ -169,6 +169,9 @@ class LocalMemory:
 
     def map_private(self) -> PrivateMapping: ...
 
+def memory_file(name: str, size_bytes: int) -> int:
+    """A memfd without pages that can be sealed, as a descriptor."""
+
 class View:
     @property
     def address(self) -> int: ...

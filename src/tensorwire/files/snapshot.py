@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.errors import ClosedError
-from tensorwire.memory import RemoteRegion
+from tensorwire.memory import RemoteRegion, memory_file
 from tensorwire.parameters import Bytes
 from tensorwire.parameters.model_file import FileRange, ModelFile, held_bytes, model_file
 from tensorwire.parameters.reading import Ask, Copied, parts_of
@@ -166,9 +166,8 @@ class ReaderSnapshot:
 
     def sealed_copy(self) -> int:
         """A memfd with the model file, sealed against every change; the caller closes it."""
-        descriptor = os.memfd_create("model.safetensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = memory_file("model.safetensors", self.size_bytes)
         try:
-            os.ftruncate(descriptor, self.size_bytes)
             with mmap.mmap(descriptor, self.size_bytes) as memory:
                 target = np.frombuffer(memory, np.uint8)
                 self.read_into(target)

@@ -20,7 +20,7 @@ from .node import Node, wait_all
 from .path import Path
 from .path_warning import PathWarning
 from .peer import Peer, Prepared, RemoteRegion, RemoteWord
-from .private import PrivateMapping, local_memory
+from .private import PrivateMapping, local_memory, memory_file
 from .region import Region, Word
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "crowded",
     "local_memory",
     "mailbox_bytes",
+    "memory_file",
     "put_rows",
     "same_bytes",
     "take_rows",

@@ -82,11 +82,22 @@ def told_by_kernel() -> bool:
     return _core.PrivateMapping.told_by_kernel
 
 
+def memory_file(name: str, size_bytes: int) -> int:
+    """Makes a memfd that has no pages yet and can be sealed; the caller closes it.
+
+    Raises:
+        MemoryError, BusyError, UnavailableError: see `local_memory`.
+    """
+    descriptor: int = _core.memory_file(name, size_bytes)
+    return descriptor
+
+
 def local_memory(size_bytes: int) -> tuple[NDArray[Any], PrivateMapping]:
     """Zeroed memory of this process, as uint8, and a private mapping of it; on page boundaries.
 
     Raises:
         MemoryError, BusyError: no memory, or no descriptor for it.
+        UnavailableError: the system refuses memfd_create; the message says what to do.
     """
     memory: Any = _core.LocalMemory(size_bytes)
     private = PrivateMapping(memory.map_private())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tensorwire.errors import ClosedError, UnavailableError
+from tensorwire.errors import ClosedError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Region
 from tensorwire.memory.lent import LentRegion
 
@@ -305,7 +305,7 @@ class Lending:
         """A thread makes memory for the next snapshot, while the job computes."""
         self._close_spare()
         if not self._closed:
-            with contextlib.suppress(OSError):  # no descriptor is left
+            with contextlib.suppress(TensorwireError, MemoryError):  # a snapshot finds out
                 self._spare = SpareMemory(size_bytes, self._budget.spend)
 
     def _take_spare(self, size_bytes: int) -> int | None:

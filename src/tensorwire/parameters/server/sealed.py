@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tensorwire import _core
-from tensorwire.memory import Node
+from tensorwire.memory import Node, memory_file
 from tensorwire.memory.lent import LentRegion
 
 from ..messages import Bytes
 from .room import check_room
-from .spare import memory_file, whole_pages
+from .spare import whole_pages
 
 _CHUNK_BYTES = 8 << 20
 _BLOCK_BYTES = 512  # of st_blocks
@@ -58,7 +58,8 @@ class SealedMemory:
         spare: int | None = None,
     ) -> None:
         self.size_bytes, self.descriptor = size_bytes, -1
-        writing = memory_file(whole_pages(size_bytes)) if spare is None else spare
+        pages = whole_pages(size_bytes)
+        writing = memory_file("tensorwire snapshot", pages) if spare is None else spare
         try:
             limit, what = _core.memory_limit()
             if size_bytes > limit:

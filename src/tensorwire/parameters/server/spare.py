@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from tensorwire.memory import memory_file
+
 from .room import check_room
 
 KEEP_S = 20.0
@@ -27,7 +29,7 @@ class SpareMemory:
         keep_s: how long it is there.
 
     Raises:
-        OSError: no descriptor is left.
+        BusyError, MemoryError, UnavailableError: see `memory_file`.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class SpareMemory:
         self.size_bytes = whole_pages(size_bytes)
         self._spend, self._keep_s = spend, keep_s
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._descriptor = memory_file(self.size_bytes)
+        self._descriptor = memory_file("tensorwire snapshot", self.size_bytes)
         self._thread = threading.Thread(target=self._run, name="tensorwire-spare", daemon=True)
         self._thread.start()
 
@@ -78,17 +80,6 @@ class SpareMemory:
             pass  # a snapshot then finds out whether there is memory for it
         finally:
             self.close()
-
-
-def memory_file(size_bytes: int) -> int:
-    """A memfd of that size that has no pages yet, and can be sealed."""
-    descriptor = os.memfd_create("tensorwire snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def whole_pages(size_bytes: int) -> int:
