@@ -137,7 +137,10 @@ void check_room(std::span<const uint8_t, kHelloBytes> bytes, const std::string& 
     return;  // whoever reads it says what is wrong
   }
   if (hello.kind != HelloKind::kBusy) return;
-  throw TurnedAway{false, Error(Code::kBusy, where + " has no room for another handshake now")};
+  throw TurnedAway{
+      false,
+      Error(Code::kBusy, where + " has no room for another handshake now: too many are under "
+                                 "way, or it has no descriptors left (ulimit -n there)")};
 }
 
 // Everything up to the welcome; both sides have proved the secret afterwards.
@@ -278,11 +281,16 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
   me.kind = HelloKind::kClient;
   me.has_secret = !secret.empty();
   int silent = 0;
+  std::string told;  // why it was turned away last
   for (double pause_s = kLeastPauseS;; pause_s = std::min(2 * pause_s, kMostPauseS)) {
     try {
       return connect_once(host, port, where, me, secret, require, refused, peer_timeout_s, deadline,
                           interrupted);
+    } catch (const Error& error) {
+      if (error.code() != Code::kTimeout || told.empty()) throw;
+      throw Error(Code::kTimeout, told);
     } catch (const TurnedAway& away) {
+      if (!away.silent) told = away.error.what();
       if (away.silent && ++silent == kSilentTries) throw away.error;
       if (deadline.passed()) throw Error(Code::kTimeout, away.error.what());
       pause(pause_s, deadline, interrupted);

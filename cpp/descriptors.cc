@@ -51,7 +51,7 @@ uint64_t bind_to_name(int socket) {
 
 Descriptor open_socket() {
   Descriptor made(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!made) throw Error(Code::kBusy, system_message("socket", errno) + "; see ulimit -n");
+  if (!made) throw Error(Code::kBusy, system_message("socket", errno));
   return made;
 }
 
@@ -90,8 +90,7 @@ DescriptorMessage::DescriptorMessage(int socket) {
   if (sender == nullptr || sender->uid != ::geteuid()) {
     status_ = {Code::kUnavailable, "it runs as another user"};
   } else if (message.msg_flags & MSG_CTRUNC) {
-    status_ = {Code::kBusy,
-               system_message("cannot receive shared memory", EMFILE) + "; see ulimit -n"};
+    status_ = {Code::kBusy, system_message("cannot receive shared memory", EMFILE)};
   } else if (static_cast<size_t>(size) != sizeof(Header)) {
     status_ = {Code::kInvalid, "a message with descriptors of a wrong size"};
   } else {

@@ -46,7 +46,7 @@ void GpuQueue::start() {
   if (started_) return;
   auto wake = std::make_shared<Wake>();
   wake->event = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!wake->event) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
+  if (!wake->event) throw Error(Code::kBusy, system_message("eventfd", errno));
   wake_ = std::move(wake);
   bool taken = progress_->post([self = shared_from_this()] {
     if (!self->stopped_) self->progress_->drive(self, false);

@@ -249,6 +249,7 @@ Listener::Listener(std::shared_ptr<Progress> progress, Descriptor listening)
 
 void Listener::start(Options options) {
   options_ = std::move(options);
+  keep_spare();
   progress_->watch(tcp_.get(), EPOLLIN, shared_from_this());
 }
 
@@ -288,6 +289,7 @@ void Listener::on_ready(uint32_t) {
       if (out && ::poll(&queue, 1, 0) > 0) {
         // Out of descriptors: close the door for a moment instead of turning round it.
         make_room();
+        refuse_one();
         progress_->change(tcp_.get(), 0);
         progress_->after(0.1, [weak = weak_from_this()] {
           auto self = weak.lock();
@@ -309,6 +311,22 @@ void Listener::on_ready(uint32_t) {
     }
     if (!timing_) time_out();
   }
+}
+
+void Listener::keep_spare() {
+  if (!spare_) spare_ = Descriptor(::fcntl(tcp_.get(), F_DUPFD_CLOEXEC, 0));
+}
+
+// The process has no descriptor left: whoever waits longest at the door is told so.
+void Listener::refuse_one() {
+  spare_.reset();
+  if (Descriptor socket{::accept4(tcp_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)}) {
+    Hello busy = options_.me;
+    busy.kind = HelloKind::kBusy;
+    auto bytes = busy.encode();
+    (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+  keep_spare();
 }
 
 void Listener::make_room() {
@@ -347,6 +365,7 @@ void Listener::close() {
   closed_ = true;
   progress_->unwatch(tcp_.get());
   tcp_.reset();
+  spare_.reset();
   while (!strangers_.empty()) std::shared_ptr<Stranger>(strangers_.front())->end();
 }
 

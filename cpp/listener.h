@@ -67,6 +67,8 @@ class Listener : public Handler, public std::enable_shared_from_this<Listener> {
   class Stranger;
   friend class Stranger;
 
+  void keep_spare();
+  void refuse_one();
   void make_room();
   void forget(Stranger& stranger);
   void time_out();
@@ -76,6 +78,7 @@ class Listener : public Handler, public std::enable_shared_from_this<Listener> {
   Options options_;
   uint16_t port_ = 0;
   Descriptor tcp_;
+  Descriptor spare_;  // given up for who comes when the process has no descriptor left
   // Driving thread only.
   bool closed_ = false, timing_ = false;
   size_t proven_ = 0;                               // strangers that have proved the secret
