@@ -101,7 +101,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
     with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         array = np.ones(rpc_serving.SIZE)
-        call(rpc.tensor(array, owner=array.base))
+        call(rpc.tensor(array, owner=array.base), timeout=60)
         stop_process(process)
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as caught:
