@@ -306,9 +306,9 @@ def test_many_descriptors_are_handed_over_again_and_again(place: Place) -> None:
 
 MISTAKES = {
     "nothing": "a message has no key: '{}'",
-    "no-json": "a message is no JSON: 'keep this",
-    "deep": "a message is no JSON: '[[[",
-    "no-object": "a message is no object: '[1]'",
+    "no-json": "a message makes no sense: 'utf-8' codec can't decode byte 0xff",
+    "deep": "a message makes no sense: it is nested too deeply: '[[[",
+    "no-object": "a message makes no sense: it is [1], not an object: '[1]'",
     "no-descriptor": "a keep of 'a' came with 0 descriptors",
     "two-descriptors": "a keep of 'a' came with 2 descriptors",
     "a-drop-with-one": "a drop of 'numbers' came with 1 descriptors",
