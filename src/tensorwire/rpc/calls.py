@@ -113,26 +113,30 @@ class Overdue(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
     __str__ = __repr__
 
 
-def outcome(call: Any, left_s: float | None) -> Any:
+def outcome(call: Any, left_s: float | None, *, with_call: bool = False) -> Any:
     """Waits for a future of grpcio that nobody else has, and gives back its result.
 
     Args:
         call: the future.
         left_s: seconds to its deadline; None: it has none.
+        with_call: give back the result and the future.
 
     Raises:
         grpc.RpcError: the call has failed, or met its deadline.
     """
     try:
-        return call.result(None if left_s is None else max(left_s, 0.0) + GRACE_S)
+        answer = call.result(None if left_s is None else max(left_s, 0.0) + GRACE_S)
     except grpc.FutureTimeoutError:
         call.cancel()
         raise Overdue() from None
-    except grpc.RpcError:
-        raise
+    except grpc.RpcError as error:
+        # The future is its own error: a frame that has both is a cycle, which keeps the requests.
+        del call
+        raise error.with_traceback(None) from None
     except BaseException:
         call.cancel()
         raise
+    return (answer, call) if with_call else answer
 
 
 class Resent(grpc.Call, grpc.RpcError):

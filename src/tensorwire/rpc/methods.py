@@ -208,8 +208,9 @@ class Method:
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
         left_s = max(until - time.monotonic(), 0.001)
         inner = self._channel.inner.unary_unary(OPEN)
-        call = inner.future(request, timeout=left_s, wait_for_ready=wait_for_ready)
-        answer: bytes = outcome(call, left_s)
+        answer: bytes = outcome(
+            inner.future(request, timeout=left_s, wait_for_ready=wait_for_ready), left_s
+        )
         return answer
 
     def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
@@ -324,9 +325,7 @@ def _in_time(inner: Any, given: tuple[Any, ...], is_kept: bool, *, with_call: bo
     """
     if not is_kept:
         return (inner.with_call if with_call else inner)(*given)
-    future = inner.future(*given)
-    answer = outcome(future, given[1])
-    return (answer, future) if with_call else answer
+    return outcome(inner.future(*given), given[1], with_call=with_call)
 
 
 def call_is_confirmed(link: CallLink) -> bool:
@@ -477,9 +476,8 @@ class _StreamRequest(Method):
             if options.timeout is None:
                 answer = (self._inner.with_call if with_call else self._inner)(*given)
             else:  # grpcio may keep the thread that waits in there
-                future = self._inner.future(*given)
-                answer = outcome(future, options.timeout)
-                answer = (answer, future) if with_call else answer
+                future = self._inner.future
+                answer = outcome(future(*given), options.timeout, with_call=with_call)
         except BaseException as error:
             ended = True
             self._end(link, False, error.code() if isinstance(error, grpc.Call) else None)
