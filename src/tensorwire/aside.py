@@ -177,7 +177,7 @@ def _missing_line(count: int) -> bytes:
 
 
 class _AsideFile(io.BufferedIOBase):
-    """What `sys.stdout` or `sys.stderr` writes to."""
+    """The file to which `sys.stdout` or `sys.stderr` writes."""
 
     def __init__(self, descriptor: int, aside: Aside[bytes]) -> None:
         self._descriptor, self._aside = descriptor, aside

@@ -184,7 +184,7 @@ def _of_log(log: LoggedJob) -> dict[str, Any]:
 
 
 def _state(pid: int, log: LoggedJob) -> str:
-    """That of a process of a job whose launcher lives.
+    """Returns the state of a process of a job whose launcher lives.
 
     Where it is not in the process table of this one, its launcher knows whether it has ended.
     """
@@ -198,7 +198,7 @@ def _state(pid: int, log: LoggedJob) -> str:
 
 
 def _is_here(pids: str) -> bool:
-    """Whether numbers of processes of this namespace mean the same here; "": it is not known."""
+    """Tells whether a process number means the same here as there; "": it is not known."""
     return pids in ("", pid_namespace())
 
 

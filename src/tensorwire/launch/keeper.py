@@ -40,7 +40,7 @@ _CHANGES = {ChangeWord.AT, ChangeWord.SWITCHED, ChangeWord.READY, ChangeWord.JOI
 
 
 class _MemberSays(TypedDict, total=False):
-    """What members say; docs/launch.md has which keys go together."""
+    """A message of a member; docs/launch.md has which keys go together."""
 
     keep: str
     about: Any

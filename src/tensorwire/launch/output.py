@@ -51,7 +51,7 @@ class Output:
 
     @property
     def pending(self) -> bool:
-        """Whether something is not written yet."""
+        """Tells whether something is not written yet."""
         return self._writer is not None and self._writer.waiting > 0
 
     @property
@@ -71,7 +71,7 @@ class Output:
         poll.register(self._written, select.POLLIN)
 
     def note_ready(self) -> None:
-        """What is written from now on is ready once more."""
+        """Takes back that the output was ready, for what is written from now on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._written)
 

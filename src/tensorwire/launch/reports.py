@@ -57,7 +57,7 @@ class Reports:
         return next(own, "")
 
     def is_consequence(self, process: Process) -> bool:
-        """Whether a process that has ended says that it did because another one had failed."""
+        """Tells whether an ended process reports that another one had failed before."""
         if process.kind == "server":
             return process.code == LOST_MEMBER_CODE
         return self.has(process.name) and self._failures[process.name].consequence

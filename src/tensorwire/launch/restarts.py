@@ -327,7 +327,7 @@ class Restarts:
         return True
 
     def _deaths(self, process: Replaceable) -> int:
-        """Those that count in a row, of the member that has got furthest since."""
+        """Returns the deaths in a row of that member which has the fewest: it got furthest."""
         return min(each.deaths for each in self._members_of(process).values())
 
     def replace(
