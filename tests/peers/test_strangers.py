@@ -173,13 +173,13 @@ def test_a_member_does_not_hold_up_a_node(victim: Victim, place: str) -> None:
                     peer.goes_on()
 
 
-@pytest.fixture
-def few_descriptors() -> Iterator[None]:
-    """This process may have 160, so that 40 may be held up."""
+def victim_with_few(channel: Channel, secret: bytes) -> None:
+    """Process function: may have 160 descriptors, so that 40 may be held up."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (160, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with Node("victim", secret=secret) as victim:
+        channel.send(victim.address)
+        channel.recv(None)
 
 
 def give_ever_more(channel: Channel, address: str) -> None:
@@ -200,14 +200,16 @@ def give_ever_more(channel: Channel, address: str) -> None:
         channel.recv(None)
 
 
-def test_members_cannot_hold_up_ever_more_threads(few_descriptors: None) -> None:
+def test_members_cannot_hold_up_ever_more_threads() -> None:
     """Named for a bug: each such connection held a thread and a descriptor, without a limit."""
-    with PeerGroup() as group, Node("victim", secret=SECRET) as victim:
-        member = group.start(give_ever_more, victim.address)
+    with PeerGroup() as group:
+        victim = group.start(victim_with_few, SECRET)
+        address = victim.recv(50)
+        member = group.start(give_ever_more, address)
         assert member.recv(50) == "given"
         with Node("late", secret=SECRET) as node:
             with pytest.warns(PathWarning, match="is reached by tcp"):
-                path = node.connect(victim.address).path
+                path = node.connect(address).path
             assert path.transport == "tcp"
             assert "too many descriptors that do not close" in path.reason
         member.send("enough")
@@ -215,12 +217,14 @@ def test_members_cannot_hold_up_ever_more_threads(few_descriptors: None) -> None
         with Node("later", secret=SECRET) as node:
 
             def is_shm() -> bool:
-                peer = node.connect(victim.address)
+                peer = node.connect(address)
                 transport = peer.path.transport
                 peer.close()
                 return transport == "shm"
 
             eventually(is_shm, "shm is back")
+        victim.send("enough")
+        victim.result(50)
 
 
 def test_a_grant_that_blocks(victim: Victim) -> None:

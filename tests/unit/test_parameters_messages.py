@@ -61,7 +61,7 @@ def test_bytes_are_a_commit_or_an_error(data: bytes) -> None:
     except ValueError:
         return
     assert commit.operation in OPERATION_NAMES
-    assert 0 < commit.weight < math.inf
+    assert 0 <= commit.weight < math.inf
     assert commit.max_norm > 0
 
 
@@ -69,7 +69,7 @@ def test_bytes_are_a_commit_or_an_error(data: bytes) -> None:
     "change",
     [
         {"operation": 0},
-        {"weight": 0.0},
+        {"weight": -1.0},
         {"weight": math.nan},
         {"weight": math.inf},
         {"max_norm": 0.0},
