@@ -14,7 +14,7 @@ from ends import RUNTIME_SHM, RUNTIME_TCP, SHM, TCP, Methods
 from test_rpc_conformance import SS, SU, US, UU
 
 from tensorwire import rpc
-from tensorwire.rpc import tensors
+from tensorwire.rpc.payload import tensors
 
 BIG = bytes(range(256)) * 1200
 TENSORS = {

@@ -18,7 +18,7 @@ from test_rpc_conformance import SS, SU, US, UU
 from test_rpc_details import BareHandler
 
 from tensorwire import StaleHandleError, rpc
-from tensorwire.rpc.tensors import delivered
+from tensorwire.rpc.payload.tensors import delivered
 
 __all__ = ["run"]  # a fixture
 

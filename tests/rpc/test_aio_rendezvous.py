@@ -29,9 +29,9 @@ from test_rpc_rendezvous import (
 )
 
 from tensorwire import rpc
-from tensorwire.rpc import outgoing, rendezvous
-from tensorwire.rpc.attachment import THRESHOLDS
-from tensorwire.rpc.threshold import LEAST_BYTES
+from tensorwire.rpc.payload import outgoing, rendezvous
+from tensorwire.rpc.payload.attachment import THRESHOLDS
+from tensorwire.rpc.payload.threshold import LEAST_BYTES
 
 CHUNK = 1 << 16
 SIZES = (999, 1000, CHUNK, CHUNK + 1, 5 * CHUNK + 123)

@@ -25,9 +25,9 @@ from test_rpc_runtime import TO_CLIENT
 from test_rpc_runtime_streams import TO_SERVER
 
 from tensorwire import rpc
-from tensorwire.rpc import tensors
+from tensorwire.rpc.asyncio.runtime_context import AioContext
+from tensorwire.rpc.payload import tensors
 from tensorwire.rpc.runtime import frames, line, ring
-from tensorwire.rpc.runtime.aio_context import AioContext
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 

@@ -14,7 +14,7 @@ from grpc._cython.cygrpc import ExecuteBatchError
 from test_aio import BIG, FOUR, echo, echo_all, items, run, runner
 from test_rpc_conformance import SS, SU, US, UU, fault
 
-from tensorwire.rpc.runtime.aio_context import AioContext, SyncContext
+from tensorwire.rpc.asyncio.runtime_context import AioContext, SyncContext
 
 __all__ = ["run"]  # a fixture
 

@@ -16,7 +16,7 @@ from ends import stop_process
 from test_rpc_conformance import wait_for
 
 from tensorwire import rpc
-from tensorwire.rpc import tensors
+from tensorwire.rpc.payload import tensors
 
 SCRIPT = Path(rpc_serving.__file__)
 TYPES = rpc_serving.TYPES

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tensorwire import Node, TimeoutError
-from tensorwire.rpc import leases
-from tensorwire.rpc.leases import SLOTS, Lease, LeasePool
+from tensorwire.rpc.payload import leases
+from tensorwire.rpc.payload.leases import SLOTS, Lease, LeasePool
 
 KIB64 = 1 << 16
 

@@ -20,7 +20,7 @@ from ends import Methods  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc import tensors  # noqa: E402
+from tensorwire.rpc.payload import tensors  # noqa: E402
 from tensorwire.testing.leaks import Footprint  # noqa: E402
 
 CALLS = int(os.environ.get("CALLS", "25000"))  # of each of the four

@@ -17,11 +17,12 @@ from ends import SHM, TCP, Methods, serving
 from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
-from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc import logs, outgoing, tensors
-from tensorwire.rpc.inbox import Landed
-from tensorwire.rpc.janitor import Janitor
-from tensorwire.rpc.terms import MARK, OPEN
+from tensorwire.rpc import logs
+from tensorwire.rpc.attach.terms import MARK, OPEN
+from tensorwire.rpc.payload import envelope as envelopes
+from tensorwire.rpc.payload import outgoing, tensors
+from tensorwire.rpc.payload.inbox import Landed
+from tensorwire.rpc.payload.janitor import Janitor
 
 BIG = bytes(range(256)) * 4096  # 1 MiB
 UNLIMITED = [("grpc.max_receive_message_length", -1)]

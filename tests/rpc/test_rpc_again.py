@@ -11,8 +11,9 @@ import grpc
 import pytest
 from ends import EVERYTHING, RUNTIME_SHM, SHM, Ends, System
 
-from tensorwire.rpc import methods, waiting
-from tensorwire.rpc.rendezvous import Staging
+from tensorwire.rpc.payload import waiting
+from tensorwire.rpc.payload.rendezvous import Staging
+from tensorwire.rpc.threads import methods
 
 POLICY = {
     "maxAttempts": 3,

@@ -19,8 +19,8 @@ import pytest
 grpc = pytest.importorskip("grpc")
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc import channel as channel_module  # noqa: E402
-from tensorwire.rpc.calls import Overdue, Resent  # noqa: E402
+from tensorwire.rpc.threads import channel as channel_module  # noqa: E402
+from tensorwire.rpc.threads.calls import Overdue, Resent  # noqa: E402
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED
 LARGE = bytes(16 << 20)

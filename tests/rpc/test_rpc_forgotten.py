@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tensorwire import rpc
-from tensorwire.rpc import leases
-from tensorwire.rpc.janitor import Janitor
-from tensorwire.rpc.tensors import Holding
+from tensorwire.rpc.payload import leases
+from tensorwire.rpc.payload.janitor import Janitor
+from tensorwire.rpc.payload.tensors import Holding
 
 MIB = 1 << 20
 PAYLOAD = 4 * MIB  # beyond every threshold

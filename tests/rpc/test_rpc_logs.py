@@ -21,10 +21,10 @@ from ends import Ends
 
 from tensorwire import rpc
 from tensorwire.rpc import logs
-from tensorwire.rpc.attachment import Limits
-from tensorwire.rpc.host import host_id
-from tensorwire.rpc.registry import DeclinedError, Registry
-from tensorwire.rpc.terms import Terms
+from tensorwire.rpc.attach.registry import DeclinedError, Registry
+from tensorwire.rpc.attach.terms import Terms
+from tensorwire.rpc.payload.attachment import Limits
+from tensorwire.rpc.payload.host import host_id
 
 
 def test_errors_of_users_are_logged_where_grpcio_logs_them(
@@ -129,7 +129,7 @@ def test_it_is_told_once_that_all_memory_is_kept(
 @pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
 def test_a_network_of_its_own_is_another_host() -> None:
     """127.0.0.1 is somebody else there, as in a container."""
-    script = "from tensorwire.rpc.host import host_id; print(host_id())"
+    script = "from tensorwire.rpc.payload.host import host_id; print(host_id())"
     name = f"tw-logs-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:

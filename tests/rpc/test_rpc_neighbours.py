@@ -196,8 +196,8 @@ def test_encrypted_calls_stay_with_grpcio(
     certificate: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """Whatever the environment says, and if a client of a secure port asks for the runtime."""
+    from tensorwire.rpc.attach.terms import Terms
     from tensorwire.rpc.runtime.options import MessageLimits, Offer
-    from tensorwire.rpc.terms import Terms
 
     monkeypatch.setenv("TENSORWIRE_RPC", "runtime")
     server = rpc.server(ThreadPoolExecutor(4), threshold_bytes=1000)
@@ -220,10 +220,10 @@ def test_encrypted_calls_stay_with_grpcio(
 
 def test_other_hosts_reach_what_is_not_loopback() -> None:
     """As a client of another host, to which only the boot id is different."""
-    from tensorwire.rpc.attachment import Limits
-    from tensorwire.rpc.registry import DeclinedError, Registry
-    from tensorwire.rpc.server import outside_host
-    from tensorwire.rpc.terms import Terms
+    from tensorwire.rpc.attach.registry import DeclinedError, Registry
+    from tensorwire.rpc.attach.terms import Terms
+    from tensorwire.rpc.payload.attachment import Limits
+    from tensorwire.rpc.threads.server import outside_host
 
     hosts = {
         "[::]:50051": "::", "0.0.0.0:1": "0.0.0.0", "127.0.0.1:0": "", "localhost:1": "",

@@ -18,9 +18,9 @@ from test_rpc_rendezvous import Liar, between, pools
 
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
-from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc import outgoing, pushing, tensors, waiting
-from tensorwire.rpc.pushing import LEAST_ARRAYS_BYTES
+from tensorwire.rpc.payload import envelope as envelopes
+from tensorwire.rpc.payload import outgoing, pushing, tensors, waiting
+from tensorwire.rpc.payload.pushing import LEAST_ARRAYS_BYTES
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
 OF_TENSORS = {

@@ -13,11 +13,11 @@ from test_rpc_conformance import LONG_S, SU, UU, echo, wait_for
 from test_rpc_rendezvous import between, message, pools
 
 from tensorwire.memory import RemoteRegion
-from tensorwire.rpc import waiting
-from tensorwire.rpc.inbox import RefusedError
-from tensorwire.rpc.leases import LeasePool
-from tensorwire.rpc.pushing import Pushing
-from tensorwire.rpc.rendezvous import AT_ONCE_BYTES
+from tensorwire.rpc.payload import waiting
+from tensorwire.rpc.payload.inbox import RefusedError
+from tensorwire.rpc.payload.leases import LeasePool
+from tensorwire.rpc.payload.pushing import Pushing
+from tensorwire.rpc.payload.rendezvous import AT_ONCE_BYTES
 from tensorwire.testing import node_pair
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]

@@ -16,15 +16,15 @@ from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, System
 from test_rpc_conformance import LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import rpc
-from tensorwire.rpc import envelope as envelopes
-from tensorwire.rpc.attachment import THRESHOLDS
-from tensorwire.rpc.host import host_id
-from tensorwire.rpc.inbox import GivenUpError
-from tensorwire.rpc.rendezvous import CHUNK_BYTES, Rendezvous
+from tensorwire.rpc.attach.terms import MARK, OPEN, RUNTIME_VERSION
+from tensorwire.rpc.payload import envelope as envelopes
+from tensorwire.rpc.payload.attachment import THRESHOLDS
+from tensorwire.rpc.payload.host import host_id
+from tensorwire.rpc.payload.inbox import GivenUpError
+from tensorwire.rpc.payload.rendezvous import CHUNK_BYTES, Rendezvous
+from tensorwire.rpc.payload.threshold import LEAST_BYTES, Threshold
 from tensorwire.rpc.runtime import measuring
 from tensorwire.rpc.runtime.call import RuntimeCall
-from tensorwire.rpc.terms import MARK, OPEN, RUNTIME_VERSION
-from tensorwire.rpc.threshold import LEAST_BYTES, Threshold
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}

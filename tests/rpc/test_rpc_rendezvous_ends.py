@@ -12,7 +12,7 @@ from test_rpc_conformance import LONG_S, US, UU, echo, wait_for
 from test_rpc_rendezvous import WIRES, between, message, nothing_is_offered
 from test_rpc_runner import runner_of
 
-from tensorwire.rpc import rendezvous
+from tensorwire.rpc.payload import rendezvous
 
 CHUNK = 1 << 16
 

@@ -14,9 +14,9 @@ import pytest
 from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
 from test_rpc_conformance import LONG_S, UU, echo, wait_for
 
+from tensorwire.rpc.payload.threads import Threads
 from tensorwire.rpc.runtime.line import Line
 from tensorwire.rpc.runtime.runner import QUICK_S, Runner
-from tensorwire.rpc.runtime.threads import Threads
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 OFTEN = 40

@@ -21,9 +21,10 @@ from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import Node, rpc
-from tensorwire.rpc import negotiation, registry, tensors
-from tensorwire.rpc.attachment import LAST_GENERATION, RpcAttachment
-from tensorwire.rpc.outgoing import CallLink, always, no_deadline
+from tensorwire.rpc.attach import negotiation, registry
+from tensorwire.rpc.payload import tensors
+from tensorwire.rpc.payload.attachment import LAST_GENERATION, RpcAttachment
+from tensorwire.rpc.payload.outgoing import CallLink, always, no_deadline
 from tensorwire.rpc.runtime import frames, line, ring
 from tensorwire.rpc.runtime.callbacks import Callbacks
 from tensorwire.rpc.runtime.carry import CarriedLink
@@ -606,7 +607,7 @@ def test_payload_that_is_not_there(both: Ends) -> None:
     channel = both.serve().channel()
     call = channel.unary_unary("/t/way")
     call(b"")
-    from tensorwire.rpc.envelope import Envelope, seal
+    from tensorwire.rpc.payload.envelope import Envelope, seal
 
     forged = seal(Envelope(channel.attachment.id, 3, 99, 9, ((0, 0, 5),), b""))
     client, number = channel.attachment.runtime, channel.attachment.begin_call()

@@ -19,10 +19,11 @@ import numpy as np  # noqa: E402
 import rpc_serving  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc import janitor, registry  # noqa: E402
-from tensorwire.rpc.attachment import Limits  # noqa: E402
-from tensorwire.rpc.registry import DeclinedError, Registry  # noqa: E402
-from tensorwire.rpc.terms import Terms, encode  # noqa: E402
+from tensorwire.rpc.attach import registry  # noqa: E402
+from tensorwire.rpc.attach.registry import DeclinedError, Registry  # noqa: E402
+from tensorwire.rpc.attach.terms import Terms, encode  # noqa: E402
+from tensorwire.rpc.payload import janitor  # noqa: E402
+from tensorwire.rpc.payload.attachment import Limits  # noqa: E402
 
 MOST = 160
 """Descriptors of the server."""

@@ -23,7 +23,7 @@ from test_rpc_conformance import US, UU, wait_for
 from test_rpc_runtime import way
 
 from tensorwire import rpc
-from tensorwire.rpc.factories import chosen_transports, secure_transports
+from tensorwire.rpc.threads.factories import chosen_transports, secure_transports
 
 SYNC = System("shm", RUNTIME_SHM, RUNTIME_SHM)
 
@@ -331,7 +331,7 @@ import os, threading
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from tensorwire import rpc
-from tensorwire.rpc.factories import chosen_transports, secure_transports
+from tensorwire.rpc.threads.factories import chosen_transports, secure_transports
 
 go = threading.Event()
 

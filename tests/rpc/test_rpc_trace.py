@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire.rpc.attachment import THRESHOLDS
+from tensorwire.rpc.payload.attachment import THRESHOLDS
 from tensorwire.rpctrace.figures import SHM_BITS, TCP_BITS
 
 TRACE = [sys.executable, "-m", "tensorwire", "rpc", "trace"]

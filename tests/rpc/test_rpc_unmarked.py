@@ -17,10 +17,10 @@ from test_payload import TENSORS, moved, nothing_is_left  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc import attachment as attachments  # noqa: E402
-from tensorwire.rpc import envelope as envelopes  # noqa: E402
-from tensorwire.rpc.agent import AGENT, ChannelAgent, read_token, token_of  # noqa: E402
-from tensorwire.rpc.terms import MARK, OPEN  # noqa: E402
+from tensorwire.rpc.attach.agent import AGENT, ChannelAgent, read_token, token_of  # noqa: E402
+from tensorwire.rpc.attach.terms import MARK, OPEN  # noqa: E402
+from tensorwire.rpc.payload import attachment as attachments  # noqa: E402
+from tensorwire.rpc.payload import envelope as envelopes  # noqa: E402
 
 UU = grpc.unary_unary_rpc_method_handler
 LARGE = 5 << 20  # more than grpc takes in a message

@@ -15,11 +15,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from tensorwire import Node, StaleHandleError, rpc
-from tensorwire.rpc import tensors
-from tensorwire.rpc.envelope import MAGIC, Envelope, escape, seal, unseal
-from tensorwire.rpc.fields import may_have_tensors
-from tensorwire.rpc.fields import tensors as walk
-from tensorwire.rpc.incoming import Reader
+from tensorwire.rpc.payload import tensors
+from tensorwire.rpc.payload.envelope import MAGIC, Envelope, escape, seal, unseal
+from tensorwire.rpc.payload.fields import may_have_tensors
+from tensorwire.rpc.payload.fields import tensors as walk
+from tensorwire.rpc.payload.incoming import Reader
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 

@@ -16,11 +16,11 @@ except ImportError as error:
         f"tensorwire.rpc needs grpcio and protobuf ({error}): pip install 'tensorwire[rpc]'"
     ) from error
 
-from . import aio
-from .factories import insecure_channel, secure_channel, server
-from .outgoing import embed
+from .asyncio import channel as aio
+from .payload.outgoing import embed
+from .payload.tensors import array, tensor, torch_tensor
 from .tensor_pb2 import Tensor
-from .tensors import array, tensor, torch_tensor
+from .threads.factories import insecure_channel, secure_channel, server
 
 __all__ = [
     "Tensor",

@@ -114,13 +114,13 @@ def _is_again(message: Any) -> bool:
     """Whether tensorwire.rpc sends a request again, whose payload went ahead to somebody else."""
     if type(message).__name__ != "SentMessage":
         return False
-    outgoing = sys.modules.get("tensorwire.rpc.outgoing")
+    outgoing = sys.modules.get("tensorwire.rpc.payload.outgoing")
     return outgoing is not None and getattr(message, "link", None) is outgoing.AGAIN
 
 
 def _transport(attachment: bytes, version: int) -> str:
     """How the payload of an envelope travelled; "refused": who gets it cannot know where."""
-    module = sys.modules.get("tensorwire.rpc.attachment")
+    module = sys.modules.get("tensorwire.rpc.payload.attachment")
     found = getattr(module, "ATTACHMENTS", {}).get(attachment)
     if found is None:
         return "refused"
@@ -143,7 +143,7 @@ class Tracer:
             "grpc.aio._call": self._aio_client,
             "grpc.aio._server": self._aio_server,
             "tensorwire.rpc.runtime.observed": self._runtime,
-            "tensorwire.rpc.threshold": self._thresholds,
+            "tensorwire.rpc.payload.threshold": self._thresholds,
         }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:

@@ -48,7 +48,7 @@ def replace(factories: dict[str, dict[str, Any]]) -> None:
     import grpc.experimental.aio
 
     from tensorwire import rpc
-    from tensorwire.rpc import attachment, outgoing
+    from tensorwire.rpc.payload import attachment, outgoing
     from tensorwire.rpc.runtime import observed
 
     for name, keywords in factories.items():

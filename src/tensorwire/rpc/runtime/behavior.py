@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..attachment import RpcAttachment
-from ..envelope import MAGIC
-from ..inbox import RefusedError, StalledError
-from ..incoming import find_only
-from ..outgoing import CallLink, SentMessage, no_deadline
-from ..tensors import Holding, drop
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC
+from ..payload.inbox import RefusedError, StalledError
+from ..payload.incoming import find_only
+from ..payload.outgoing import CallLink, SentMessage, no_deadline
+from ..payload.tensors import Holding, drop
 from .context import CallContext
 from .flow import Waiter
 from .frames import (

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import grpc
 
 from .. import logs
-from ..envelope import MAGIC
-from ..janitor import JANITOR
+from ..payload.envelope import MAGIC
+from ..payload.janitor import JANITOR
 from .callbacks import Callbacks
 from .deadlines import DEADLINES, Deadline
 from .flow import Outflow, Waiter

@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..attachment import RpcAttachment
-from ..outgoing import CallLink, SentMessage, always, as_sent, no_deadline
-from ..tensors import delivered
-from ..threshold import LEAST_BYTES
+from ..payload.attachment import RpcAttachment
+from ..payload.outgoing import CallLink, SentMessage, always, as_sent, no_deadline
+from ..payload.tensors import delivered
+from ..payload.threads import THREADS
+from ..payload.threshold import LEAST_BYTES
 from . import observed
 from .call import TIME_IS_OVER, RuntimeCall
 from .client import RuntimeClient
@@ -22,7 +23,6 @@ from .frames import Metadata, as_metadata
 from .leaving import leaving
 from .requests import RequestSender
 from .stream_call import StreamCall
-from .threads import THREADS
 
 LONGEST_S = 1e9
 """Of a timeout; grpcio takes what is longer."""

@@ -13,9 +13,9 @@ import grpc
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
-from ..attachment import RpcAttachment
-from ..envelope import BODY, Envelope, seal
-from ..outgoing import always
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import BODY, Envelope, seal
+from ..payload.outgoing import always
 from .call import RuntimeCall
 from .callbacks import Callbacks
 from .flow import Waiter

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..attachment import RpcAttachment
-from ..envelope import MAGIC
-from ..fields import may_have_tensors
-from ..outgoing import CallLink, SentMessage, Serializer
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC
+from ..payload.fields import may_have_tensors
+from ..payload.outgoing import CallLink, SentMessage, Serializer
 from . import observed
 
 

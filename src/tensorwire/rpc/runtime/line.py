@@ -19,10 +19,10 @@ from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
+from ..payload.threads import THREADS
 from .flow import Waiter, open_latch
 from .frames import Frame, FrameError
 from .ring import line_reader, line_writer
-from .threads import THREADS
 
 _Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17

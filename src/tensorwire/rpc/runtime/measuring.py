@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tensorwire.errors import TensorwireError
 
-from ..threshold import LEAST_BYTES
+from ..payload.threshold import LEAST_BYTES
 
 _EACH = 2
 _HALVED = 5

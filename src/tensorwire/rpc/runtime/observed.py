@@ -6,7 +6,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
-from ..outgoing import SentMessage
+from ..payload.outgoing import SentMessage
 
 OBSERVER: Any = None
 """Given a side, an arity and a method, what counts its calls; see `rpctrace.patches`."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import grpc
 
-from ..inbox import GivenUpError, SenderGoneError
+from ..payload.inbox import GivenUpError, SenderGoneError
 from .frames import EndBody
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

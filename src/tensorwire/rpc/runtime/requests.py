@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..outgoing import CallLink, SentMessage
+from ..payload.outgoing import CallLink, SentMessage
 from . import observed
 from .call import ClientEnd, RuntimeCall
 from .flow import Outflow, Waiter

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from ..incoming import Reader
+from ..payload.incoming import Reader
 from .callbacks import Calling, call_all
 from .context import Caller
 from .deadlines import Alarm

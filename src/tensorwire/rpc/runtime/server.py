@@ -18,10 +18,10 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
-from ..attachment import CALLS, RpcAttachment
-from ..envelope import is_awaited, unseal
-from ..inbox import RefusedError
-from ..rendezvous import Rendezvous
+from ..payload.attachment import CALLS, RpcAttachment
+from ..payload.envelope import is_awaited, unseal
+from ..payload.inbox import RefusedError
+from ..payload.rendezvous import Rendezvous
 from . import observed
 from .behavior import Performance
 from .callbacks import Callbacks, Calling

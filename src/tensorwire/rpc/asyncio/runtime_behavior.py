@@ -15,18 +15,18 @@ import grpc
 import grpc.aio
 
 from .. import logs
-from ..attachment import RpcAttachment
-from ..inbox import RefusedError
-from ..incoming import Reader, find_only
-from ..outgoing import CallLink, SentMessage, at_once
-from ..tensors import Holding, drop
-from . import observed
-from .aio_context import AioContext, SyncContext
-from .behavior import finish, refuse_payload
-from .context import Caller
-from .flow import Waiter
+from ..payload.attachment import RpcAttachment
+from ..payload.inbox import RefusedError
+from ..payload.incoming import Reader, find_only
+from ..payload.outgoing import CallLink, SentMessage, at_once
+from ..payload.tensors import Holding, drop
+from ..runtime import observed
+from ..runtime.behavior import finish, refuse_payload
+from ..runtime.context import Caller
+from ..runtime.flow import Waiter
+from ..runtime.served import IncomingCall, behavior_of
 from .loop import LoopWaiter
-from .served import IncomingCall, behavior_of
+from .runtime_context import AioContext, SyncContext
 
 _Code = grpc.StatusCode
 _OVER = object()

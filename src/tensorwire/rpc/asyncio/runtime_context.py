@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from .context import Caller
-from .frames import Metadata, Number, as_metadata
-from .served import IncomingCall
+from ..runtime.context import Caller
+from ..runtime.frames import Metadata, Number, as_metadata
+from ..runtime.served import IncomingCall
 
 _Code = grpc.StatusCode
 

@@ -16,16 +16,16 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
-from ..attachment import RpcAttachment
-from ..outgoing import SentMessage, always, at_once
-from . import observed
-from .aio_call import KINDS, AioCall, Receive
-from .carry import LONGEST_S, CarriedLink, Ended
-from .client import AnyClient, ClientCall
-from .flow import Outflow, Waiter
-from .frames import as_metadata
+from ..payload.attachment import RpcAttachment
+from ..payload.outgoing import SentMessage, always, at_once
+from ..runtime import observed
+from ..runtime.carry import LONGEST_S, CarriedLink, Ended
+from ..runtime.client import AnyClient, ClientCall
+from ..runtime.flow import Outflow, Waiter
+from ..runtime.frames import as_metadata
+from ..runtime.options import MessageLimits
 from .loop import in_loop
-from .options import MessageLimits
+from .runtime_call import KINDS, AioCall, Receive
 
 METHOD: contextvars.ContextVar[AioMethod | None] = contextvars.ContextVar(
     "tensorwire.rpc.method", default=None

@@ -16,19 +16,19 @@ from typing import Any
 
 import grpc
 
-from . import logs
-from .agent import read_token
-from .attachment import RpcAttachment
-from .envelope import MAGIC, read_mark
-from .inbox import RefusedError
-from .incoming import Reader, find_only
-from .outgoing import PLAIN, CallLink, SentMessage
-from .registry import DeclinedError, Registry, check_mark
-from .runtime.context import Caller
-from .runtime.served import arity_of, behavior_of
-from .runtime.server import Service
-from .tensors import Holding, drop
-from .terms import MARK, OPEN, REFUSED
+from .. import logs
+from ..attach.agent import read_token
+from ..attach.registry import DeclinedError, Registry, check_mark
+from ..attach.terms import MARK, OPEN, REFUSED
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC, read_mark
+from ..payload.inbox import RefusedError
+from ..payload.incoming import Reader, find_only
+from ..payload.outgoing import PLAIN, CallLink, SentMessage
+from ..payload.tensors import Holding, drop
+from ..runtime.context import Caller
+from ..runtime.served import arity_of, behavior_of
+from ..runtime.server import Service
 from .unmarked import UnmarkedHandlers, copy_attributes
 
 DRAIN_S = 1.0

@@ -25,10 +25,10 @@ from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
 from tensorwire.memory.buffers import check_unmasked
 
+from ..tensor_pb2 import Tensor
 from .fields import tensors
 from .inbox import Landed
 from .janitor import JANITOR
-from .tensor_pb2 import Tensor
 
 HOLD_S = 600.0
 """How long an array without an owner waits to be sent."""

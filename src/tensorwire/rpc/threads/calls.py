@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from . import logs
-from .runtime.call import TIME_IS_OVER, call_weakly
-from .runtime.callbacks import Callbacks, call_all
-from .runtime.deadlines import DEADLINES, Deadline
-from .terms import REFUSED
+from .. import logs
+from ..attach.terms import REFUSED
+from ..runtime.call import TIME_IS_OVER, call_weakly
+from ..runtime.callbacks import Callbacks, call_all
+from ..runtime.deadlines import DEADLINES, Deadline
 
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from . import logs
+from .. import logs
 
 _TURN_S = 0.05
 _TURN_OF_ONE_S = 1e-4  # so that looking takes a few percent of a core, however much there is

@@ -2,7 +2,7 @@
 
 A call may wait for its channel's attachment, and a request may have to be sent again. What callers
 get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task. It
-ends a moment after its deadline, also where grpcio does not end the one that was made (`calls.py`).
+ends a moment after its deadline, also where grpcio does not end the one that was made (`threads/calls.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from .calls import GRACE_S
-from .runtime.call import TIME_IS_OVER, call_weakly
+from ..runtime.call import TIME_IS_OVER, call_weakly
+from ..threads.calls import GRACE_S
 
 LOCALLY = "Locally cancelled by application!"
 

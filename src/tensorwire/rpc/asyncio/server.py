@@ -17,21 +17,21 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from .agent import read_token
-from .attachment import RpcAttachment
-from .envelope import MAGIC, read_mark
-from .factories import as_limits, as_number, chosen_transports, server_terms
-from .incoming import Reader, find_only
-from .originals import make, original
-from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
-from .registry import DeclinedError, Registry, check_mark
-from .runtime.aio_service import AioService
-from .runtime.context import Caller
-from .runtime.options import kept, offer
-from .runtime.served import ARITIES
-from .server import DRAIN_S, is_encrypted, outside_host, reader_of
-from .terms import MARK, OPEN
-from .unmarked import AioUnmarkedCalls, UnmarkedHandlers
+from ..attach.agent import read_token
+from ..attach.registry import DeclinedError, Registry, check_mark
+from ..attach.terms import MARK, OPEN
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC, read_mark
+from ..payload.incoming import Reader, find_only
+from ..payload.outgoing import PLAIN, CallLink, SentMessage, always, at_once
+from ..runtime.context import Caller
+from ..runtime.options import kept, offer
+from ..runtime.served import ARITIES
+from ..threads.factories import as_limits, as_number, chosen_transports, server_terms
+from ..threads.originals import make, original
+from ..threads.server import DRAIN_S, is_encrypted, outside_host, reader_of
+from ..threads.unmarked import AioUnmarkedCalls, UnmarkedHandlers
+from .runtime_service import AioService
 
 
 class AioServedCall(grpc.RpcMethodHandler):

@@ -17,13 +17,13 @@ import grpc
 import grpc.aio
 
 from .. import logs
-from ..envelope import is_awaited
-from ..inbox import RefusedError
-from ..outgoing import CallLink, SentMessage
-from . import observed
-from .call import call_weakly
-from .flow import Inflow, Outflow, TooLongError
-from .frames import (
+from ..payload.envelope import is_awaited
+from ..payload.inbox import RefusedError
+from ..payload.outgoing import CallLink, SentMessage
+from ..runtime import observed
+from ..runtime.call import call_weakly
+from ..runtime.flow import Inflow, Outflow, TooLongError
+from ..runtime.frames import (
     CANCEL,
     MORE,
     REFUSED,
@@ -39,9 +39,9 @@ from .frames import (
     parse_end,
     short_frame,
 )
+from ..runtime.options import MessageLimits
+from ..runtime.outcome import NoResponse, failure_of, status_of
 from .loop import LoopDeadline, LoopWaiter, in_loop
-from .options import MessageLimits
-from .outcome import NoResponse, failure_of, status_of
 
 _Code = grpc.StatusCode
 _LOCALLY = "Locally cancelled by application!"

@@ -10,8 +10,7 @@ from typing import Any
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Region
 
-from .agent import read_token, token_of
-from .attachment import (
+from ..payload.attachment import (
     CALLS,
     LAST_GENERATION,
     Limits,
@@ -19,12 +18,13 @@ from .attachment import (
     make_board,
     make_rendezvous_board,
 )
-from .envelope import VERSION
-from .host import descriptors_are_scarce, host_id, no_way
-from .janitor import JANITOR
-from .runtime.context import Caller
-from .runtime.ring import RING, checked, make_ring
-from .runtime.server import AnyService
+from ..payload.envelope import VERSION
+from ..payload.host import descriptors_are_scarce, host_id, no_way
+from ..payload.janitor import JANITOR
+from ..runtime.context import Caller
+from ..runtime.ring import RING, checked, make_ring
+from ..runtime.server import AnyService
+from .agent import read_token, token_of
 from .terms import (
     CONNECT_S,
     READY,

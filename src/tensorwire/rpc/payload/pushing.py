@@ -22,7 +22,7 @@ from tensorwire.memory.fresh import copied
 from .envelope import BODY, Envelope
 from .inbox import GivenUpError, Inbox, Landed, RefusedError
 from .leases import SLOTS, Lease, LeasePool
-from .runtime.threads import THREADS
+from .threads import THREADS
 from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word, wait_word_later
 
 OF_A_CALL = 2

@@ -1,7 +1,7 @@
 """Implements a channel's methods for stubs: what is done before a call and after its end.
 
 A call goes by the runtime or by grpcio. What differs from grpcio there is what happens between the
-user's message and grpcio's bytes; see `outgoing.py` and `incoming.py`.
+user's message and grpcio's bytes; see `payload/outgoing.py` and `payload/incoming.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import grpc
 
 from tensorwire.errors import TensorwireError
 
-from . import logs
-from .attachment import RpcAttachment
+from .. import logs
+from ..attach.negotiation import AttachmentKeeper
+from ..attach.terms import MARK, OPEN
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC, NO_ATTACHMENT, mark
+from ..payload.incoming import Reader
+from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent, is_kept
+from ..payload.tensors import delivered
+from ..runtime.call import RuntimeCall
+from ..runtime.carry import CarriedMethod
 from .calls import Overdue, ResentFuture, ResentStream, is_refused, outcome
-from .envelope import MAGIC, NO_ATTACHMENT, mark
-from .incoming import Reader
-from .negotiation import AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent, is_kept
-from .runtime.call import RuntimeCall
-from .runtime.carry import CarriedMethod
 from .small import SmallRequests
-from .tensors import delivered
-from .terms import MARK, OPEN
 
 _NEGOTIATE_S = 5.0
 _NEGOTIATE_NOWAIT_S = 1.0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.memory import Transfer, crowded
 
-from . import logs
+from .. import logs
 from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .envelope import MAGIC
-from .fields import may_have_tensors
-from .negotiation import AttachmentKeeper
-from .outgoing import Encoded
+from ..attach.negotiation import AttachmentKeeper
+from ..payload.envelope import MAGIC
+from ..payload.fields import may_have_tensors
+from ..payload.outgoing import Encoded
 
 
 class SmallRequests:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .tensor_pb2 import Tensor
+from ..tensor_pb2 import Tensor
 
 _NAME = Tensor.DESCRIPTOR.full_name
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 
-from .attachment import RpcAttachment
+from ..attach.negotiation import AttachmentKeeper
+from ..attach.terms import Terms
+from ..payload.attachment import RpcAttachment
+from ..payload.janitor import JANITOR
 from .calls import explain
-from .janitor import JANITOR
 from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
-from .negotiation import AttachmentKeeper
-from .terms import Terms
 
 _CLOSE_S = 1.0
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from .agent import ChannelAgent
-from .attachment import Limits
+from ..attach.agent import ChannelAgent
+from ..attach.registry import Registry
+from ..attach.terms import Terms
+from ..payload.attachment import Limits
+from ..payload.threshold import chosen_threshold
+from ..runtime.options import kept, offer, retries
+from ..runtime.server import Service
 from .channel import RpcChannel
 from .originals import make, original
-from .registry import Registry
-from .runtime.options import kept, offer, retries
-from .runtime.server import Service
 from .server import Interceptor, RpcServer
-from .terms import Terms
-from .threshold import chosen_threshold
 
 _DEFAULT = Limits()
 _TRANSPORTS = "TENSORWIRE_TRANSPORTS"

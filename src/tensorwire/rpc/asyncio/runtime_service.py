@@ -11,18 +11,18 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..envelope import unseal
-from ..inbox import RefusedError
-from ..rendezvous import Rendezvous
-from . import observed
-from .aio_behavior import AioPerformance
-from .context import CallDetails
-from .frames import PROBED, FrameError, Number, short_frame
-from .line import MOST_BACKLOG
+from ..payload.envelope import unseal
+from ..payload.inbox import RefusedError
+from ..payload.rendezvous import Rendezvous
+from ..runtime import observed
+from ..runtime.context import CallDetails
+from ..runtime.frames import PROBED, FrameError, Number, short_frame
+from ..runtime.line import MOST_BACKLOG
+from ..runtime.options import MessageLimits
+from ..runtime.served import IncomingCall, arity_of, behavior_of
+from ..runtime.server import AnyService, ServerEnd, nobody
 from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
-from .options import MessageLimits
-from .served import IncomingCall, arity_of, behavior_of
-from .server import AnyService, ServerEnd, nobody
+from .runtime_behavior import AioPerformance
 
 _Code = grpc.StatusCode
 

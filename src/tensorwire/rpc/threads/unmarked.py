@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 
-from .attachment import THRESHOLDS, RpcAttachment
-from .envelope import MAGIC
-from .fields import may_have_tensors
-from .incoming import Reader
-from .outgoing import PLAIN, CallLink, SentMessage, always, at_once
-from .registry import Registry
-from .runtime.served import arity_of, behavior_of
+from ..attach.registry import Registry
+from ..payload.attachment import THRESHOLDS, RpcAttachment
+from ..payload.envelope import MAGIC
+from ..payload.fields import may_have_tensors
+from ..payload.incoming import Reader
+from ..payload.outgoing import PLAIN, CallLink, SentMessage, always, at_once
+from ..runtime.served import arity_of, behavior_of
 
 OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
 """What grpcio looks for at the behavior of a handler."""

@@ -1,8 +1,8 @@
 """Joins a client and a server: a Node at each end, connected to each other alone.
 
 An attachment belongs to one channel and one server. The client asks for it over gRPC itself
-(`registry.py`) and gets a secret that nobody else has; both then know each other's memory. It
-ends with the peer.
+(`attach/registry.py`) and gets a secret that nobody else has; both then know each other's memory.
+It ends with the peer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Protocol
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
-from . import logs
+from .. import logs
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, AnyLease, LeasePool

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from .callbacks import call_all
-from .flow import Waiter
+from ..runtime.callbacks import call_all
+from ..runtime.flow import Waiter
 
 _AWAITED: set[LoopWaiter] = set()
 """Those that a task waits for. A task that nothing leads to is collected, with all it has."""

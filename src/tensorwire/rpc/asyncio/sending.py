@@ -16,7 +16,17 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from .aio_calls import (
+from ..attach.negotiation import AttachmentKeeper
+from ..attach.terms import MARK, OPEN, Terms
+from ..payload.attachment import RpcAttachment
+from ..payload.envelope import NO_ATTACHMENT, mark
+from ..payload.fields import may_have_tensors
+from ..payload.janitor import JANITOR
+from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
+from ..payload.tensors import delivered
+from ..threads.calls import explain, is_refused
+from ..threads.methods import call_is_confirmed
+from .calls import (
     LaterStreamStream,
     LaterStreamUnary,
     LaterUnaryStream,
@@ -24,17 +34,7 @@ from .aio_calls import (
     WrittenCall,
     late_error,
 )
-from .attachment import RpcAttachment
-from .calls import explain, is_refused
-from .envelope import NO_ATTACHMENT, mark
-from .fields import may_have_tensors
-from .janitor import JANITOR
-from .methods import call_is_confirmed
-from .negotiation import AttachmentKeeper
-from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
-from .runtime.aio_client import METHOD, AioClient
-from .tensors import delivered
-from .terms import MARK, OPEN, Terms
+from .runtime_client import METHOD, AioClient
 
 _NEGOTIATE_S = 5.0
 _LOOK_S = 0.2

@@ -11,9 +11,9 @@ from typing import Any
 
 from tensorwire.outside import parse_json
 
+from ..payload.attachment import Limits
+from ..runtime.options import MessageLimits, Offer
 from .agent import ChannelAgent
-from .attachment import Limits
-from .runtime.options import MessageLimits, Offer
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""

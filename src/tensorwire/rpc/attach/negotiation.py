@@ -16,14 +16,14 @@ from collections.abc import Callable
 from tensorwire.errors import UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
-from .attachment import CallCarrier, RpcAttachment, make_board, make_rendezvous_board
-from .envelope import VERSION
-from .host import host_id
-from .inbox import SenderGoneError
-from .janitor import JANITOR
-from .runtime.client import AnyClient, RuntimeClient
-from .runtime.options import MessageLimits
-from .runtime.ring import RING, checked, make_ring
+from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_rendezvous_board
+from ..payload.envelope import VERSION
+from ..payload.host import host_id
+from ..payload.inbox import SenderGoneError
+from ..payload.janitor import JANITOR
+from ..runtime.client import AnyClient, RuntimeClient
+from ..runtime.options import MessageLimits
+from ..runtime.ring import RING, checked, make_ring
 from .terms import (
     CONNECT_S,
     READY,

@@ -1,0 +1,1 @@
+"""Has the interface of `grpc.aio`: channels, calls and servers of an event loop."""

@@ -1,0 +1,500 @@
+"""asyncio: channels and servers of `grpc.aio` whose large payload travels beside messages.
+
+Calls of a channel without interceptors are grpcio's own where nothing of ours is to be done, and
+otherwise stand for such a one, or for one of the runtime. Interceptors of the user's are grpcio's
+business; within them ours does the same. `sending.py` has what happens on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tensorwire.errors import TensorwireError
+
+from .. import logs
+from ..attach.agent import ChannelAgent
+from ..attach.terms import Terms
+from ..payload.attachment import RpcAttachment
+from ..payload.inbox import RefusedError
+from ..payload.incoming import Reader
+from ..payload.janitor import JANITOR
+from ..payload.outgoing import PLAIN, SentMessage, is_kept
+from ..runtime.options import kept, offer, retries
+from ..threads.factories import as_limits, chosen_transports, secure_transports
+from ..threads.originals import make, original
+from ..threads.small import SmallRequests
+from .calls import LATER, LaterCall, Unreadable
+from .runtime_client import METHOD, AioMethod
+from .sending import AioSender, chained
+from .server import server
+
+__all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
+
+
+async def _receive(
+    channel: AioRpcChannel, reader: Reader, data: bytes, needed: Callable[[], bool], *, traced: Any
+) -> Any:
+    """The user's message that came by the runtime, in a call that keeps its channel."""
+    find = channel.sender.keeper.find
+    return await reader.read_later(data, find, lenient=True, needed=needed, traced=traced)
+
+
+class _Method:
+    """A method of grpcio's channel whose interceptors are told which one it is.
+
+    The channel stays alive as long as a stub has its methods.
+
+    Args:
+        channel: whose method it is.
+        inner: of grpcio's channel.
+        carried: begins calls by the runtime; None: there are none.
+    """
+
+    def __init__(self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None) -> None:
+        self._channel = channel
+        self._inner = inner
+        self._carried = carried
+
+    def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
+        """Begins a call. The task of it that is made there gets a copy of the context."""
+        token = METHOD.set(self._carried if compression is None else None)
+        try:
+            return begin()
+        finally:
+            METHOD.reset(token)
+
+
+class _Intercepted(_Method):
+    """Its calls are seen by interceptors of the user's: they are grpcio's."""
+
+    def __call__(self, *given: Any, compression: Any = None, **named: Any) -> Any:
+        begin = partial(self._inner, *given, compression=compression, **named)
+        return self._told(compression, begin)
+
+
+class _Direct(_Method):
+    """No interceptor of the user's sees its calls.
+
+    Args:
+        channel, inner, carried: as of `_Method`.
+        arity, method: of the calls.
+    """
+
+    def __init__(
+        self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None, arity: str, method: Any
+    ) -> None:
+        super().__init__(channel, inner, carried)
+        self._streams = arity.startswith("stream")
+        self._method = method
+        self._later = LATER[arity]
+        self._make = getattr(channel.sender, "stream" if self._streams else arity)
+
+    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        metadata, credentials, wait_for_ready, compression = given
+        if self._channel.is_plain(credentials):
+            return self._plain(request, timeout, *given)
+        details = grpc.aio.ClientCallDetails(
+            self._method, timeout, metadata, credentials, wait_for_ready
+        )
+        making = self._make(partial(self._of_grpcio, compression), details, request)
+        call = self._told(compression, partial(self._later, making, timeout))
+        self._channel.live.add(call)
+        return call
+
+    def _plain(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        outgoing = None
+        if not self._streams:
+            outgoing = SentMessage(request, PLAIN, last=False).with_arrays()
+        names = ("metadata", "credentials", "wait_for_ready", "compression")
+        named = dict(zip(names, given, strict=True))
+        sender = self._channel.sender
+        if sender.keeper.disowned:
+            named["metadata"] = sender.disowning(named["metadata"])
+        call = self._inner(outgoing or request, timeout=timeout, **named)
+        sender.watch(call, PLAIN, outgoing)
+        return self._in_time(call, timeout)
+
+    def _in_time(self, call: Any, timeout: float | None) -> Any:
+        """A call of grpcio that has begun; one that has a deadline ends when that has passed."""
+        if timeout is None:
+            return call
+        made = asyncio.get_running_loop().create_future()
+        made.set_result(call)
+        return self._later(made, timeout)
+
+    async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
+        return self._inner(
+            request,
+            timeout=details.timeout,
+            metadata=details.metadata,
+            credentials=details.credentials,
+            wait_for_ready=details.wait_for_ready,
+            compression=compression,
+        )
+
+
+class _OneRequest(_Direct):
+    def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        return self._call(request, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+class _ManyRequests(_Direct):
+    def __call__(
+        self,
+        request_iterator: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        return self._call(
+            request_iterator, timeout, metadata, credentials, wait_for_ready, compression
+        )
+
+
+class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
+    """Those of its calls whose requests are small are grpcio's own, without anything of ours.
+
+    Args:
+        channel, inner, carried, arity, method: as of `_Direct`.
+        small: its requests that need nothing of ours.
+        stock: of grpcio's channel, takes the bytes of a request.
+    """
+
+    def __init__(
+        self,
+        channel: AioRpcChannel,
+        inner: Any,
+        carried: AioMethod | None,
+        arity: str,
+        method: Any,
+        small: SmallRequests,
+        stock: Any,
+    ) -> None:
+        super().__init__(channel, inner, carried, arity, method)
+        self._small = small
+        self._stock = stock
+
+    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
+        # Nobody watches how a small call ends; another one's request is encoded where it is made.
+        body = self._small.encode(request) if self._channel.is_connected else None
+        if type(body) is bytes:
+            metadata, credentials, wait_for_ready, compression = given
+            call = self._stock(
+                body,
+                timeout=timeout,
+                metadata=metadata,
+                credentials=credentials,
+                wait_for_ready=wait_for_ready,
+                compression=compression,
+            )
+            return self._in_time(call, timeout) if is_kept(body) else call
+        return super()._call(request if body is None else body, timeout, *given)
+
+
+class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
+    pass
+
+
+class _StreamUnary(_ManyRequests, grpc.aio.StreamUnaryMultiCallable):
+    pass
+
+
+class _StreamStream(_ManyRequests, grpc.aio.StreamStreamMultiCallable):
+    pass
+
+
+class _InterceptedUnaryUnary(_Intercepted, grpc.aio.UnaryUnaryMultiCallable):
+    pass
+
+
+class _InterceptedUnaryStream(_Intercepted, grpc.aio.UnaryStreamMultiCallable):
+    pass
+
+
+class _InterceptedStreamUnary(_Intercepted, grpc.aio.StreamUnaryMultiCallable):
+    pass
+
+
+class _InterceptedStreamStream(_Intercepted, grpc.aio.StreamStreamMultiCallable):
+    pass
+
+
+_METHODS: dict[str, tuple[type[_Direct], type[_Intercepted]]] = {
+    "unary_unary": (_UnaryUnary, _InterceptedUnaryUnary),
+    "unary_stream": (_UnaryStream, _InterceptedUnaryStream),
+    "stream_unary": (_StreamUnary, _InterceptedStreamUnary),
+    "stream_stream": (_StreamStream, _InterceptedStreamStream),
+}
+
+
+class AioRpcChannel(grpc.aio.Channel):
+    """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`.
+
+    Args:
+        make: makes the channel of grpcio, and is given its interceptors.
+        interceptors: the user's.
+        terms: what payload may do.
+        encrypted: it is a secure one.
+
+    Attributes:
+        inner: of grpcio.
+        sender: what its calls share.
+        live: calls that end with the channel.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Any] | None], Any],
+        interceptors: Sequence[Any] | None,
+        terms: Terms,
+        *,
+        encrypted: bool,
+    ) -> None:
+        self.sender = AioSender(terms)
+        chain, self._intercepted = chained(interceptors or (), self.sender)
+        self.inner = self.sender.inner = make(chain or None)
+        self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
+        self._encrypted = encrypted
+        self._closed = False
+        # In whatever thread has the last of it, with whatever lock.
+        weakref.finalize(self, JANITOR.soon, self.sender.keeper.close).atexit = False
+
+    @property
+    def payload(self) -> str:
+        """As of `tensorwire.rpc.insecure_channel`."""
+        attachment = self.attachment
+        return (
+            f"inside: {self.sender.keeper.reason}" if attachment is None else attachment.transport
+        )
+
+    @property
+    def runtime(self) -> str:
+        """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
+        attachment = self.attachment
+        if attachment is not None and attachment.runtime is not None:
+            return attachment.transport
+        return f"grpcio: {self.sender.keeper.carried_reason}"
+
+    @property
+    def rendezvous_bytes(self) -> int | None:
+        """From this size messages of the runtime travel by rendezvous now; None: none does."""
+        attachment = self.attachment
+        if attachment is None or attachment.rendezvous is None:
+            return None
+        return attachment.rendezvous.threshold.size_bytes
+
+    @property
+    def attachment(self) -> RpcAttachment | None:
+        """What joins this channel with its server, if anything does."""
+        return self.sender.keeper.ready
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether grpcio has a connection to a server."""
+        return not self._closed and self.inner.get_state() is grpc.ChannelConnectivity.READY
+
+    def is_plain(self, credentials: Any) -> bool:
+        """Whether a call that begins now is grpcio's alone: nothing goes ahead, or is asked for."""
+        if self._closed or (credentials is not None and not self._encrypted):
+            return True  # grpcio says what is wrong
+        keeper = self.sender.keeper
+        if keeper.ready is not None or not keeper.settled():
+            return False
+        if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
+            keeper.disconnected()  # nobody watches how a plain call ends
+            return False
+        return True
+
+    def _method(
+        self, arity: str, method: str, serializer: Any, deserializer: Any, registered: Any
+    ) -> Any:
+        reader = Reader(deserializer)
+        keeper = self.sender.keeper
+
+        def serialize(outgoing: Any) -> Any:
+            if type(outgoing) is not SentMessage:  # of a stream without an attachment
+                outgoing = SentMessage(outgoing, PLAIN, last=True)
+            try:
+                data: bytes = outgoing.serialize(serializer)
+            except Exception as error:
+                logs.COMMON.exception("Exception serializing message!")
+                return error  # which grpcio refuses; it would send an empty message if this raised
+            return data
+
+        def deserialize(data: bytes) -> Any:
+            try:
+                # Each call keeps the channel, without whose attachment an answer cannot be read.
+                return reader.read(data, self.sender.keeper.find, lenient=True)
+            except (RefusedError, TensorwireError) as error:
+                if arity.endswith("stream"):
+                    return Unreadable(error)
+                logs.OWN.error("the payload of a response is gone: %s", error)
+                return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
+
+        inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
+        carried = None
+        if keeper.carries:
+            receive = partial(_receive, self, reader)
+            carried = AioMethod(arity, serializer, receive, self.sender.ended)
+        direct, intercepted = _METHODS[arity]
+        if arity in self._intercepted:
+            return intercepted(self, inner, carried)
+        if direct is _UnaryUnary:
+            # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+            watched = hasattr(inner, "_tensorwire_trace")
+            small = SmallRequests(keeper, serializer, watched=watched)
+            stock = self.inner.unary_unary(method, None, deserialize, registered)
+            return _UnaryUnary(self, inner, carried, arity, method, small, stock)
+        return direct(self, inner, carried, arity, method)
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "unary_unary", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "unary_stream", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "stream_unary", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "stream_stream", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    async def __aenter__(self) -> AioRpcChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        until = time.monotonic() + (grace or 0.0)
+        live = [call for call in self.live if not call.done()]
+        if grace and grace > 0 and live:
+            ends = [asyncio.ensure_future(call.code()) for call in live]
+            await asyncio.wait(ends, timeout=grace)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        for call in live:
+            call.cancel()
+        if grace is not None:
+            grace = max(until - time.monotonic(), 0.0)
+        await self.inner.close(grace)
+        self.sender.keeper.close()
+
+    def get_state(self, try_to_connect: bool = False) -> Any:
+        return self.inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: Any) -> None:
+        await self.inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.inner.channel_ready()
+
+
+def insecure_channel(
+    target: str,
+    options: Any = None,
+    compression: Any = None,
+    interceptors: Sequence[Any] | None = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    patience_s: float | None = None,
+    transports: tuple[str, ...] | None = None,
+    runtime: bool | None = None,
+) -> AioRpcChannel:
+    """As `grpc.aio.insecure_channel`; further keywords as `tensorwire.rpc.insecure_channel`.
+
+    Payload travels by shared memory only, unless transports name tcp too: over a network the event
+    loop would wait for it.
+    """
+    if plain := original("aio.insecure_channel"):
+        return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
+    options = kept(options)
+    offered = offer(runtime, options, compression)
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    transports = chosen_transports(transports, ("shm",))
+    terms = Terms(limits, transports, runtime=offered, retries=retries(options))
+    if terms.transports and offered.limits is None:
+        agent = ChannelAgent()
+        terms, options = replace(terms, agent=agent), agent.added_to(options)
+    inner = partial(make, "aio.insecure_channel", target, options, compression)
+    return AioRpcChannel(inner, interceptors, terms, encrypted=False)
+
+
+def secure_channel(
+    target: str,
+    credentials: Any,
+    options: Any = None,
+    compression: Any = None,
+    interceptors: Sequence[Any] | None = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    patience_s: float | None = None,
+    plaintext_transports: tuple[str, ...] = (),
+) -> AioRpcChannel:
+    """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
+    if plain := original("aio.secure_channel"):
+        return plain(  # type: ignore[no-any-return]
+            target, credentials, options, compression, interceptors
+        )
+    transports, agent = secure_transports(plaintext_transports), ChannelAgent()
+    limits, options = as_limits(threshold_bytes, pool_bytes, patience_s), kept(options)
+    terms = Terms(limits, transports, agent=agent, retries=retries(options))
+    options = agent.added_to(options)
+    inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
+    return AioRpcChannel(inner, interceptors, terms, encrypted=True)

@@ -1,0 +1,5 @@
+"""Moves the payload of messages: which way each takes, the memory it lies in, and who gives it back.
+
+`outgoing` decides and encodes, `incoming` decodes; both use an `attachment`, which joins two ends.
+Below them: `leases` and `inbox` (memory of the other end and of this one), `envelope` (pure).
+"""

@@ -1,0 +1,1 @@
+"""Has the interface of grpcio: channels, calls and servers whose callers are threads."""
