@@ -81,7 +81,9 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
         each["pid"] for each in found["members"]
     }
     (again,) = jobs(found["address"])
-    assert {**again, "standby": found["standby"]} == found  # there may be one by now
+    # There may be a process in reserve by now.
+    assert {**again, "standby": found["standby"], "age_s": found["age_s"]} == found
+    assert again["age_s"] > found["age_s"]
     doctor = [sys.executable, "-m", "tensorwire", "doctor", f"tw://{found['address']}/"]
     done = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # a warning of a busy machine

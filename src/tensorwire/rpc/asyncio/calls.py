@@ -2,7 +2,8 @@
 
 A call may wait for its channel's attachment, and a request may have to be sent again. What callers
 get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task. It
-ends a moment after its deadline, also where grpcio does not end the one that was made (`threads/calls.py`).
+ends a moment after its deadline, also where grpcio does not end the one that was made: see
+`threads/calls.py`.
 """
 
 from __future__ import annotations
