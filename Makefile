@@ -31,9 +31,11 @@ NEED := tools/need.sh
 CPP := $(wildcard cpp/*.cc cpp/*.h)
 CPP_ALL := $(CPP) $(wildcard cpp/*/*.cc cpp/*/*.h)
 FUZZERS := $(patsubst cpp/fuzz/%_fuzz.cc,%,$(wildcard cpp/fuzz/*_fuzz.cc))
+# Several files in one compilation: half of the time goes into headers.
 # MAKEFLAGS= before a build: ninja looks for the job server of a make that runs recipes side by side.
 CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERROR) \
-  -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug
+  -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug \
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 

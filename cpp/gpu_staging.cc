@@ -5,7 +5,7 @@
 namespace tensorwire {
 namespace {
 
-constexpr size_t kSlots = 8;
+constexpr size_t kStagingSlots = 8;
 constexpr size_t kMostSegments = 256;  // in one chunk
 
 }  // namespace
@@ -50,7 +50,7 @@ void GpuStaging::pump() {
       if (!job->all_started() && !job->lane) {
         job->lane = std::make_shared<GpuLane>(*job->items.front().gpu);
       }
-      while (!job->all_started() && (!free_.empty() || slots_ < kSlots)) {
+      while (!job->all_started() && (!free_.empty() || slots_ < kStagingSlots)) {
         if (free_.empty()) {
           auto slot = std::make_shared<Slot>();
           slot->chunk = std::make_unique<GpuChunk>(*job->items.front().gpu);

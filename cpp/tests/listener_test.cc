@@ -21,8 +21,8 @@ int option(const Descriptor& socket, int level, int name) {
 }
 
 // Both ends of a connection within this host; no descriptors where it has no such address.
-struct Ends {
-  explicit Ends(int family) {
+struct TcpEnds {
+  explicit TcpEnds(int family) {
     sockaddr_storage address{};
     address.ss_family = static_cast<sa_family_t>(family);
     if (family == AF_INET) {
@@ -49,10 +49,10 @@ struct Ends {
 TEST_CASE("listener: a stream within one host has a short queue, with both addresses") {
   int most = 0, queue = 1 << 20;  // of 512 KiB, which the kernel doubles
   std::ifstream("/proc/sys/net/core/wmem_max") >> most;
-  if (most < 512 << 10) queue = option(Ends(AF_INET).near, SOL_SOCKET, SO_SNDBUF);
+  if (most < 512 << 10) queue = option(TcpEnds(AF_INET).near, SOL_SOCKET, SO_SNDBUF);
   for (int family : {AF_INET, AF_INET6}) {
     CAPTURE(family);
-    Ends ends(family);
+    TcpEnds ends(family);
     if (!ends.near) {
       MESSAGE("this host has no such address");
       continue;

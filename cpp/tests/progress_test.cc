@@ -25,7 +25,7 @@ namespace tensorwire {
 namespace {
 
 // Far longer than anything here takes: a wait that ends by it has lost its wake-up.
-Deadline soon() { return Deadline::after(30.0); }
+Deadline in_time() { return Deadline::after(30.0); }
 
 struct Loop {
   ~Loop() { progress->stop(); }
@@ -77,7 +77,7 @@ TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
     size_t before = (me + turn.size() - 1) % turn.size();
     for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
       uint64_t wanted = me == 0 ? round - 1 : round;
-      if (!loop->wait([&] { return turn[before].load() >= wanted; }, soon())) ++lost;
+      if (!loop->wait([&] { return turn[before].load() >= wanted; }, in_time())) ++lost;
       turn[me] = round;
       loop->notify();
     }
@@ -95,7 +95,7 @@ TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
   std::thread other([&] {
     for (uint64_t round = 1; round <= kRounds; ++round) {
       auto reached = [&] { return word_at(ping_word).load(std::memory_order_acquire) >= round; };
-      if (!there->wait(reached, soon())) return void(++lost);
+      if (!there->wait(reached, in_time())) return void(++lost);
       store_max(pong_word, round);
       ring_like_a_peer(here);
     }
@@ -104,7 +104,7 @@ TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
     store_max(ping_word, round);
     ring_like_a_peer(there);
     auto reached = [&] { return word_at(pong_word).load(std::memory_order_acquire) >= round; };
-    if (!here->wait(reached, soon())) ++lost;
+    if (!here->wait(reached, in_time())) ++lost;
   }
   other.join();
   CHECK(lost == 0);
@@ -134,7 +134,7 @@ TEST_CASE("progress: waits with a pace wake each other, however long they poll")
   std::thread other([&] {
     for (uint64_t round = 1; round <= kRounds; ++round) {
       auto reached = [&] { return word_at(ping_word).load(std::memory_order_acquire) >= round; };
-      if (!there->wait(reached, soon(), &other_pace)) return void(++lost);
+      if (!there->wait(reached, in_time(), &other_pace)) return void(++lost);
       store_max(pong_word, round);
       ring_like_a_peer(here);
     }
@@ -144,7 +144,7 @@ TEST_CASE("progress: waits with a pace wake each other, however long they poll")
     store_max(ping_word, round);
     ring_like_a_peer(there);
     auto reached = [&] { return word_at(pong_word).load(std::memory_order_acquire) >= round; };
-    if (!here->wait(reached, soon(), &mine)) ++lost;
+    if (!here->wait(reached, in_time(), &mine)) ++lost;
   }
   other.join();
   CHECK(lost == 0);
@@ -172,7 +172,7 @@ TEST_CASE("progress: several waiters of one doorbell all wake") {
     threads.emplace_back([&] {
       for (uint64_t round = 1; round <= kRounds; ++round) {
         auto reached = [&] { return word_at(word).load(std::memory_order_acquire) >= round; };
-        if (!loop->wait(reached, soon())) return void(++lost);
+        if (!loop->wait(reached, in_time())) return void(++lost);
         arrived.fetch_add(1);
         arrived.notify_all();
       }
@@ -195,7 +195,7 @@ TEST_CASE("progress: jobs run once each, or again while they ask for it") {
     return false;
   });
   loop->post([&] { return ++thrice < 3; });
-  CHECK(loop->wait([&] { return once == 1 && thrice == 3; }, soon()));
+  CHECK(loop->wait([&] { return once == 1 && thrice == 3; }, in_time()));
   loop->run([] {});
   CHECK(once == 1);
   CHECK(thrice == 3);
@@ -246,7 +246,7 @@ TEST_CASE("progress: timers fire in time, also those that timers set") {
       loop->after(0.005, [&] { ++fired; });
     });
   }
-  CHECK(loop->wait([&] { return fired == 6; }, soon()));
+  CHECK(loop->wait([&] { return fired == 6; }, in_time()));
   CHECK(early == 0);
 }
 
@@ -289,7 +289,7 @@ TEST_CASE("progress: what is waited for while the loop stops is still seen") {
     std::vector<std::thread> threads;
     for (int t = 0; t < 3; ++t) {
       threads.emplace_back([&] {
-        if (!progress->wait([&] { return over.load(); }, soon())) ++lost;
+        if (!progress->wait([&] { return over.load(); }, in_time())) ++lost;
       });
     }
     if (i % 2 == 1) progress->run([] {});
@@ -305,7 +305,7 @@ TEST_CASE("progress: stop and a waiter that leads do not run jobs beside each ot
     auto progress = std::make_shared<Progress>();
     int plain = 0;  // TSan would see two at a time
     std::atomic<int> left{300};
-    std::thread waiter([&] { progress->wait([&] { return left == 0; }, soon()); });
+    std::thread waiter([&] { progress->wait([&] { return left == 0; }, in_time()); });
     std::thread poster([&] {
       for (int job = 0; job < 100; ++job) {
         bool taken = progress->post([&, times = 3]() mutable {
@@ -388,10 +388,10 @@ TEST_CASE("progress: handlers are called until they leave") {
   loop->watch(pipe->descriptor(), EPOLLIN, pipe);
   for (int i = 1; i <= 200; ++i) {
     pipe->send('.');
-    CHECK(loop->wait([&] { return pipe->seen == i; }, soon()));
+    CHECK(loop->wait([&] { return pipe->seen == i; }, in_time()));
   }
   pipe->send('q');
-  CHECK(loop->wait([&] { return pipe->seen == 201; }, soon()));
+  CHECK(loop->wait([&] { return pipe->seen == 201; }, in_time()));
   pipe->send('.');
   loop->run([] {});
   CHECK_FALSE(loop->wait([&] { return pipe->seen > 201; }, Deadline::after(0.01)));
@@ -458,7 +458,7 @@ TEST_CASE("progress: everything at once, and nothing is lost") {
   threads.emplace_back([&] {  // timers, waited for
     for (int i = 1; i <= kRounds; ++i) {
       loop->after(i % 3 * 1e-4, [&] { ++fired; });
-      if (!loop->wait([&] { return fired == i; }, soon())) return void(++lost);
+      if (!loop->wait([&] { return fired == i; }, in_time())) return void(++lost);
     }
   });
   threads.emplace_back([&] {  // jobs, run to their end
@@ -470,13 +470,13 @@ TEST_CASE("progress: everything at once, and nothing is lost") {
   threads.emplace_back([&] {  // a descriptor
     for (int i = 1; i <= kRounds; ++i) {
       pipe->send('.');
-      if (!loop->wait([&] { return pipe->seen == i; }, soon())) return void(++lost);
+      if (!loop->wait([&] { return pipe->seen == i; }, in_time())) return void(++lost);
     }
   });
   threads.emplace_back([&] {  // words
     for (uint64_t i = 1; i <= kRounds; ++i) {
       auto reached = [&] { return word_at(word).load(std::memory_order_acquire) >= i; };
-      if (!loop->wait(reached, soon())) return void(++lost);
+      if (!loop->wait(reached, in_time())) return void(++lost);
     }
   });
   threads.emplace_back([&] {  // a peer, and jobs that nobody waits for
@@ -490,7 +490,7 @@ TEST_CASE("progress: everything at once, and nothing is lost") {
     }
   });
   for (auto& thread : threads) thread.join();
-  CHECK(loop->wait([&] { return posted == kRounds; }, soon()));
+  CHECK(loop->wait([&] { return posted == kRounds; }, in_time()));
   CHECK(lost == 0);
   CHECK(ran == kRounds);
   CHECK(loop->page()->armed == 0);
@@ -536,7 +536,7 @@ TEST_CASE("progress: a job posted as the thread gives the loop away does not wai
     std::this_thread::sleep_for(milliseconds(5));  // the thread drives again
     std::thread waiter([&] {
       asks.wait(false);
-      progress->wait([&] { return over.load(); }, soon());
+      progress->wait([&] { return over.load(); }, in_time());
     });
     ::eventfd_write(event.get(), 1);
     done.wait(false);
