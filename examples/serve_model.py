@@ -24,10 +24,10 @@ class Model:
 
     def __init__(self) -> None:
         self.array = np.random.default_rng(0).standard_normal((FEATURES, CLASSES), "float32")
-        self.weights = rpc.tensor(self.array, owner=self)
+        self.weights = rpc.pack(self.array, owner=self)
 
     def predict(self, request: rpc.Tensor, context: grpc.ServicerContext) -> rpc.Tensor:
-        return rpc.tensor(rpc.array(request) @ self.array)
+        return rpc.pack(rpc.unpack(request) @ self.array)
 
     def get_weights(self, request: rpc.Tensor, context: grpc.ServicerContext) -> rpc.Tensor:
         return self.weights
@@ -70,12 +70,12 @@ def main() -> None:
     with rpc.insecure_channel(target, transports=(options.transport,)) as channel:
         types = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         predict = channel.unary_unary("/example.Model/Predict", *types)
-        weights = rpc.array(channel.unary_unary("/example.Model/Weights", *types)(rpc.Tensor()))
+        weights = rpc.unpack(channel.unary_unary("/example.Model/Weights", *types)(rpc.Tensor()))
 
         batch = np.ones((256, FEATURES), "float32")
         started = time.perf_counter()
         for number in range(options.batches):
-            scores = rpc.array(predict(rpc.tensor(batch * number)))
+            scores = rpc.unpack(predict(rpc.pack(batch * number)))
         per_batch_ms = (time.perf_counter() - started) / options.batches * 1e3
         assert np.allclose(scores, (batch * number) @ weights, rtol=1e-3, atol=1e-2)
         print(f"{options.batches} batches of {batch.nbytes >> 20} MiB by {channel.payload}")

@@ -76,16 +76,16 @@ def _stream(request: bytes, context: Any) -> Iterator[bytes]:
 
 
 def _echo_tensor(request: Any, context: Any) -> Any:
-    array = rpc.array(request)
+    array = rpc.unpack(request)
     read(array)
-    return rpc.tensor(array)
+    return rpc.pack(array)
 
 
 def _stream_tensors(request: Any, context: Any) -> Iterator[Any]:
-    array = rpc.array(request)
+    array = rpc.unpack(request)
     read(array)
     for _ in range(STREAMED):
-        yield rpc.tensor(array)
+        yield rpc.pack(array)
 
 
 def _take(requests: Iterator[bytes], context: Any) -> bytes:
@@ -94,7 +94,7 @@ def _take(requests: Iterator[bytes], context: Any) -> bytes:
 
 
 def _take_tensors(requests: Iterator[Any], context: Any) -> Any:
-    _read_all(map(rpc.array, requests))
+    _read_all(map(rpc.unpack, requests))
     return rpc.Tensor()
 
 
@@ -201,10 +201,10 @@ class ClientCalls:
         if system == TENSOR:
             call = getattr(channel, _KINDS[case])(f"/bench/tensor_{case}", *_TYPES)
             if case == UNARY:
-                return lambda: read(rpc.array(call(rpc.tensor(payload))))
+                return lambda: read(rpc.unpack(call(rpc.pack(payload))))
             if case == REQUESTS:
-                return lambda: call(rpc.tensor(payload) for _ in range(STREAMED))
-            return lambda: [read(rpc.array(each)) for each in call(rpc.tensor(payload))]
+                return lambda: call(rpc.pack(payload) for _ in range(STREAMED))
+            return lambda: [read(rpc.unpack(each)) for each in call(rpc.pack(payload))]
         call, data = getattr(channel, _KINDS[case])(f"/bench/{case}"), payload.tobytes()
         if case == UNARY:
             return lambda: read(call(data))

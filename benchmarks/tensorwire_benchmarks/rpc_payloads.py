@@ -73,9 +73,9 @@ def of_bytes(payload: Sequence[Any]) -> Any:
 
 def of_tensors(payload: Sequence[Any]) -> Any:
     """A message of arrays."""
-    return Tensors(buffers=[rpc.tensor(each) for each in payload])
+    return Tensors(buffers=[rpc.pack(each) for each in payload])
 
 
 def arrays(message: Any) -> list[NDArray[Any]]:
     """The arrays of a message of Tensors."""
-    return [rpc.array(each) for each in message.buffers]
+    return [rpc.unpack(each) for each in message.buffers]

@@ -16,7 +16,7 @@ SIZES = [0, 5, 70_000, 300_000, 5_000_000]
 THRESHOLD_BYTES = 100_000
 LONG_S = 150.0
 WAY: dict[str, Any] = {
-    "transports": ("rdma",), "runtime": True, "threshold_bytes": THRESHOLD_BYTES
+    "transports": ("rdma",), "runtime": True, "limits": rpc.Limits(threshold_bytes=THRESHOLD_BYTES)
 }  # fmt: skip
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
 TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
@@ -38,7 +38,7 @@ def sleep(request: bytes, context: Any) -> bytes:
 
 
 def triple(request: Any, context: Any) -> Any:
-    return rpc.tensor(rpc.array(request) * 3)
+    return rpc.pack(rpc.unpack(request) * 3)
 
 
 def serve(channel: Channel, host: str) -> None:
@@ -142,8 +142,8 @@ def call(channel: Channel, target: str) -> dict[str, Any]:
         said["joined"] = len(client.stream_unary("/t/Join")(iter(messages)))
         said["code"] = client.unary_unary("/t/Fail").future(b"").code().name
         said["late"] = client.unary_unary("/t/Sleep").future(b"", timeout=2).code().name
-        array = rpc.tensor(np.ones(200_000))
-        said["array"] = float(rpc.array(client.unary_unary("/t/Triple", *TYPES)(array)).sum())
+        array = rpc.pack(np.ones(200_000))
+        said["array"] = float(rpc.unpack(client.unary_unary("/t/Triple", *TYPES)(array)).sum())
         said["rendezvous_bytes"] = client.rendezvous_bytes
         said["offered"] = client.attachment.rendezvous.offers.leased_bytes
     return said

@@ -42,12 +42,16 @@ class System:
         return rpc.server(*args, **options, **self.our_server)
 
 
-SHM = {"threshold_bytes": EVERYTHING, "transports": ("shm",)}
-TCP = {"threshold_bytes": EVERYTHING, "transports": ("tcp",)}
+SHM = {"limits": rpc.Limits(threshold_bytes=EVERYTHING), "transports": ("shm",)}
+TCP = {"limits": rpc.Limits(threshold_bytes=EVERYTHING), "transports": ("tcp",)}
 # The runtime: payload by leases over shm, in pieces of frames over tcp.
 RUNTIME_SHM = {**SHM, "runtime": True}
 RUNTIME_TCP = {"transports": ("tcp",), "runtime": True}
-RUNTIME_RDMA = {"threshold_bytes": EVERYTHING, "transports": ("rdma",), "runtime": True}
+RUNTIME_RDMA = {
+    "limits": rpc.Limits(threshold_bytes=EVERYTHING),
+    "transports": ("rdma",),
+    "runtime": True,
+}
 SYSTEMS = (
     System("shm", SHM, SHM),
     System("tcp", TCP, TCP),

@@ -16,7 +16,7 @@ from tensorwire import rpc
 
 TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
 SIZE = 500_000
-OPTIONS: Any = {"threshold_bytes": 1000}
+OPTIONS: Any = {"limits": rpc.Limits(threshold_bytes=1000)}
 
 
 def say(*words: object) -> None:
@@ -25,7 +25,7 @@ def say(*words: object) -> None:
 
 def hang(request: Any, context: Any) -> Any:
     """A servicer that has got its payload and never answers."""
-    array = rpc.array(request if isinstance(request, rpc.Tensor) else next(request))
+    array = rpc.unpack(request if isinstance(request, rpc.Tensor) else next(request))
     say("in the servicer", array.sum())
     while context.is_active():
         time.sleep(0.01)
@@ -34,12 +34,12 @@ def hang(request: Any, context: Any) -> Any:
 
 
 def hang_after_one(request: Any, context: Any) -> Any:
-    yield rpc.tensor(np.ones(SIZE))
+    yield rpc.pack(np.ones(SIZE))
     hang(request, context)
 
 
 def echo(request: Any, context: Any) -> Any:
-    return rpc.tensor(rpc.array(request) + 1)
+    return rpc.pack(rpc.unpack(request) + 1)
 
 
 class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -77,9 +77,9 @@ def start_call(channel: Any, arity: str, message: Any) -> Any:
 
 def call(transport: str, port: str, arity: str) -> None:
     channel = rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,), **OPTIONS)
-    running = start_call(channel, arity, rpc.tensor(np.ones(SIZE)))
+    running = start_call(channel, arity, rpc.pack(np.ones(SIZE)))
     if arity[1] == "s":
-        say("got", rpc.array(next(running)).sum())
+        say("got", rpc.unpack(next(running)).sum())
     say("calling")
     sys.stdin.read()
 

@@ -250,18 +250,18 @@ def test_arrays(run: Any) -> None:
             return  # a plain channel would send a Tensor without its array
         for number in range(5):
             sent = np.full(5000, number, "float32")
-            got = rpc.array(await channel.unary_unary("/t/m", *TYPES)(rpc.tensor(sent)))
+            got = rpc.unpack(await channel.unary_unary("/t/m", *TYPES)(rpc.pack(sent)))
             np.testing.assert_array_equal(got, 2 * sent)
-        requests = (rpc.tensor(np.full(5000, number)) for number in range(5))
+        requests = (rpc.pack(np.full(5000, number)) for number in range(5))
         answers = channel.stream_stream("/t/s", *TYPES)(requests)
-        assert [rpc.array(each)[0] async for each in answers] == [0, 2, 4, 6, 8]
+        assert [rpc.unpack(each)[0] async for each in answers] == [0, 2, 4, 6, 8]
 
     async def plain(request: Any, context: Any) -> Any:
-        return rpc.embed(rpc.tensor(rpc.array(request) * 2))
+        return rpc.embed(rpc.pack(rpc.unpack(request) * 2))
 
     async def plain_all(requests: Any, context: Any) -> AsyncIterator[Any]:
         async for each in requests:
-            yield rpc.embed(rpc.tensor(rpc.array(each) * 2))
+            yield rpc.embed(rpc.pack(rpc.unpack(each) * 2))
 
     run({"/t/m": UU(plain, **TENSORS), "/t/s": SS(plain_all, **TENSORS)}, test)
     tensors._lent.clear()
@@ -270,7 +270,7 @@ def test_arrays(run: Any) -> None:
 @pytest.mark.parametrize("options", [SHM, TCP], ids=["shm", "tcp"])
 def test_payload_goes_ahead_and_comes_back(options: dict[str, Any]) -> None:
     async def double(request: Any, context: Any) -> Any:
-        return rpc.tensor(rpc.array(request) * 2)
+        return rpc.pack(rpc.unpack(request) * 2)
 
     async def main() -> None:
         server = rpc.aio.server(**options)
@@ -280,13 +280,13 @@ def test_payload_goes_ahead_and_comes_back(options: dict[str, Any]) -> None:
         async with rpc.aio.insecure_channel(target, **options) as channel:
             call = channel.unary_unary("/t/m", *TYPES)
             for number in range(20):
-                answer = await call(rpc.tensor(np.full(50_000, number)))
+                answer = await call(rpc.pack(np.full(50_000, number)))
                 assert answer.data == b""
-                assert rpc.array(answer)[-1] == 2 * number
+                assert rpc.unpack(answer)[-1] == 2 * number
             answers = await asyncio.gather(
-                *(call(rpc.tensor(np.full(50_000, number))) for number in range(50))
+                *(call(rpc.pack(np.full(50_000, number))) for number in range(50))
             )
-            assert [rpc.array(each)[0] for each in answers] == [2 * n for n in range(50)]
+            assert [rpc.unpack(each)[0] for each in answers] == [2 * n for n in range(50)]
             assert channel.payload == options["transports"][0]
             ends = [channel.attachment, *server.attachments]
             del answer, answers
@@ -333,7 +333,7 @@ def test_behind_a_load_balancer() -> None:
             await channel.channel_ready()
             for _ in range(4):  # until the question has met a server of ours
                 keeper.disconnected()
-                await channel.unary_unary("/t/m", *TYPES)(rpc.tensor(array))
+                await channel.unary_unary("/t/m", *TYPES)(rpc.pack(array))
                 await channel.unary_unary("/t/m", *TYPES)(rpc.Tensor())  # the other one's turn
             keeper.disconnected()
             assert channel.attachment is not None
@@ -343,11 +343,11 @@ def test_behind_a_load_balancer() -> None:
                 if turn % 4 == 0:  # so that it is not always the turn of the same server
                     await channel.unary_unary("/t/m", *TYPES)(rpc.Tensor())
                 if turn % 2:
-                    answer = await channel.unary_unary("/t/m", *TYPES)(rpc.tensor(array))
+                    answer = await channel.unary_unary("/t/m", *TYPES)(rpc.pack(array))
                 else:
-                    stream = channel.unary_stream("/t/us", *TYPES)(rpc.tensor(array))
+                    stream = channel.unary_stream("/t/us", *TYPES)(rpc.pack(array))
                     (answer,) = [each async for each in stream]
-                np.testing.assert_array_equal(rpc.array(answer), array)
+                np.testing.assert_array_equal(rpc.unpack(answer), array)
             assert len(served) == 20
             assert set(served) == {0, 1}
         for server in servers:

@@ -422,7 +422,7 @@ def test_a_message_whose_array_is_gone_is_not_sent_empty(arity: str, way: str) -
     streams = arity.startswith("stream")
 
     async def attempt(call: Any, good: Any, *, written: bool) -> None:
-        gone = rpc.tensor(np.ones(1000), owner=Owner())
+        gone = rpc.pack(np.ones(1000), owner=Owner())
         if not streams:
             await all_of(call(gone), arity)
         elif written:
@@ -436,7 +436,7 @@ def test_a_message_whose_array_is_gone_is_not_sent_empty(arity: str, way: str) -
         call = getattr(channel, arity)("/t/m", *reversed(types))
         errors = (StaleHandleError, TypeError, grpc.aio.AioRpcError, asyncio.CancelledError)
         for written in (False, False, True):  # the first before there is an attachment
-            good = rpc.tensor(np.ones(1000))
+            good = rpc.pack(np.ones(1000))
             with pytest.raises(errors):
                 await attempt(call, good, written=written)
             delivered([good.ticket])

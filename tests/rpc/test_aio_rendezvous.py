@@ -70,7 +70,12 @@ def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def options(wire: str, **given: Any) -> dict[str, Any]:
-    return {"transports": (wire,), "runtime": True, "threshold_bytes": 1000, **given}
+    return {
+        "transports": (wire,),
+        "runtime": True,
+        "limits": rpc.Limits(threshold_bytes=1000),
+        **given,
+    }
 
 
 def run(
@@ -191,7 +196,7 @@ def test_who_does_not_read_holds_the_sender_up(wire: str) -> None:
         await until(lambda: nothing_is_offered(channel, server))
         assert offers(server.attachments[0]).leased_bytes < 400_000
 
-    run(wire, {"/t/us": US(many)}, test, patience_s=LONG_S)
+    run(wire, {"/t/us": US(many)}, test, limits=rpc.Limits(threshold_bytes=1000, patience_s=LONG_S))
 
 
 def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) -> None:
@@ -203,7 +208,7 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
             assert 1 << 19 <= offers(each).leased_bytes
             assert all(pool.leased_bytes < 1 << 20 for pool in pools(each))
 
-    run(wire, FOUR, test, pool_bytes=(1 << 20) - 1)
+    run(wire, FOUR, test, limits=rpc.Limits(threshold_bytes=1000, pool_bytes=(1 << 20) - 1))
 
 
 @pytest.fixture
@@ -344,7 +349,7 @@ def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
         (there,) = server.attachments
         await until(lambda: there.rendezvous.threshold.size_bytes == LEAST_BYTES * 2)
 
-    run(wire, FOUR, test, threshold_bytes=None)
+    run(wire, FOUR, test, limits=rpc.Limits())
 
 
 def test_calls_adapt_the_threshold(wire: str) -> None:
@@ -360,7 +365,7 @@ def test_calls_adapt_the_threshold(wire: str) -> None:
         for _ in range(40):
             await unary(message(40_000))
 
-    run(wire, FOUR, test, threshold_bytes=None)
+    run(wire, FOUR, test, limits=rpc.Limits())
     assert {size for size, _ in seen} == {40_000}
     assert {by for _, by in seen} == {True, False}
 

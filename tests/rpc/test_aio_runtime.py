@@ -87,7 +87,7 @@ def test_a_call_that_is_cancelled_by_a_collector_takes_no_lock(wire: str, runtim
 
 def test_a_message_is_written_at_once(wire: str) -> None:
     """Each write that waits for the one before wakes threads at both ends."""
-    options = {**WIRES[wire], "threshold_bytes": 1 << 30}
+    options = {**WIRES[wire], "limits": rpc.Limits(threshold_bytes=1 << 30)}
 
     async def answer(request: bytes, context: Any) -> bytes:
         return b"x"
@@ -242,11 +242,11 @@ def test_a_server_that_is_killed(serving: Any, wire: str) -> None:
         options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
         async with rpc.aio.insecure_channel(target, **options) as channel:
             echo = channel.unary_unary("/t/echo", *TYPES)
-            assert rpc.array(await echo(rpc.tensor(np.ones(10))))[-1] == 2
+            assert rpc.unpack(await echo(rpc.pack(np.ones(10))))[-1] == 2
             assert channel.runtime == wire
-            held = channel.unary_unary("/t/uu", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
-            stream = channel.unary_stream("/t/us", *TYPES)(rpc.tensor(np.ones(10)))
-            assert rpc.array(await stream.read())[-1] == 1
+            held = channel.unary_unary("/t/uu", *TYPES)(rpc.pack(np.ones(rpc_serving.SIZE)))
+            stream = channel.unary_stream("/t/us", *TYPES)(rpc.pack(np.ones(10)))
+            assert rpc.unpack(await stream.read())[-1] == 1
             serving.send_signal(signal.SIGKILL)
             for call in (held, stream):
                 code = await asyncio.wait_for(call.code(), 20)
@@ -288,7 +288,7 @@ def test_a_client_that_takes_no_answers(wire: str) -> None:
     size = 10_000
 
     async def main() -> None:
-        server = rpc.aio.server(**{**WIRES[wire], "threshold_bytes": 1 << 30})
+        server = rpc.aio.server(**{**WIRES[wire], "limits": rpc.Limits(threshold_bytes=1 << 30)})
         server.add_generic_rpc_handlers((Methods(FOUR),))
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()

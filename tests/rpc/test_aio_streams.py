@@ -14,6 +14,7 @@ from grpc._cython.cygrpc import ExecuteBatchError
 from test_aio import BIG, FOUR, echo, echo_all, items, run, runner
 from test_rpc_conformance import SS, SU, US, UU, fault
 
+from tensorwire import rpc
 from tensorwire.rpc.asyncio.runtime_context import AioContext, SyncContext
 
 __all__ = ["run"]  # a fixture
@@ -24,8 +25,8 @@ MANY = 2000
 # Of messages that travel as they are: those that go ahead are bounded by the memory for them.
 AS_THEY_ARE: dict[str, Any] = {
     "grpcio": None,
-    "shm": {**RUNTIME_SHM, "threshold_bytes": 1 << 30},
-    "tcp": {**RUNTIME_TCP, "threshold_bytes": 1 << 30},
+    "shm": {**RUNTIME_SHM, "limits": rpc.Limits(threshold_bytes=1 << 30)},
+    "tcp": {**RUNTIME_TCP, "limits": rpc.Limits(threshold_bytes=1 << 30)},
 }
 
 
@@ -96,7 +97,7 @@ def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
 
 CUT: dict[str, Any] = {
     **AS_THEY_ARE,
-    "rendezvous": {**RUNTIME_SHM, "threshold_bytes": 1 << 16},
+    "rendezvous": {**RUNTIME_SHM, "limits": rpc.Limits(threshold_bytes=1 << 16)},
 }
 
 

@@ -42,7 +42,7 @@ class Served:
 
     def ones(self, request: bytes, context: Any) -> Any:
         self._note(context)
-        return rpc.tensor(np.ones(LARGE, np.uint8))
+        return rpc.pack(np.ones(LARGE, np.uint8))
 
     def methods(self, *, asynchronous: bool) -> Any:
         async def make(request: bytes, context: Any) -> bytes:
@@ -119,14 +119,14 @@ def test_small_calls_have_no_mark_and_large_answers_go_ahead(kind: str, client: 
         assert await call(("/t/make",), b"7") == bytes(7)
         assert await call(("/t/make",), str(LARGE).encode()) == bytes(LARGE)
         ones = "/t/ones", None, rpc.Tensor.FromString
-        assert rpc.array(await call(ones, b"x")).sum() == LARGE
+        assert rpc.unpack(await call(ones, b"x")).sum() == LARGE
         assert len(await call(("/t/make",), str(LARGE).encode())) == LARGE
         assert moved(end) - before >= 3 * LARGE
         # What is not small has a mark, and so has a Tensor.
         big = bytes(LARGE)
         assert await call(("/t/raw",), big) == big
         tensor = "/t/tensor", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
-        assert rpc.array(await call(tensor, rpc.tensor(np.arange(9))))[-1] == 8
+        assert rpc.unpack(await call(tensor, rpc.pack(np.arange(9))))[-1] == 8
         # What looks like an envelope arrives as it is.
         message = envelopes.MAGIC + bytes(100)
         assert await call(("/t/raw",), message) == message
@@ -292,7 +292,9 @@ def test_a_loop_that_comes_late_to_an_answer(
     short = pool_bytes == 2 * LARGE
 
     async def main(target: str, server: Any) -> None:
-        async with rpc.aio.insecure_channel(target, pool_bytes=pool_bytes - 1) as channel:
+        async with rpc.aio.insecure_channel(
+            target, limits=rpc.Limits(pool_bytes=pool_bytes - 1)
+        ) as channel:
             late = channel.unary_unary("/t/late")
             await late(b"1")
             call = late(str(LARGE).encode())

@@ -51,8 +51,8 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
-        call = rpc_serving.start_call(channel, arity, rpc.tensor(np.ones(rpc_serving.SIZE)))
-        got = rpc.array(next(call)) if arity[1] == "s" else None
+        call = rpc_serving.start_call(channel, arity, rpc.pack(np.ones(rpc_serving.SIZE)))
+        got = rpc.unpack(next(call)) if arity[1] == "s" else None
         assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
         attachment = channel.attachment
         assert attachment.transport == transport
@@ -60,7 +60,7 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
         assert call.code() is grpc.StatusCode.UNAVAILABLE
         wait_for(lambda: attachment.lost)
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
+            channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(rpc_serving.SIZE)))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         if got is not None:  # memory of this process, which stays
             assert got.sum() == rpc_serving.SIZE
@@ -88,8 +88,8 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
     wait_for(lambda: server.attachments == [] and attachment.lost)
     wait_for(lambda: tensors.held_tensors() == 0)
     with rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
-        answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
-        assert rpc.array(answer)[0] == 2
+        answer = channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(rpc_serving.SIZE)))
+        assert rpc.unpack(answer)[0] == 2
     server.stop(0).wait()
     tensors._lent.clear()
 
@@ -101,14 +101,14 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
     with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         array = np.ones(rpc_serving.SIZE)
-        call(rpc.tensor(array, owner=array.base), timeout=60)
+        call(rpc.pack(array, owner=array.base), timeout=60)
         stop_process(process)
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as caught:
-                call(rpc.tensor(array), timeout=0.3)
+                call(rpc.pack(array), timeout=0.3)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         process.send_signal(signal.SIGCONT)
-        assert rpc.array(call(rpc.tensor(array), timeout=20))[-1] == 2
+        assert rpc.unpack(call(rpc.pack(array), timeout=20))[-1] == 2
     tensors._lent.clear()
 
 
@@ -121,8 +121,8 @@ server.add_generic_rpc_handlers((Methods(),))
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 channel = rpc.insecure_channel(f"127.0.0.1:{{port}}", **OPTIONS)
-answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(SIZE)))
-kept = rpc.array(answer)
+answer = channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(SIZE)))
+kept = rpc.unpack(answer)
 """
 
 
@@ -156,14 +156,14 @@ def test_a_forked_child_is_told_that_what_has_arrived_is_not_its_own(tmp_path: P
     program = """
 del kept
 if os.fork() == 0:
-    for look in (rpc.array, rpc.embed):
+    for look in (rpc.unpack, rpc.embed):
         try:
             look(answer)
         except ClosedError as error:
             say(error)
     del answer
     os._exit(0)
-say(os.wait()[1], rpc.array(answer)[0])
+say(os.wait()[1], rpc.unpack(answer)[0])
 """
     code, printed, _ = outcome(tmp_path, "from tensorwire import ClosedError\n" + program)
     *told, last = printed.splitlines()

@@ -26,7 +26,7 @@ from tensorwire.testing.leaks import Footprint  # noqa: E402
 CALLS = int(os.environ.get("CALLS", "25000"))  # of each of the four
 THREADS = 4
 LARGE = b"x" * 20_000
-OPTIONS: Any = {"threshold_bytes": 10_000}
+OPTIONS: Any = {"limits": rpc.Limits(threshold_bytes=10_000)}
 MOST_GROWTH_BYTES = 8 << 20  # an object of Python that each call leaves would be more
 
 

@@ -34,7 +34,7 @@ TENSORS = {
 
 @pytest.fixture(params=[SHM, TCP], ids=["shm", "tcp"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {**request.param, "threshold_bytes": 1000}
+    return {**request.param, "limits": rpc.Limits(threshold_bytes=1000)}
 
 
 @pytest.fixture
@@ -104,18 +104,18 @@ def test_arrays_are_messages(serve: Any, options: dict[str, Any]) -> None:
     kept = []
 
     def method(request: Any, context: Any) -> Any:
-        array = rpc.array(request)
+        array = rpc.unpack(request)
         kept.append(array)
-        return rpc.tensor(array + array)
+        return rpc.pack(array + array)
 
     server = serve({"/t/m": UU(method, **TENSORS)})
     with connect(server, options) as channel:
         call = tensor_call(channel)
         for dtype in ("float32", "int8", "complex128", "bool", ">i4"):
             sent = np.arange(60000).reshape(3, 4, 5000).astype(dtype)
-            answer = call(rpc.tensor(sent))
+            answer = call(rpc.pack(sent))
             assert answer.data == b""
-            got = rpc.array(answer)
+            got = rpc.unpack(answer)
             assert got.dtype == sent.dtype.newbyteorder("=")
             assert got.flags.writeable
             np.testing.assert_array_equal(got, sent + sent)
@@ -129,10 +129,10 @@ def test_arrays_are_messages(serve: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7, 1)])
 def test_small_arrays_travel_inside(serve: Any, options: dict[str, Any], shape: Any) -> None:
-    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(rpc.array(r) + 1), **TENSORS)})
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(rpc.unpack(r) + 1), **TENSORS)})
     with connect(server, options) as channel:
         sent = np.full(shape, 3, "float64")
-        got = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+        got = rpc.unpack(tensor_call(channel)(rpc.pack(sent)))
         assert got.shape == shape
         assert got.flags.writeable
         np.testing.assert_array_equal(got, sent + 1)
@@ -145,7 +145,7 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
 
     def method(request: Any, context: Any) -> Any:
         seen.append((len(request.data), request.ticket))
-        return rpc.tensor(rpc.array(request) + 1) if ours == "server" else request
+        return rpc.pack(rpc.unpack(request) + 1) if ours == "server" else request
 
     server = (
         rpc.server(ThreadPoolExecutor(2), options=UNLIMITED, **options)
@@ -158,7 +158,7 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
     sent = np.arange(1 << 18, dtype="float32")
     if ours == "channel":
         with rpc.insecure_channel(target, options=UNLIMITED, **options) as channel:
-            got = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+            got = rpc.unpack(tensor_call(channel)(rpc.pack(sent)))
             assert channel.payload == "inside: the server has no tensorwire"
     else:
         with grpc.insecure_channel(target, options=UNLIMITED) as channel:
@@ -174,9 +174,9 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
 
 
 def test_an_array_keeps_its_memory(serve: Any, options: dict[str, Any]) -> None:
-    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.full(5000, 7, "int64")), **TENSORS)})
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.full(5000, 7, "int64")), **TENSORS)})
     with connect(server, options) as channel:
-        views = [rpc.array(tensor_call(channel)(rpc.Tensor()))[10:] for _ in range(3)]
+        views = [rpc.unpack(tensor_call(channel)(rpc.Tensor()))[10:] for _ in range(3)]
         time.sleep(0.2)  # some turns of the janitor
         assert channel.attachment.leases_here.held == 3
         assert all((view == 7).all() for view in views)
@@ -187,17 +187,17 @@ def test_an_array_keeps_its_memory(serve: Any, options: dict[str, Any]) -> None:
 def test_a_message_keeps_its_memory_and_a_copy_does_not(
     serve: Any, options: dict[str, Any]
 ) -> None:
-    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.ones(5000)), **TENSORS)})
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(5000)), **TENSORS)})
     with connect(server, options) as channel:
         answer = tensor_call(channel)(rpc.Tensor())
         copy = rpc.Tensor()
         copy.CopyFrom(answer)
         time.sleep(0.2)
-        assert rpc.array(copy).sum() == rpc.array(answer).sum() == 5000
+        assert rpc.unpack(copy).sum() == rpc.unpack(answer).sum() == 5000
         del answer
         wait_for(lambda: nothing_is_left(channel, server))
         with pytest.raises(StaleHandleError, match="gone"):
-            rpc.array(copy)
+            rpc.unpack(copy)
 
 
 def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any]) -> None:
@@ -205,11 +205,11 @@ def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any
         pass
 
     model = Model()
-    weights = rpc.tensor(np.arange(5000.0), owner=model)
+    weights = rpc.pack(np.arange(5000.0), owner=model)
     server = serve({"/t/m": UU(lambda r, c: weights, **TENSORS)})
     with connect(server, options) as channel:
         for _ in range(3):
-            assert rpc.array(tensor_call(channel)(rpc.Tensor()))[-1] == 4999
+            assert rpc.unpack(tensor_call(channel)(rpc.Tensor()))[-1] == 4999
         del model
         gc.collect()
         with pytest.raises(grpc.RpcError) as caught:
@@ -223,10 +223,10 @@ def test_arrays_that_are_too_long_for_protobuf(
     """They travel beside the message alone; where they cannot, that is said."""
     monkeypatch.setattr(outgoing, "_MOST_BYTES", 4999 * 8)
     server = serve({"/t/m": UU(lambda r, c: rpc.Tensor(), **TENSORS)})
-    with connect(server, {"threshold_bytes": 1}) as channel:
-        assert tensor_call(channel)(rpc.tensor(np.ones(5000))) == rpc.Tensor()
+    with connect(server, {"limits": rpc.Limits(threshold_bytes=1)}) as channel:
+        assert tensor_call(channel)(rpc.pack(np.ones(5000))) == rpc.Tensor()
     with connect(server, {"transports": ()}) as channel, pytest.raises(grpc.RpcError) as caught:
-        tensor_call(channel)(rpc.tensor(np.ones(5000)))
+        tensor_call(channel)(rpc.pack(np.ones(5000)))
     assert caught.value.details() == "Exception serializing request!"
     assert logs.wait(20)
     assert "takes more pool_bytes at the receiver" in caplog.text
@@ -239,14 +239,14 @@ def test_a_tensor_without_owner_is_sent_once_well(
     tries = []
 
     def method(request: Any, context: Any) -> Any:
-        tries.append(rpc.array(request).sum())
+        tries.append(rpc.unpack(request).sum())
         if len(tries) < 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         return rpc.Tensor()
 
     server = serve({"/t/m": UU(method, **TENSORS)})
     with connect(server, options) as channel:
-        call, message = tensor_call(channel), rpc.tensor(np.ones(5000))
+        call, message = tensor_call(channel), rpc.pack(np.ones(5000))
         for _ in range(2):  # as an interceptor does that tries again
             with pytest.raises(grpc.RpcError):
                 call(message)
@@ -256,16 +256,16 @@ def test_a_tensor_without_owner_is_sent_once_well(
             call(message)
         assert caught.value.details() == "Exception serializing request!"
         assert logs.wait(20)
-        assert "Make it with tensor(array, owner=...)" in caplog.text
+        assert "Make it with pack(array, owner=...)" in caplog.text
 
 
 def test_arrays_are_forwarded(serve: Any, options: dict[str, Any]) -> None:
-    behind = serve({"/t/m": UU(lambda r, c: rpc.tensor(rpc.array(r) + 1), **TENSORS)})
+    behind = serve({"/t/m": UU(lambda r, c: rpc.pack(rpc.unpack(r) + 1), **TENSORS)})
     with connect(behind, options) as inner:
         server = serve({"/t/m": UU(lambda r, c: tensor_call(inner)(r), **TENSORS)})
         with connect(server, options) as channel:
             for _ in range(5):
-                got = rpc.array(tensor_call(channel)(rpc.tensor(np.arange(5000))))
+                got = rpc.unpack(tensor_call(channel)(rpc.pack(np.arange(5000))))
                 np.testing.assert_array_equal(got, np.arange(1, 5001))
             del got
             wait_for(lambda: nothing_is_left(channel, server))
@@ -273,11 +273,11 @@ def test_arrays_are_forwarded(serve: Any, options: dict[str, Any]) -> None:
 
 def test_streams_of_arrays(serve: Any, options: dict[str, Any]) -> None:
     def total(requests: Any, context: Any) -> Any:
-        return rpc.tensor(sum(rpc.array(each).sum() for each in requests))
+        return rpc.pack(sum(rpc.unpack(each).sum() for each in requests))
 
     def count(request: Any, context: Any) -> Iterator[Any]:
-        for number in range(int(rpc.array(request))):
-            yield rpc.tensor(np.full(5000, number))
+        for number in range(int(rpc.unpack(request))):
+            yield rpc.pack(np.full(5000, number))
 
     methods = {"/t/su": SU(total, **TENSORS), "/t/us": US(count, **TENSORS)}
     server = serve({**methods, "/t/ss": SS(echo_all, **TENSORS)})
@@ -285,16 +285,16 @@ def test_streams_of_arrays(serve: Any, options: dict[str, Any]) -> None:
     with connect(server, options) as channel:
 
         def requests() -> Iterator[Any]:
-            return (rpc.tensor(np.full(5000, number)) for number in range(20))
+            return (rpc.pack(np.full(5000, number)) for number in range(20))
 
         expected = sum(range(20)) * 5000
         before = moved_or_0(channel)
-        assert rpc.array(channel.stream_unary("/t/su", *serializers)(requests())) == expected
+        assert rpc.unpack(channel.stream_unary("/t/su", *serializers)(requests())) == expected
         assert moved(channel.attachment) - before >= 20 * 40_000
-        answers = channel.unary_stream("/t/us", *serializers)(rpc.tensor(np.array(20)))
-        assert sum(rpc.array(each).sum() for each in answers) == expected
+        answers = channel.unary_stream("/t/us", *serializers)(rpc.pack(np.array(20)))
+        assert sum(rpc.unpack(each).sum() for each in answers) == expected
         answers = channel.stream_stream("/t/ss", *serializers)(requests())
-        assert sum(rpc.array(each).sum() for each in answers) == expected
+        assert sum(rpc.unpack(each).sum() for each in answers) == expected
         wait_for(lambda: nothing_is_left(channel, server))
 
 
@@ -309,8 +309,10 @@ def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> Non
         for number in range(40):
             yield bytes([number]) * (1 << 20)
 
-    server = serve({"/t/m": US(stream)}, patience_s=30)
-    with connect(server, options, pool_bytes=4 << 20) as channel:
+    server = serve({"/t/m": US(stream)}, limits=rpc.Limits(threshold_bytes=1000, patience_s=30))
+    with connect(
+        server, options, limits=rpc.Limits(threshold_bytes=1000, pool_bytes=4 << 20)
+    ) as channel:
         kept = []
         for answer in channel.unary_stream("/t/m")(b""):
             assert server.attachments[0].leases_there.leased_bytes <= 4 << 20
@@ -324,13 +326,13 @@ def test_the_runtime_has_smaller_arrays_go_ahead(
     serve: Callable[..., Any], options: dict[str, Any], runtime: bool
 ) -> None:
     """Between the two thresholds of each transport, which the user has not set."""
-    own = {"threshold_bytes": None, "runtime": runtime}
+    own = {"limits": rpc.Limits(), "runtime": runtime}
     size = 150_000
     server = serve({"/t/m": UU(lambda request, context: request, **TENSORS)}, **own)
     with connect(server, options, **own) as channel:
         sent = np.arange(size, dtype=np.uint8)
         for _ in range(2):  # the first may still go by grpcio
-            answer = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+            answer = rpc.unpack(tensor_call(channel)(rpc.pack(sent)))
             assert (answer == sent).all()
         assert (channel.attachment.leases_there.leased_bytes > 0) == runtime
 
@@ -341,15 +343,15 @@ def test_arrays_that_were_dropped_let_the_same_memory_be_used_again(
     """One piece of memory each way: each end gives back before it sends, also what it sends on."""
 
     def double(request: Any, context: Any) -> Any:
-        array = rpc.array(request)
+        array = rpc.unpack(request)
         array *= 2
-        return rpc.tensor(array)
+        return rpc.pack(array)
 
     server = serve({"/t/m": grpc.unary_unary_rpc_method_handler(double, **TENSORS)})
     with connect(server, options) as channel:
         call = tensor_call(channel)
         for number in range(20):
-            answer = rpc.array(call(rpc.tensor(np.full(30_000, number, np.int16))))
+            answer = rpc.unpack(call(rpc.pack(np.full(30_000, number, np.int16))))
             assert (answer == 2 * number).all()
             del answer
         # A credit by TCP may come behind the message that follows it.
@@ -367,7 +369,7 @@ def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.Monke
             self.message, self.circle = message, self
 
         def __del__(self) -> None:
-            kept.append(rpc.array(self.message))
+            kept.append(rpc.unpack(self.message))
 
     def after_collecting(counted: Any) -> int:
         gc.collect()
@@ -393,7 +395,7 @@ def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.Monke
 def test_a_name_from_outside_is_no_dtype(name: str) -> None:
     """Whatever numpy makes of it, which evaluates some."""
     with pytest.raises(TypeError, match="no dtype"):
-        rpc.array(rpc.Tensor(dtype=name, shape=[1], data=bytes(4)))
+        rpc.unpack(rpc.Tensor(dtype=name, shape=[1], data=bytes(4)))
 
 
 def test_a_finalizer_makes_an_array_in_the_thread_that_gives_back(
@@ -419,7 +421,7 @@ def test_a_finalizer_makes_an_array_in_the_thread_that_gives_back(
 
 def test_a_mask_is_not_left_behind() -> None:
     with pytest.raises(TypeError, match="has a mask"):
-        rpc.tensor(np.ma.masked_array([1, 2], [False, True]))
+        rpc.pack(np.ma.masked_array([1, 2], [False, True]))
 
 
 def test_a_call_is_made_while_memory_is_given_back(
@@ -432,7 +434,7 @@ def test_a_call_is_made_while_memory_is_given_back(
         sums = []
 
         def add() -> None:
-            sums.append(rpc.array(call(rpc.tensor(np.ones(10_000)))).sum())
+            sums.append(rpc.unpack(call(rpc.pack(np.ones(10_000)))).sum())
 
         add()
         inbox = channel.attachment.leases_here
@@ -458,7 +460,7 @@ def test_a_word_never_falls(serve: Callable[..., Any], options: dict[str, Any]) 
     server = serve({"/t/m": UU(echo, **TENSORS)})
     with connect(server, options) as channel:
         call = tensor_call(channel)
-        assert rpc.array(call(rpc.tensor(np.ones(10_000)))).sum() == 10_000
+        assert rpc.unpack(call(rpc.pack(np.ones(10_000)))).sum() == 10_000
         wait_for(lambda: nothing_is_left(channel, server))
         inbox = server.attachments[0].leases_here
         given_back = channel.attachment.leases_there._given_back
@@ -467,15 +469,17 @@ def test_a_word_never_falls(serve: Callable[..., Any], options: dict[str, Any]) 
         inbox._held.add((slot, turn - 1))
         inbox._give_back(slot, turn - 1, True)
         assert inbox.held == 0
-        call(rpc.tensor(np.ones(100)))
+        call(rpc.pack(np.ones(100)))
         assert given_back[slot] == turn
 
 
 def test_without_credits_messages_travel_inside(serve: Any, options: dict[str, Any]) -> None:
-    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.ones(100_000)), **TENSORS)},
-                   patience_s=0.05)  # fmt: skip
-    with connect(server, options, pool_bytes=2 << 20) as channel:
-        held = [rpc.array(tensor_call(channel)(rpc.Tensor())) for _ in range(5)]
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(100_000)), **TENSORS)},
+                   limits=rpc.Limits(threshold_bytes=1000, patience_s=0.05))  # fmt: skip
+    with connect(
+        server, options, limits=rpc.Limits(threshold_bytes=1000, pool_bytes=2 << 20)
+    ) as channel:
+        held = [rpc.unpack(tensor_call(channel)(rpc.Tensor())) for _ in range(5)]
         assert [each.sum() for each in held] == [100_000] * 5
         assert server.attachments[0].leases_there.used == 2
 
@@ -487,20 +491,22 @@ def test_memory_of_short_messages_makes_room_for_a_long_one(
     together, count = threading.Barrier(4, timeout=20), [0]
 
     def method(request: Any, context: Any) -> Any:
-        if rpc.array(request).nbytes == 1 << 20:
+        if rpc.unpack(request).nbytes == 1 << 20:
             together.wait()
-        count[0] += rpc.array(request).nbytes
+        count[0] += rpc.unpack(request).nbytes
         return rpc.Tensor()
 
-    server = serve({"/t/m": UU(method, **TENSORS)}, pool_bytes=4 << 20)
+    server = serve(
+        {"/t/m": UU(method, **TENSORS)}, limits=rpc.Limits(threshold_bytes=1000, pool_bytes=4 << 20)
+    )
     with connect(server, options) as channel:
         call = tensor_call(channel)
-        call(rpc.tensor(np.ones(0)))  # an attachment is there
-        short = [call.future(rpc.tensor(np.ones(1 << 17))) for _ in range(4)]
+        call(rpc.pack(np.ones(0)))  # an attachment is there
+        short = [call.future(rpc.pack(np.ones(1 << 17))) for _ in range(4)]
         assert all(each.result(20) == rpc.Tensor() for each in short)
         wait_for(lambda: nothing_is_left(channel, server))
         assert channel.attachment.leases_there.leased_bytes >= 4 << 20
-        call(rpc.tensor(np.ones(1 << 19)))
+        call(rpc.pack(np.ones(1 << 19)))
         assert count == [8 << 20]
         assert channel.attachment.leases_there.leased_bytes == 4 << 20
         assert len(channel.attachment.leases_there.all()) == 1
@@ -524,10 +530,10 @@ def test_memory_comes_back_however_a_call_ends(
         channel.unary_unary("/t/echo")(b"")  # an attachment is there, however long that takes
         call = channel.stream_stream("/t/m", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
         for _ in range(3):
-            requests = (rpc.tensor(np.ones(5000)) for _ in range(6))
+            requests = (rpc.pack(np.ones(5000)) for _ in range(6))
             answers = call(requests, timeout=0.5 if how == "deadline" else None)
             if how != "servicer fails":
-                assert rpc.array(next(answers)).sum() == 5000
+                assert rpc.unpack(next(answers)).sum() == 5000
             if how == "cancelled":
                 answers.cancel()
             if how == "refused":  # by nobody: the answers are just not read
@@ -550,7 +556,7 @@ def test_many_calls_leave_nothing(serve: Any, options: dict[str, Any], request: 
     with connect(server, options) as channel:
         tensor, plain = tensor_call(channel), channel.unary_unary("/t/b")
         for number in range(rounds):
-            assert rpc.array(tensor(rpc.tensor(np.full(1000, number))))[-1] == number
+            assert rpc.unpack(tensor(rpc.pack(np.full(1000, number))))[-1] == number
             assert plain(message) == message
         wait_for(lambda: nothing_is_left(channel, server))
         assert channel.attachment.leases_there.leased_bytes <= 64 * 65536
@@ -638,20 +644,21 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
     two = TwoBackends(options, second_is_ours, methods)
     robin = [("grpc.lb_policy_name", "round_robin"), *UNLIMITED]
     serializers = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
-    with rpc.insecure_channel(two.target, options=robin, patience_s=0.1, **options) as channel:
+    options["limits"] = rpc.Limits(threshold_bytes=1000, patience_s=0.1)
+    with rpc.insecure_channel(two.target, options=robin, **options) as channel:
         grpc.channel_ready_future(channel).result(timeout=20)
         call, array = channel.unary_unary("/t/m", *serializers), np.arange(5000)
         for turn in range(6):  # until the question has met a server of ours
             if channel.attachment is None:
                 channel.keeper.disconnected()
-                call(rpc.tensor(np.zeros(1)))
+                call(rpc.pack(np.zeros(1)))
                 for _ in range(turn % 2):
                     channel.inner.unary_unary("/t/m")(b"")
         assert channel.attachment is not None
         served.clear()
         for turn in range(24):
             channel.keeper.disconnected()  # no pause: each one tries
-            message = rpc.tensor(array)
+            message = rpc.pack(array)
             match turn % 4:
                 case 0:
                     answer = call(message)
@@ -661,7 +668,7 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
                     (answer,) = channel.unary_stream("/t/us", *serializers)(message)
                 case 3:
                     (answer,) = channel.stream_stream("/t/ss", *serializers)(iter([message]))
-            np.testing.assert_array_equal(rpc.array(answer), array)
+            np.testing.assert_array_equal(rpc.unpack(answer), array)
         assert len(served) == 24  # no servicer ran twice
         assert set(served) == {0, 1}
     two.close()
@@ -751,7 +758,7 @@ def test_forged_envelopes_are_refused(serve: Any, options: dict[str, Any]) -> No
 
 
 def test_a_ticket_from_outside_means_nothing(serve: Any, options: dict[str, Any]) -> None:
-    secret = rpc.tensor(np.ones(5000), owner=np)
+    secret = rpc.pack(np.ones(5000), owner=np)
     seen = []
 
     def method(request: Any, context: Any) -> Any:
@@ -768,7 +775,7 @@ def test_a_ticket_from_outside_means_nothing(serve: Any, options: dict[str, Any]
 
 
 def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) -> None:
-    server = serve({"/t/m": UU(echo)}, max_attachments=2)
+    server = serve({"/t/m": UU(echo)}, limits=rpc.Limits(threshold_bytes=1000, max_attachments=2))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         for request in (b"", b"{", b"[]", b"null", b'{"versions": 3}', b"9" * 5000, b"\xff"):
             with pytest.raises(grpc.RpcError) as caught:

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from ends import EVERYTHING, RUNTIME_SHM, SHM, Ends, System
 
+from tensorwire import rpc
 from tensorwire.rpc.payload import waiting
 from tensorwire.rpc.payload.rendezvous import Staging
 from tensorwire.rpc.threads import methods
@@ -83,7 +84,9 @@ def test_a_request_that_is_refused_and_sent_again_is_as_it_was(arity: str) -> No
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
-@pytest.mark.parametrize("ours", [None, {}, {"threshold_bytes": EVERYTHING}, {"runtime": True}])
+@pytest.mark.parametrize(
+    "ours", [None, {}, {"limits": rpc.Limits(threshold_bytes=EVERYTHING)}, {"runtime": True}]
+)
 def test_a_retry_policy_means_what_it_means_in_grpcio(size: int, ours: Any) -> None:
     """Whose buffer for what is sent again has 256 KiB, so that a long request is sent once."""
     ends = Ends(System("", ours, ours))

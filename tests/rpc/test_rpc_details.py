@@ -11,6 +11,8 @@ import pytest
 from ends import Ends
 from test_rpc_conformance import echo, echo_all, join, repeat
 
+from tensorwire import rpc
+
 BEHAVIORS = {"unary_unary": echo, "unary_stream": repeat, "stream_unary": join,
              "stream_stream": echo_all}  # fmt: skip
 
@@ -74,7 +76,7 @@ def test_responses_before_one_that_is_too_long(ends: Ends) -> None:
 
     ends.methods = {"/t/m": grpc.unary_stream_rpc_method_handler(three)}
     limits = [("grpc.max_receive_message_length", 1000)]
-    keywords = {"threshold_bytes": 1 << 30}
+    keywords = {"limits": rpc.Limits(threshold_bytes=1 << 30)}
     if ends.system.our_channel is not None:
         ours = {**ends.system.our_channel, **keywords}
         ends.system = replace(ends.system, our_channel=ours, our_server=ours)

@@ -34,7 +34,7 @@ BEHAVIORS: dict[str, Callable[..., Any]] = {
 
 def again(request: Any) -> Any:
     """The same payload, as a message that leaves."""
-    return rpc.tensor(rpc.array(request)) if isinstance(request, rpc.Tensor) else request
+    return rpc.pack(rpc.unpack(request)) if isinstance(request, rpc.Tensor) else request
 
 
 def handlers(*coders: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def in_cycles(calls: Callable[[], None]) -> list[str]:
 
 
 def request_of(coders: tuple[Any, ...]) -> Any:
-    return rpc.tensor(np.ones(PAYLOAD, np.uint8)) if coders else bytes(PAYLOAD)
+    return rpc.pack(np.ones(PAYLOAD, np.uint8)) if coders else bytes(PAYLOAD)
 
 
 MESSAGES = pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_memory_that_nobody_uses_is_given_back(
             "/Tensor/unary_unary", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         )
         values = np.arange(PAYLOAD // 8)
-        kept = rpc.array(arrays(rpc.tensor(values)))
+        kept = rpc.unpack(arrays(rpc.pack(values)))
         for _ in range(2):
             assert plain(bytes(PAYLOAD)) == bytes(PAYLOAD)
             ends = [channel.attachment, *server.attachments]

@@ -23,8 +23,8 @@ from tensorwire import rpc
 from tensorwire.rpc import logs
 from tensorwire.rpc.attach.registry import DeclinedError, Registry
 from tensorwire.rpc.attach.terms import Terms
-from tensorwire.rpc.payload.attachment import Limits
 from tensorwire.rpc.payload.host import host_id
+from tensorwire.rpc.payload.limits import Limits
 
 
 def test_errors_of_users_are_logged_where_grpcio_logs_them(
@@ -91,7 +91,7 @@ def test_errors_of_users_of_asyncio_are_logged_there_too(
 
 def test_a_host_that_cannot_be_known_is_asked_for() -> None:
     """As of a port of all addresses, where no route leads out."""
-    registry = Registry(Terms(Limits(), ("tcp",), listen="no such host"), 1)
+    registry = Registry(Terms(Limits(max_attachments=1), ("tcp",), listen="no such host"))
     asked = {"versions": [1], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
     with pytest.raises(DeclinedError, match="name it by listen="):
         registry.open(json.dumps(asked).encode(), encrypted=False)
@@ -102,7 +102,7 @@ def test_a_host_that_cannot_be_known_is_asked_for() -> None:
 def test_it_is_told_once_that_all_memory_is_kept(
     caplog: pytest.LogCaptureFixture, runtime: bool
 ) -> None:
-    server = rpc.server(ThreadPoolExecutor(2), runtime=runtime, patience_s=0.05)
+    server = rpc.server(ThreadPoolExecutor(2), runtime=runtime, limits=rpc.Limits(patience_s=0.05))
     coders = rpc.Tensor.FromString, rpc.Tensor.SerializeToString
     answer = grpc.unary_unary_rpc_method_handler(lambda request, context: one(), *coders)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", {"one": answer}),))
@@ -110,15 +110,17 @@ def test_it_is_told_once_that_all_memory_is_kept(
     server.start()
 
     def one() -> Any:
-        return rpc.tensor(np.ones(1 << 20, np.uint8))
+        return rpc.pack(np.ones(1 << 20, np.uint8))
 
     with (
-        rpc.insecure_channel(f"127.0.0.1:{port}", runtime=runtime, pool_bytes=8 << 20) as channel,
+        rpc.insecure_channel(
+            f"127.0.0.1:{port}", runtime=runtime, limits=rpc.Limits(pool_bytes=8 << 20)
+        ) as channel,
         caplog.at_level(logging.WARNING),
     ):
         method = channel.unary_unary("/t/one", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
         kept = [method(rpc.Tensor(), timeout=20) for _ in range(12)]
-        assert all(rpc.array(each).sum() == 1 << 20 for each in kept)
+        assert all(rpc.unpack(each).sum() == 1 << 20 for each in kept)
     server.stop(None).wait()
     assert logs.wait(20)
     (told,) = [each for each in caplog.records if "travels in gRPC" in each.getMessage()]
@@ -149,7 +151,7 @@ import sys
 from tensorwire import rpc
 message = rpc.Tensor(dtype="bfloat16", shape=[2], data=bytes([128, 63, 0, 64]))
 assert "torch" not in sys.modules
-assert rpc.torch_tensor(message).tolist() == [1.0, 2.0]
+assert rpc.unpack(message, like="torch").tolist() == [1.0, 2.0]
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

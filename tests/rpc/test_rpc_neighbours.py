@@ -56,14 +56,14 @@ def test_generated_stubs(generated: tuple[Any, Any], transport: str) -> None:
     class Model(services.ModelServicer):  # type: ignore[misc]
         def Predict(self, request: Any, context: Any) -> Any:
             assert all(not each.data for each in request.inputs) or transport == "inside"
-            arrays = [rpc.array(each) for each in request.inputs]
-            outputs = {str(i): rpc.tensor(each * 2) for i, each in enumerate(arrays)}
+            arrays = [rpc.unpack(each) for each in request.inputs]
+            outputs = {str(i): rpc.pack(each * 2) for i, each in enumerate(arrays)}
             return messages.Reply(outputs=outputs, raw=request.raw + request.name.encode())
 
         def Each(self, requests: Any, context: Any) -> Any:
             return (self.Predict(each, context) for each in requests)
 
-    options = {"threshold_bytes": 1000, "transports": (transport,)}
+    options = {"limits": rpc.Limits(threshold_bytes=1000), "transports": (transport,)}
     if transport == "inside":
         options["transports"] = ()
     server = rpc.server(ThreadPoolExecutor(4), **options)
@@ -74,14 +74,14 @@ def test_generated_stubs(generated: tuple[Any, Any], transport: str) -> None:
         stub = services.ModelStub(channel)
 
         def request() -> Any:
-            inputs = [rpc.tensor(np.full(5000 * i, i, "float32")) for i in range(4)]
+            inputs = [rpc.pack(np.full(5000 * i, i, "float32")) for i in range(4)]
             return messages.Request(name="x", inputs=inputs, raw=BIG)
 
         replies = [stub.Predict(request()), *stub.Each(request() for _ in range(3))]
         for reply in replies:
             assert reply.raw == BIG + b"x"
             for i in range(4):
-                got = rpc.array(reply.outputs[str(i)])
+                got = rpc.unpack(reply.outputs[str(i)])
                 np.testing.assert_array_equal(got, np.full(5000 * i, 2 * i, "float32"))
     server.stop(0).wait()
 
@@ -90,7 +90,7 @@ PARTS = {
     "a Tensor": lambda reply: reply.outputs["3"],
     "all of them": lambda reply: reply.outputs,
     "the message": lambda reply: reply,
-    "an array": lambda reply: rpc.array(reply.outputs["3"])[5:],
+    "an array": lambda reply: rpc.unpack(reply.outputs["3"])[5:],
 }
 
 
@@ -101,7 +101,7 @@ def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: 
 
     class Model(services.ModelServicer):  # type: ignore[misc]
         def Predict(self, request: Any, context: Any) -> Any:
-            outputs = {str(i): rpc.tensor(np.full(5000, i, "float32")) for i in range(1, 4)}
+            outputs = {str(i): rpc.pack(np.full(5000, i, "float32")) for i in range(1, 4)}
             return messages.Reply(outputs=outputs)
 
     server = rpc.server(ThreadPoolExecutor(2), **SHM)
@@ -117,7 +117,7 @@ def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: 
         assert channel.attachment.leases_here.held == 1
         found = kept["3"] if part == "all of them" else kept
         found = found.outputs["3"] if part == "the message" else found
-        array = found if part == "an array" else rpc.array(found)
+        array = found if part == "an array" else rpc.unpack(found)
         assert array[-1] == 3
         del kept, found, array
         wait_for(lambda: channel.attachment.leases_here.held == 0)
@@ -177,13 +177,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
 def test_payload_leaves_encryption_where_it_may(
     certificate: tuple[bytes, bytes], at_server: Any, at_client: Any, payload: str
 ) -> None:
-    server = rpc.server(ThreadPoolExecutor(4), threshold_bytes=1000, **at_server)
+    server = rpc.server(ThreadPoolExecutor(4), limits=rpc.Limits(threshold_bytes=1000), **at_server)
     server.add_generic_rpc_handlers((Methods({"/t/m": UU(echo)}),))
     port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([certificate]))
     server.start()
     trusted = grpc.ssl_channel_credentials(certificate[1])
     with rpc.secure_channel(
-        f"localhost:{port}", trusted, threshold_bytes=1000, **at_client
+        f"localhost:{port}", trusted, limits=rpc.Limits(threshold_bytes=1000), **at_client
     ) as channel:
         for _ in range(2):
             assert channel.unary_unary("/t/m")(BIG) == BIG
@@ -200,13 +200,15 @@ def test_encrypted_calls_stay_with_grpcio(
     from tensorwire.rpc.runtime.options import MessageLimits, Offer
 
     monkeypatch.setenv("TENSORWIRE_RPC", "runtime")
-    server = rpc.server(ThreadPoolExecutor(4), threshold_bytes=1000)
+    server = rpc.server(ThreadPoolExecutor(4), limits=rpc.Limits(threshold_bytes=1000))
     assert server.runtime == "offered"
     server.add_generic_rpc_handlers((Methods({"/t/m": UU(echo)}),))
     port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([certificate]))
     server.start()
     trusted = grpc.ssl_channel_credentials(certificate[1])
-    with rpc.secure_channel(f"localhost:{port}", trusted, threshold_bytes=1000) as channel:
+    with rpc.secure_channel(
+        f"localhost:{port}", trusted, limits=rpc.Limits(threshold_bytes=1000)
+    ) as channel:
         if asks:
             terms: Terms = channel.keeper._terms
             channel.keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
@@ -222,7 +224,7 @@ def test_other_hosts_reach_what_is_not_loopback() -> None:
     """As a client of another host, to which only the boot id is different."""
     from tensorwire.rpc.attach.registry import DeclinedError, Registry
     from tensorwire.rpc.attach.terms import Terms
-    from tensorwire.rpc.payload.attachment import Limits
+    from tensorwire.rpc.payload.limits import Limits
     from tensorwire.rpc.threads.server import outside_host
 
     hosts = {
@@ -231,7 +233,7 @@ def test_other_hosts_reach_what_is_not_loopback() -> None:
     }  # fmt: skip
     assert {each: outside_host(each) for each in hosts} == hosts
     request = b'{"versions":[1],"host":"other","transports":["shm","tcp"],"pool_bytes":100000}'
-    registry = Registry(Terms(Limits(), ("shm", "tcp")), 2)
+    registry = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
     with pytest.raises(DeclinedError, match="no way"):
         registry.open(request, encrypted=False)
     registry.listen("127.0.0.1")

@@ -80,6 +80,6 @@ def test_a_part_of_the_request_is_the_response(serve: Any, runtime: bool) -> Non
         method = channel.unary_unary("/t/part", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
         for number, size in enumerate([8, 100_000, 200_000, 3 << 20] * 5):
             sent = np.full(size, number, np.uint8)
-            got = rpc.array(method(rpc.tensor(sent), timeout=20))
+            got = rpc.unpack(method(rpc.pack(sent), timeout=20))
             assert np.array_equal(got, sent), size
         assert channel.payload == "shm"

@@ -47,12 +47,12 @@ def cores_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_back(request: Any, context: Any) -> Any:
-    return rpc.tensor(rpc.array(request))
+    return rpc.pack(rpc.unpack(request))
 
 
 def give_all(requests: Any, context: Any) -> Iterator[Any]:
     for each in requests:
-        yield rpc.tensor(rpc.array(each))
+        yield rpc.pack(rpc.unpack(each))
 
 
 def numbers(size: int, first: int = 0) -> Any:
@@ -147,8 +147,8 @@ def test_what_is_pushed_arrives(both: Ends, pushed: list[int], sizes: list[int])
     assert pushed == ([total] * 12 if total >= LEAST_ARRAYS_BYTES else [])
     stream = channel.stream_stream("/t/ss", *FROM_TENSORS)
     sent = [numbers(max(sizes), first) for first in range(5)]
-    for one, answer in zip(sent, stream(rpc.tensor(each) for each in sent), strict=True):
-        np.testing.assert_array_equal(rpc.array(answer), one)
+    for one, answer in zip(sent, stream(rpc.pack(each) for each in sent), strict=True):
+        np.testing.assert_array_equal(rpc.unpack(answer), one)
     del answer
     wait_for(lambda: nothing_is_left(both, channel))
 
@@ -167,22 +167,22 @@ def test_nobody_sees_a_message_before_its_arrays_are_there(
     seen: list[tuple[float, bool]] = []
 
     def look(message: Any) -> None:
-        seen.append((time.monotonic(), np.array_equal(rpc.array(message), numbers(LONG))))
+        seen.append((time.monotonic(), np.array_equal(rpc.unpack(message), numbers(LONG))))
 
     def method(request: Any, context: Any) -> Any:
         if way == "request":
             look(request)
-        return rpc.tensor(numbers(LONG if way == "response" else 8))
+        return rpc.pack(numbers(LONG if way == "response" else 8))
 
     both.methods["/t/m"] = UU(method, make, rpc.Tensor.SerializeToString)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", rpc.Tensor.SerializeToString, make)
-    call(rpc.tensor(numbers(8)))
+    call(rpc.pack(numbers(8)))
     made.clear()
     seen.clear()
     held = Held(monkeypatch)
     answers: list[Any] = []
-    sent = rpc.tensor(numbers(LONG if way == "request" else 8))
+    sent = rpc.pack(numbers(LONG if way == "request" else 8))
     thread = threading.Thread(target=lambda: answers.append(call(sent)))
     thread.start()
     assert held.begun.wait(LONG_S)
@@ -207,10 +207,10 @@ def test_nothing_is_pushed_where_cores_are_wanted(
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
     monkeypatch.setattr(outgoing, "crowded", lambda: True)
-    np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))
+    np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(LONG)))), numbers(LONG))
     assert not pushed
     monkeypatch.setattr(outgoing, "crowded", lambda: False)
-    call(rpc.tensor(numbers(LONG)))
+    call(rpc.pack(numbers(LONG)))
     assert pushed == [LONG, LONG]
 
 
@@ -220,10 +220,10 @@ def test_memory_that_is_still_written_is_not_used_again(
     """Its receiver gives up; what the sender writes then, and what is sent after it, stay apart."""
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    call(rpc.tensor(numbers(LONG)))
+    call(rpc.pack(numbers(LONG)))
     wait_for(lambda: nothing_is_left(both, channel))
     held = Held(monkeypatch)
-    late = rpc.tensor(np.full(LONG, 255, np.uint8))
+    late = rpc.pack(np.full(LONG, 255, np.uint8))
     codes: list[Any] = []
 
     def give_up() -> None:
@@ -239,11 +239,11 @@ def test_memory_that_is_still_written_is_not_used_again(
     wait_for(lambda: there.leases_here.held == 0)  # the deadline is over
     assert channel.attachment.leases_there.used == 1
     monkeypatch.undo()
-    answer = call(rpc.tensor(numbers(LONG)))
+    answer = call(rpc.pack(numbers(LONG)))
     held.free.set()
     thread.join(LONG_S)
     assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
-    np.testing.assert_array_equal(rpc.array(answer), numbers(LONG))
+    np.testing.assert_array_equal(rpc.unpack(answer), numbers(LONG))
     del answer
     tensors.delivered([late.ticket])
     wait_for(lambda: nothing_is_left(both, channel))
@@ -256,15 +256,15 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
     seen: list[int] = []
 
     def method(request: Any, context: Any) -> Any:
-        array = rpc.array(request)
+        array = rpc.unpack(request)
         seen.append(int(array[0]))
         assert (array == array[0]).all()
-        return rpc.tensor(array[:8].copy())
+        return rpc.pack(array[:8].copy())
 
     both.methods["/t/m"] = UU(method, **OF_TENSORS)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    call(rpc.tensor(np.zeros(LONG, np.uint8)))
+    call(rpc.pack(np.zeros(LONG, np.uint8)))
     wait_for(lambda: nothing_is_left(both, channel))
     # The server's thread looks at nothing but the word, as if it had not been woken since.
     monkeypatch.setattr(waiting, "_SLICE_S", LONG_S)
@@ -278,13 +278,13 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
             step(arrays, most_bytes)
 
     monkeypatch.setattr(pushing.PushedArrays, "_step", half)
-    first = rpc.tensor(np.ones(LONG, np.uint8))
+    first = rpc.pack(np.ones(LONG, np.uint8))
     with pytest.raises(grpc.RpcError) as caught:
         call(first, timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     tensors.delivered([first.ticket])
     for number in range(2, 6):
-        assert rpc.array(call(rpc.tensor(np.full(LONG, number, np.uint8))))[0] == number
+        assert rpc.unpack(call(rpc.pack(np.full(LONG, number, np.uint8))))[0] == number
     assert seen == [0, 2, 3, 4, 5]
     wait_for(lambda: nothing_is_left(both, channel))
 
@@ -296,12 +296,12 @@ def test_callbacks_of_a_call_run_behind_its_arrays(both: Ends) -> None:
     def method(request: Any, context: Any) -> Any:
         memory[:] = numbers(LONG)
         context.add_callback(lambda: memory.fill(0))
-        return rpc.tensor(memory)
+        return rpc.pack(memory)
 
     both.methods["/t/m"] = UU(method, **OF_TENSORS)
     call = open_channel(both).unary_unary("/t/m", *FROM_TENSORS)
     for _ in range(5):
-        np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(8)))), numbers(LONG))
+        np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(8)))), numbers(LONG))
 
 
 def test_a_message_that_cannot_be_made_waits_for_its_arrays(
@@ -318,17 +318,17 @@ def test_a_message_that_cannot_be_made_waits_for_its_arrays(
     both.methods["/t/m"] = UU(give_back, make, rpc.Tensor.SerializeToString)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    call(rpc.tensor(numbers(LONG)))
+    call(rpc.pack(numbers(LONG)))
     fails.append(True)
     for _ in range(5):
-        request = rpc.tensor(numbers(LONG))
+        request = rpc.pack(numbers(LONG))
         with pytest.raises(grpc.RpcError) as caught:
             call(request)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         tensors.delivered([request.ticket])
     wait_for(lambda: nothing_is_left(both, channel))
     fails.clear()
-    np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))
+    np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(LONG)))), numbers(LONG))
 
 
 def test_who_pushes_and_does_not_go_on_is_not_waited_for(
@@ -339,14 +339,14 @@ def test_who_pushes_and_does_not_go_on_is_not_waited_for(
     monkeypatch.setattr(waiting, "STALLED_S", 0.3)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    call(rpc.tensor(numbers(8)))
+    call(rpc.pack(numbers(8)))
     monkeypatch.setattr(pushing.PushedArrays, "run", lambda arrays, needed: None)
     began = time.monotonic()
-    answer = call(rpc.tensor(numbers(LONG)), timeout=LONG_S)
-    np.testing.assert_array_equal(rpc.array(answer), numbers(LONG))
+    answer = call(rpc.pack(numbers(LONG)), timeout=LONG_S)
+    np.testing.assert_array_equal(rpc.unpack(answer), numbers(LONG))
     assert time.monotonic() - began < LONG_S / 2
     monkeypatch.undo()
-    np.testing.assert_array_equal(rpc.array(call(rpc.tensor(numbers(LONG)))), numbers(LONG))
+    np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(LONG)))), numbers(LONG))
 
 
 def test_a_sender_that_is_lost_meanwhile(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_a_sender_that_is_lost_meanwhile(both: Ends, monkeypatch: pytest.MonkeyP
     both.methods["/t/m"] = UU(lambda request, context: ran.append(1) or request, **OF_TENSORS)
     channel = open_channel(both, workers=1)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    call(rpc.tensor(numbers(8)))
+    call(rpc.pack(numbers(8)))
     ran.clear()
 
     def lost(arrays: Any, needed: Any) -> None:
@@ -365,13 +365,13 @@ def test_a_sender_that_is_lost_meanwhile(both: Ends, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pushing.PushedArrays, "run", lost)
     with pytest.raises(grpc.RpcError):
-        call(rpc.tensor(numbers(LONG)), timeout=LONG_S)
+        call(rpc.pack(numbers(LONG)), timeout=LONG_S)
     assert began.is_set()
     monkeypatch.undo()
     assert not ran
     began_s = time.monotonic()
     again = both.channel(options=UNLIMITED).unary_unary("/t/m", *FROM_TENSORS)
-    np.testing.assert_array_equal(rpc.array(again(rpc.tensor(numbers(LONG)))), numbers(LONG))
+    np.testing.assert_array_equal(rpc.unpack(again(rpc.pack(numbers(LONG)))), numbers(LONG))
     assert time.monotonic() - began_s < LONG_S / 2
     assert ran == [1]
 
@@ -462,11 +462,11 @@ def test_in_event_loops(wire: str, pushed: list[int]) -> None:
     """Both ends are loops, in which arrays are placed first."""
 
     async def method(request: Any, context: Any) -> Any:
-        return rpc.tensor(rpc.array(request) + 1)
+        return rpc.pack(rpc.unpack(request) + 1)
 
     async def methods(requests: Any, context: Any) -> Any:
         async for each in requests:
-            yield rpc.tensor(rpc.array(each) + 1)
+            yield rpc.pack(rpc.unpack(each) + 1)
 
     async def main() -> None:
         keywords: dict[str, Any] = {
@@ -479,25 +479,25 @@ def test_in_event_loops(wire: str, pushed: list[int]) -> None:
         await server.start()
         async with rpc.aio.insecure_channel(f"127.0.0.1:{port}", **keywords) as channel:
             call = channel.unary_unary("/t/m", *FROM_TENSORS)
-            await call(rpc.tensor(numbers(8)))
+            await call(rpc.pack(numbers(8)))
             for size in (LEAST_ARRAYS_BYTES, LONG, 40 << 20):
                 answers = await asyncio.gather(
-                    *(call(rpc.tensor(numbers(size, first))) for first in range(4))
+                    *(call(rpc.pack(numbers(size, first))) for first in range(4))
                 )
                 for first, answer in enumerate(answers):
-                    np.testing.assert_array_equal(rpc.array(answer), numbers(size, first + 1))
+                    np.testing.assert_array_equal(rpc.unpack(answer), numbers(size, first + 1))
             del answers, answer
             assert not pushed  # other tasks might change them meanwhile
             stream = channel.stream_stream("/t/ss", *FROM_TENSORS)
             sent = [numbers(LONG, first) for first in range(4)]
             count = 0
-            async for answer in stream(rpc.tensor(each) for each in sent):
-                np.testing.assert_array_equal(rpc.array(answer), sent[count] + 1)
+            async for answer in stream(rpc.pack(each) for each in sent):
+                np.testing.assert_array_equal(rpc.unpack(answer), sent[count] + 1)
                 count += 1
             assert count == 4
             with pytest.raises(grpc.RpcError):
-                await call(rpc.tensor(numbers(64 << 20)), timeout=0.002)
-            await call(rpc.tensor(numbers(LONG)))
+                await call(rpc.pack(numbers(64 << 20)), timeout=0.002)
+            await call(rpc.pack(numbers(LONG)))
             del answer
         await server.stop(None)
 

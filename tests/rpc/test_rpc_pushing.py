@@ -12,6 +12,7 @@ from ends import Ends
 from test_rpc_conformance import LONG_S, SU, UU, echo, wait_for
 from test_rpc_rendezvous import between, message, pools
 
+from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
 from tensorwire.rpc.payload import waiting
 from tensorwire.rpc.payload.inbox import RefusedError
@@ -25,7 +26,7 @@ UNLIMITED = [("grpc.max_receive_message_length", -1)]
 
 @pytest.fixture
 def both() -> Iterator[Ends]:
-    with contextlib.closing(between("tcp", threshold_bytes=1000)) as made:
+    with contextlib.closing(between("tcp", limits=rpc.Limits(threshold_bytes=1000))) as made:
         made.methods = {"/t/m": UU(echo), "/t/su": SU(lambda requests, context: b"".join(requests))}
         yield made
 

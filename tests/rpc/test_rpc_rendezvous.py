@@ -40,7 +40,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def both(wire: str) -> Iterator[Ends]:
     """Ends whose messages go by rendezvous from 1000 bytes on."""
-    made = between(wire, threshold_bytes=1000)
+    made = between(wire, limits=rpc.Limits(threshold_bytes=1000))
     yield made
     made.close()
 
@@ -132,7 +132,9 @@ def test_who_does_not_read_holds_the_sender_up(both: Ends) -> None:
             yield message(100_000)
 
     both.methods = {"/t/us": US(many)}
-    both.system = between(both.system.name, threshold_bytes=1000, patience_s=LONG_S).system
+    both.system = between(
+        both.system.name, limits=rpc.Limits(threshold_bytes=1000, patience_s=LONG_S)
+    ).system
     channel = both.serve().channel()
     stream = channel.unary_stream("/t/us")(b"")
     wait_for(lambda: len(sent) >= 3)
@@ -176,8 +178,10 @@ def test_calls_that_end_early_give_their_memory_back(both: Ends) -> None:
 def test_no_more_memory_than_both_ends_grant(both: Ends) -> None:
     """What does not fit travels otherwise."""
     both.methods = {"/t/m": UU(echo)}
-    keywords = {"transports": (both.system.name,), "runtime": True, "threshold_bytes": 1000}
-    both.system = System("", {**keywords, "pool_bytes": 1 << 20}, keywords)
+    keywords = {"transports": (both.system.name,), "runtime": True}
+    usual = {**keywords, "limits": rpc.Limits(threshold_bytes=1000)}
+    short = {**keywords, "limits": rpc.Limits(threshold_bytes=1000, pool_bytes=1 << 20)}
+    both.system = System("", short, usual)
     channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
     call = channel.unary_unary("/t/m")
     assert call(message(3 << 20)) == message(3 << 20)
@@ -307,7 +311,7 @@ def test_what_is_said_of_pushed_messages_and_no_truth_is_refused() -> None:
         served.append(len(request))
         return b"yes"
 
-    with contextlib.closing(between("tcp", threshold_bytes=1000)) as both:
+    with contextlib.closing(between("tcp", limits=rpc.Limits(threshold_bytes=1000))) as both:
         both.methods = {"/t/m": UU(method)}
         liar, honest = Liar(both.serve().channel()), both.channel()
         for changes in PUSHED_LIES:
@@ -325,7 +329,7 @@ def test_what_is_said_of_pushed_messages_and_no_truth_is_refused() -> None:
 
 
 def test_nothing_is_pushed_where_memory_is_mapped() -> None:
-    with contextlib.closing(between("shm", threshold_bytes=1000)) as both:
+    with contextlib.closing(between("shm", limits=rpc.Limits(threshold_bytes=1000))) as both:
         both.methods = {"/t/m": UU(echo)}
         liar = Liar(both.serve().channel())
         with pytest.raises(grpc.RpcError) as caught:
@@ -393,7 +397,7 @@ def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
 @pytest.mark.parametrize("side", ["channel", "server"])
 def test_a_threshold_of_the_user_is_kept(wire: str, side: str) -> None:
     plain = {"transports": (wire,), "runtime": True}
-    given = {**plain, "threshold_bytes": 12_345}
+    given = {**plain, "limits": rpc.Limits(threshold_bytes=12_345)}
     ends = Ends(System("", *((given, plain) if side == "channel" else (plain, given))))
     ends.methods = {"/t/m": UU(echo)}
     channel = ends.serve().channel()
@@ -417,7 +421,7 @@ def test_a_threshold_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert channel.rendezvous_bytes == 30_000
     assert ends.server.attachments[0].rendezvous.threshold.size_bytes == 30_000
     ends.close()
-    given = between("shm", threshold_bytes=40_000)
+    given = between("shm", limits=rpc.Limits(threshold_bytes=40_000))
     given.methods = {"/t/m": UU(echo)}
     channel = given.serve().channel()
     channel.unary_unary("/t/m")(b"")

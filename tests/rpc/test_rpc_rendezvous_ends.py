@@ -12,6 +12,7 @@ from test_rpc_conformance import LONG_S, US, UU, echo, wait_for
 from test_rpc_rendezvous import WIRES, between, message, nothing_is_offered
 from test_rpc_runner import runner_of
 
+from tensorwire import rpc
 from tensorwire.rpc.payload import rendezvous
 
 CHUNK = 1 << 16
@@ -22,7 +23,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Ends whose messages go by rendezvous from 1000 bytes on, in small chunks."""
     for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
         monkeypatch.setattr(rendezvous, name, CHUNK)
-    made = between(request.param, threshold_bytes=1000)
+    made = between(request.param, limits=rpc.Limits(threshold_bytes=1000))
     yield made
     made.close()
 

@@ -17,7 +17,7 @@ from tensorwire import rpc
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda ours: ours,
-    "with keywords": lambda ours: partial(ours, threshold_bytes=1),
+    "with keywords": lambda ours: partial(ours, limits=rpc.Limits(threshold_bytes=1)),
     "by a function": lambda ours: lambda *given, **named: ours(*given, **named),
 }
 

@@ -163,7 +163,7 @@ def test_context_of_the_servicer(both: Ends) -> None:
 
 def test_limits_of_messages(wire: str) -> None:
     limit = [("grpc.max_receive_message_length", 100_000)]
-    ours = {"transports": (wire,), "threshold_bytes": 1 << 30, "runtime": True}
+    ours = {"transports": (wire,), "limits": rpc.Limits(threshold_bytes=1 << 30), "runtime": True}
     outcomes = []
     for options in (None, ours):
         ends = Ends(System(wire, options, options))
@@ -271,7 +271,7 @@ def test_deadlines_of_threads_that_wait_for_each_other(both: Ends) -> None:
 
 def test_many_large_messages_wait_for_room(wire: str) -> None:
     """More than fits into the ring, both ways at a time."""
-    ours = {"transports": (wire,), "threshold_bytes": 1 << 30, "runtime": True}
+    ours = {"transports": (wire,), "limits": rpc.Limits(threshold_bytes=1 << 30), "runtime": True}
     ends = Ends(System(wire, ours, ours), {"/t/m": UU(echo)})
     call = ends.serve().channel().unary_unary("/t/m")
     messages = [bytes([number]) * 3_000_000 for number in range(6)]
@@ -675,18 +675,18 @@ def test_a_server_that_is_killed(start: Any, wire: str) -> None:
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
     with rpc.insecure_channel(target, **options) as channel:
-        call = rpc_serving.start_call(channel, "uu", rpc.tensor(np.ones(rpc_serving.SIZE)))
+        call = rpc_serving.start_call(channel, "uu", rpc.pack(np.ones(rpc_serving.SIZE)))
         assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
         assert channel.runtime == wire
         waiting = channel.unary_unary("/t/uu", *TYPES)
         with ThreadPoolExecutor(1) as pool:
-            blocked = pool.submit(waiting, rpc.tensor(np.ones(rpc_serving.SIZE)))
+            blocked = pool.submit(waiting, rpc.pack(np.ones(rpc_serving.SIZE)))
             assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
             process.send_signal(signal.SIGKILL)
             assert blocked.exception(LONG_S).code() is grpc.StatusCode.UNAVAILABLE
         assert call.code() is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(10)))
+            channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(10)))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     tensors._lent.clear()  # of calls that did not end well, for ten minutes
 
@@ -714,15 +714,15 @@ def test_a_stopped_server_meets_the_deadline(start: Any, wire: str) -> None:
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
     with rpc.insecure_channel(target, **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
-        call(rpc.tensor(np.ones(10)))
+        call(rpc.pack(np.ones(10)))
         stop_process(process)
-        futures = [call.future(rpc.tensor(np.ones(10)), timeout=0.3) for _ in range(2)]
+        futures = [call.future(rpc.pack(np.ones(10)), timeout=0.3) for _ in range(2)]
         with pytest.raises(grpc.RpcError) as caught:
-            call(rpc.tensor(np.ones(10)), timeout=0.3)
+            call(rpc.pack(np.ones(10)), timeout=0.3)
         codes = [caught.value.code(), *(each.code() for each in futures)]
         assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
         process.send_signal(signal.SIGCONT)
-        assert rpc.array(call(rpc.tensor(np.ones(10)), timeout=20))[-1] == 2
+        assert rpc.unpack(call(rpc.pack(np.ones(10)), timeout=20))[-1] == 2
     tensors._lent.clear()
 
 
@@ -733,11 +733,15 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
     monkeypatch.setattr(line, "_MOST_WAITING", 20)
     process = start("serve", "ours", wire)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
-    options = {"transports": (wire,), "runtime": True, "threshold_bytes": 1 << 30}
+    options = {
+        "transports": (wire,),
+        "runtime": True,
+        "limits": rpc.Limits(threshold_bytes=1 << 30),
+    }
     with rpc.insecure_channel(target, **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
-        message = rpc.embed(rpc.tensor(np.ones(25_000)))
-        assert rpc.array(call(message))[-1] == 2
+        message = rpc.embed(rpc.pack(np.ones(25_000)))
+        assert rpc.unpack(call(message))[-1] == 2
         stop_process(process)
         for _ in range(40):
             with pytest.raises(grpc.RpcError) as caught:
@@ -745,7 +749,7 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert 20 < channel.attachment.runtime.line.backlog < 40
         process.send_signal(signal.SIGCONT)
-        assert rpc.array(call(message, timeout=20))[-1] == 2
+        assert rpc.unpack(call(message, timeout=20))[-1] == 2
         wait_for(lambda: channel.attachment.runtime.usable)
     tensors._lent.clear()
 
@@ -803,7 +807,7 @@ def test_calls_after_a_server_that_is_started_again(start: Any, wire: str) -> No
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
     with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
-        call(rpc.tensor(np.ones(10)))
+        call(rpc.pack(np.ones(10)))
         process.kill()
         process.wait()
         server = rpc.server(ThreadPoolExecutor(2), **options)
@@ -812,7 +816,7 @@ def test_calls_after_a_server_that_is_started_again(start: Any, wire: str) -> No
         server.start()
 
         def again() -> bool:
-            message = rpc.tensor(np.ones(10))
+            message = rpc.pack(np.ones(10))
             code = call.future(message, timeout=LONG_S, wait_for_ready=True).code()
             assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
             return bool(channel.runtime == wire)
@@ -930,7 +934,11 @@ def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, thres
     server.add_generic_rpc_handlers((Methods(methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    options = {"transports": ("shm",), "runtime": True, "threshold_bytes": threshold}
+    options = {
+        "transports": ("shm",),
+        "runtime": True,
+        "limits": rpc.Limits(threshold_bytes=threshold),
+    }
     with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
         small = channel.unary_unary("/t/m")
         assert small(b"x") == b"x"

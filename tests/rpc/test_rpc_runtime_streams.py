@@ -12,6 +12,7 @@ from ends import Ends, System
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, wait_for
 from test_rpc_runtime import WIRES, frame, way
 
+from tensorwire import rpc
 from tensorwire.rpc.runtime import flow, frames
 
 
@@ -22,7 +23,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[Ends]:
     made.close()
 
 
-PLAIN = {"threshold_bytes": 1 << 30}
+PLAIN = {"limits": rpc.Limits(threshold_bytes=1 << 30)}
 
 
 def hang(requests: Any, context: Any) -> Iterator[bytes]:

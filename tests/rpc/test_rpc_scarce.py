@@ -23,7 +23,7 @@ from tensorwire.rpc.attach import registry  # noqa: E402
 from tensorwire.rpc.attach.registry import DeclinedError, Registry  # noqa: E402
 from tensorwire.rpc.attach.terms import Terms, encode  # noqa: E402
 from tensorwire.rpc.payload import janitor  # noqa: E402
-from tensorwire.rpc.payload.attachment import Limits  # noqa: E402
+from tensorwire.rpc.payload.limits import Limits  # noqa: E402
 
 MOST = 160
 """Descriptors of the server."""
@@ -61,11 +61,11 @@ def test_descriptors_are_left_to_connections(serving: Any, at_once: int) -> None
             call = channel.unary_unary("/t/echo", *rpc_serving.TYPES)
             running = [
                 # Of other sizes, as memory is used again for those that are alike.
-                call.future(rpc.tensor(np.ones(20_000 << i // 8)), timeout=60)
+                call.future(rpc.pack(np.ones(20_000 << i // 8)), timeout=60)
                 for i in range(at_once)
             ]
             for each in running:
-                assert rpc.array(each.result())[0] == 2
+                assert rpc.unpack(each.result())[0] == 2
         ways = {each.payload.partition("FAILED_PRECONDITION: ")[2][:45] for each in channels}
         declined = {"the server has most of its descriptors in use"}
         assert ways == ({""} | declined if at_once == 1 else {""})
@@ -88,7 +88,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
     def no_memory(*_: Any) -> Any:
         raise MemoryError("none is left")
 
-    found = Registry(Terms(Limits(), ("shm", "tcp")), 2)
+    found = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
     request = encode(versions=[1], host=registry.host_id(), transports=["shm"], pool_bytes=1 << 20)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patched:
@@ -105,7 +105,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
 
 
 def test_a_request_that_is_nested_too_deeply_is_refused() -> None:
-    found = Registry(Terms(Limits(), ("shm", "tcp")), 2)
+    found = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
     with pytest.raises(ValueError, match="nested"):
         found.open(b"[" * 3000, encrypted=False)
 

@@ -86,15 +86,17 @@ def test_settings_that_cannot_be(kind: str) -> None:
         ("patience_s", -1, "patience_s is a number of seconds from 0 up, not -1"),
         ("patience_s", float("nan"), "patience_s is a number of seconds from 0 up, not nan"),
         ("patience_s", "1", "patience_s is a number of seconds from 0 up, not '1'"),
+        ("max_attachments", -1, "max_attachments is a whole number from 0 up, not -1"),
+        ("max_attachments", 2.0, "max_attachments is a whole number from 0 up, not 2.0"),
     ]
+    for name, value, says in bad:
+        with pytest.raises(ValueError, match=f"^{says}"):
+            rpc.Limits(**{name: value})
+    bad = [("limits", {"pool_bytes": 1}, "limits is a tensorwire.rpc.Limits, not {")]
     named = {"plaintext_transports"} if kind in SECURE else {"transports"}
     if "server" in kind:
         named.add("plaintext_transports")
-        bad += [
-            ("max_attachments", -1, "max_attachments is a whole number from 0 up, not -1"),
-            ("max_attachments", 2.0, "max_attachments is a whole number from 0 up, not 2.0"),
-            ("listen", 5, "listen is the name or address of a host, not 5"),
-        ]
+        bad += [("listen", 5, "listen is the name or address of a host, not 5")]
     for name in named:
         bad += [
             (name, "shm", f"{name} is a tuple of names, as in"),
@@ -112,13 +114,14 @@ def test_settings_that_cannot_be(kind: str) -> None:
 
 def test_settings_of_numpy_and_a_generator(both: Ends) -> None:
     """Numbers need not be Python's own, and names may come one by one."""
-    both.system = System("shm", RUNTIME_SHM, {"runtime": True, "pool_bytes": np.int64(1 << 20)})
+    limits = rpc.Limits(pool_bytes=np.int64(1 << 20))
+    both.system = System("shm", RUNTIME_SHM, {"runtime": True, "limits": limits})
     target = f"127.0.0.1:{both.serve().port}"
     names = (each for each in ["shm"])
-    with rpc.insecure_channel(
-        target, threshold_bytes=np.int32(1), pool_bytes=np.int64(1 << 20),
-        patience_s=np.float32(0.5), transports=names, runtime=True,
-    ) as channel:  # fmt: skip
+    limits = rpc.Limits(
+        threshold_bytes=np.int32(1), pool_bytes=np.int64(1 << 20), patience_s=np.float32(0.5)
+    )
+    with rpc.insecure_channel(target, limits=limits, transports=names, runtime=True) as channel:
         assert channel.unary_unary("/t/way")(b"") == b"runtime"
         assert channel.payload == "shm"
         assert channel.rendezvous_bytes == 1
@@ -277,7 +280,11 @@ def test_what_a_channel_says_that_sends_plain_messages_for_a_while(both: Ends) -
 
 
 def test_more_channels_than_attachments(both: Ends) -> None:
-    both.system = System("shm", RUNTIME_SHM, {**RUNTIME_SHM, "max_attachments": 2})
+    both.system = System(
+        "shm",
+        RUNTIME_SHM,
+        {**RUNTIME_SHM, "limits": rpc.Limits(threshold_bytes=1, max_attachments=2)},
+    )
     both.serve()
     channels = [both.channel() for _ in range(3)]
     ways = [each.unary_unary("/t/way")(b"") for each in channels]

@@ -257,7 +257,7 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
     from tensorwire import rpc
 
     def double(request, context):
-        return rpc.tensor(rpc.array(request) * 2)
+        return rpc.pack(rpc.unpack(request) * 2)
 
     def size(request, context):
         return b"%d" % len(request)
@@ -275,7 +275,7 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
         call = channel.unary_unary(
             "/example.Model/Double", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         )
-        assert rpc.array(call(rpc.tensor(np.arange(100_000.0))))[-1] == 199_998
+        assert rpc.unpack(call(rpc.pack(np.arange(100_000.0))))[-1] == 199_998
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
         assert size(bytes(500_000)) == b"500000"
         assert size(bytes(5_000)) == b"5000"
@@ -314,7 +314,8 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     target = f"127.0.0.1:{port}"
-    with rpc.insecure_channel(target, runtime=True, threshold_bytes=20_000) as channel:
+    limits = rpc.Limits(threshold_bytes=20_000)
+    with rpc.insecure_channel(target, runtime=True, limits=limits) as channel:
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
         assert size(bytes(500_000)) == b"500000"
         assert size.future(bytes(5_000)).result() == b"5000"

@@ -50,7 +50,7 @@ def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]
     def methods() -> dict[str, Any]:
         return {
             "/t/make": UU(noting(lambda request, _: bytes(int(request)))),
-            "/t/ones": UU(noting(lambda request, _: rpc.tensor(np.ones(LARGE, np.uint8))),
+            "/t/ones": UU(noting(lambda request, _: rpc.pack(np.ones(LARGE, np.uint8))),
                           response_serializer=rpc.Tensor.SerializeToString),
             "/t/agent": UU(lambda request, context: dict(context.invocation_metadata())[AGENT],
                            response_serializer=str.encode),
@@ -88,7 +88,7 @@ def test_small_calls_have_no_mark_and_large_answers_go_ahead(
         assert len(make.future(str(LARGE).encode()).result(timeout=20)) == LARGE
         answer, call = make.with_call(str(LARGE).encode())
         assert (len(answer), call.code()) == (LARGE, grpc.StatusCode.OK)
-        assert rpc.array(ones(b"x")).sum() == LARGE
+        assert rpc.unpack(ones(b"x")).sum() == LARGE
         assert moved(server.attachments[0]) - before >= 4 * LARGE
         assert [MARK in each for each in seen] == [False] * 5
         answer = call = None
@@ -99,7 +99,7 @@ def test_small_calls_have_no_mark_and_large_answers_go_ahead(
         tensor = channel.unary_unary(
             "/t/tensor", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         )
-        assert rpc.array(tensor(rpc.tensor(np.arange(9))))[-1] == 8
+        assert rpc.unpack(tensor(rpc.pack(np.arange(9))))[-1] == 8
 
 
 def test_what_looks_like_an_envelope_arrives_as_it_is(serve: Any, transport: str) -> None:
@@ -133,8 +133,9 @@ def test_an_answer_that_nobody_takes_makes_room_where_memory_was_refused(
 ) -> None:
     server = serve()
     monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
-    limits = {"options": [("grpc.max_receive_message_length", -1)], "pool_bytes": 3 * LARGE}
-    with connect(server, transport, **limits, patience_s=0.1) as channel:
+    limits = rpc.Limits(pool_bytes=3 * LARGE, patience_s=0.1)
+    unlimited = [("grpc.max_receive_message_length", -1)]
+    with connect(server, transport, options=unlimited, limits=limits) as channel:
         channel.inner.unary_unary("/t/make")(str(LARGE).encode())
         (end,) = server.attachments
         assert end.leases_there.used == 1
@@ -154,10 +155,10 @@ def test_an_array_stays_longer_than_the_server_waits(
     monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.1)
     with connect(server, transport) as channel:
         ones = channel.unary_unary("/t/ones", None, rpc.Tensor.FromString)
-        kept = rpc.array(ones(b"x"))
+        kept = rpc.unpack(ones(b"x"))
         (end,) = server.attachments
         wait_for(lambda: end.leases_there.used == 0)
-        others = [rpc.array(ones(b"x")) for _ in range(3)]
+        others = [rpc.unpack(ones(b"x")) for _ in range(3)]
         for each in others:
             each[:] = 9
         assert kept.sum() == LARGE
@@ -202,7 +203,7 @@ def test_errors_are_those_of_grpcio(serve: Any, transport: str) -> None:
 def test_an_attachment_that_is_lost_is_disowned(
     serve: Any, transport: str, seen: list[list[str]]
 ) -> None:
-    server = serve(max_attachments=1)
+    server = serve(limits=rpc.Limits(max_attachments=1))
     with connect(server, transport, options=[("grpc.max_receive_message_length", -1)]) as channel:
         make = channel.unary_unary("/t/make")
         channel.attachment.close()

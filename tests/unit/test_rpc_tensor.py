@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,52 +103,62 @@ def test_tensors_are_found_everywhere() -> None:
 def test_arrays_in_and_out(dtype: str) -> None:
     array = np.arange(12).reshape(3, 4).astype(dtype)
     for each in (array, array.T, array[::2], array[..., None]):
-        message = rpc.tensor(each)
+        message = rpc.pack(each)
         assert (message.dtype, tuple(message.shape), message.data) == (dtype, each.shape, b"")
-        np.testing.assert_array_equal(rpc.array(message), each)
+        np.testing.assert_array_equal(rpc.unpack(message), each)
         inside = rpc.embed(message)
         assert inside.data == each.tobytes()
-        np.testing.assert_array_equal(rpc.array(inside), each)
+        np.testing.assert_array_equal(rpc.unpack(inside), each)
+
+
+def test_names_of_before_0_1_0_say_the_new_one() -> None:
+    for old, new in {"tensor": "pack", "array": "unpack", "torch_tensor": "unpack"}.items():
+        with pytest.raises(
+            AttributeError, match=rf"tensorwire\.rpc\.{old} is now .*\.rpc\.{new}\("
+        ):
+            getattr(rpc, old)
+    with pytest.raises(ValueError, match='like is "numpy" or "torch", not'):
+        rpc.unpack(rpc.pack(np.ones(2)), like="jax")
 
 
 def test_nothing_is_copied() -> None:
     array = np.arange(10.0)
-    assert np.shares_memory(rpc.array(rpc.tensor(array)), array)
+    assert np.shares_memory(rpc.unpack(rpc.pack(array)), array)
     with Node("owner") as node:
         region = node.allocate(4096)
-        assert np.shares_memory(rpc.array(rpc.tensor(region[64:128])), region.array())
+        assert np.shares_memory(rpc.unpack(rpc.pack(region[64:128])), region.array())
 
 
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         tensor = torch.arange(6).reshape(2, 3).to(dtype)
-        message = rpc.tensor(tensor)
+        message = rpc.pack(tensor)
         for each in (message, rpc.embed(message)):
-            got = rpc.torch_tensor(each)
+            got = rpc.unpack(each, like="torch")
             assert got.dtype is dtype
             assert torch.equal(got, tensor)
-        assert rpc.torch_tensor(message).data_ptr() == tensor.data_ptr()
-    with pytest.raises(TypeError, match="torch_tensor"):
-        rpc.array(rpc.tensor(torch.ones(2, dtype=torch.bfloat16)))
+        assert rpc.unpack(message, like="torch").data_ptr() == tensor.data_ptr()
+    with pytest.raises(TypeError, match=r"like='torch'"):
+        rpc.unpack(rpc.pack(torch.ones(2, dtype=torch.bfloat16)))
     needs_gradient = torch.ones(2, 3, requires_grad=True).T
-    assert torch.equal(rpc.torch_tensor(rpc.tensor(needs_gradient)), torch.ones(3, 2))
+    assert torch.equal(rpc.unpack(rpc.pack(needs_gradient), like="torch"), torch.ones(3, 2))
     for elsewhere in (torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")):
         with pytest.raises(ValueError, match=r"dense.* call its cpu\(\), to_dense\(\)"):
-            rpc.tensor(elsewhere)
-    assert rpc.torch_tensor(rpc.tensor(torch.empty(0, 3))).shape == (0, 3)
+            rpc.pack(elsewhere)
+    assert rpc.unpack(rpc.pack(torch.empty(0, 3)), like="torch").shape == (0, 3)
 
 
 @pytest.mark.parametrize("bad", [np.array([object()]), np.array(["a"]), np.zeros(2, "longdouble")])
 def test_what_is_no_tensor(bad: Any) -> None:
     with pytest.raises(TypeError, match="numbers"):
-        rpc.tensor(bad)
+        rpc.pack(bad)
 
 
 def test_bytes_are_no_tensor_by_themselves() -> None:
     with pytest.raises(TypeError, match=r"np\.frombuffer\(data, np\.uint8\)"):
-        rpc.tensor(b"raw")
-    assert rpc.array(rpc.tensor(np.frombuffer(b"raw", np.uint8))).tobytes() == b"raw"
+        rpc.pack(b"raw")
+    assert rpc.unpack(rpc.pack(np.frombuffer(b"raw", np.uint8))).tobytes() == b"raw"
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
@@ -155,13 +166,13 @@ def test_what_would_be_lost_on_the_way() -> None:
     torch = pytest.importorskip("torch")
     quantized = torch._empty_affine_quantized([2], scale=0.1, zero_point=0, dtype=torch.qint8)
     with pytest.raises(ValueError, match="would lose the scale"):
-        rpc.tensor(quantized)
+        rpc.pack(quantized)
 
 
 @pytest.mark.parametrize("owner", [3, {}, ()])
 def test_an_owner_that_nobody_can_watch(owner: Any) -> None:
     with pytest.raises(TypeError, match=f"of {type(owner).__name__}, which has no weak references"):
-        rpc.tensor(np.ones(2), owner=owner)
+        rpc.pack(np.ones(2), owner=owner)
     assert tensors.lent_arrays() == 0
 
 
@@ -173,21 +184,21 @@ def test_only_messages_can_be_embedded(no_message: Any) -> None:
 
 def test_a_field_that_was_never_set() -> None:
     pytest.importorskip("torch")
-    for look in (rpc.array, rpc.torch_tensor):
+    for look in (rpc.unpack, partial(rpc.unpack, like="torch")):
         with pytest.raises(TypeError, match="the field was never set"):
             look(Tree().one)
 
 
 def test_a_message_that_left_without_its_array() -> None:
     """By plain grpcio or a file: the receiver is told what whoever wrote it forgot."""
-    message = rpc.tensor(np.arange(3.0))
+    message = rpc.pack(np.arange(3.0))
     stored = message.SerializeToString()
     tensors.delivered([message.ticket])
     with pytest.raises(StaleHandleError, match=r"is made by embed\(message\)"):
-        rpc.array(rpc.Tensor.FromString(stored))
+        rpc.unpack(rpc.Tensor.FromString(stored))
     arrived = Reader(rpc.Tensor.FromString).inside(stored)
     with pytest.raises(ValueError, match=r"came with 0 bytes: whoever sends it .* embed it"):
-        rpc.array(arrived)
+        rpc.unpack(arrived)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +215,7 @@ def test_a_message_that_left_without_its_array() -> None:
 )
 def test_fields_that_lie(fields: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        rpc.array(rpc.Tensor(**fields))
+        rpc.unpack(rpc.Tensor(**fields))
 
 
 def test_a_missing_grpcio_says_what_to_install() -> None:
@@ -235,7 +246,7 @@ def test_envelopes() -> None:
 
 def test_arrays_that_go_while_the_overdue_are_looked_for() -> None:
     """A collection may begin in the middle of it, and take some with their owners."""
-    tickets = [rpc.tensor(np.ones(1)).ticket for _ in range(5000)]  # more than tuples are kept for
+    tickets = [rpc.pack(np.ones(1)).ticket for _ in range(5000)]  # more than tuples are kept for
 
     def let_one_go(phase: str, info: dict[str, int]) -> None:
         tensors.delivered([tickets.pop()])

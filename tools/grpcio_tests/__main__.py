@@ -50,7 +50,7 @@ Outcomes = dict[str, Outcome]
 
 def system(secure_too: str = "", **keywords: Any) -> dict[str, dict[str, Any]]:
     """The six factories, and the keywords that each gets."""
-    secure = {key: keywords[key] for key in keywords if key == "threshold_bytes"}
+    secure = {key: keywords[key] for key in keywords if key == "limits"}
     if secure_too:
         secure["plaintext_transports"] = [secure_too]
     server = {**keywords, **secure}
@@ -62,10 +62,10 @@ TCP = {"transports": ["tcp"], "secure_too": "tcp"}
 SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
     BASELINE: {},
     "attachments": system(runtime=False),
-    "attachments, all payload": system(runtime=False, threshold_bytes=1),
-    "attachments, all payload, tcp": system(runtime=False, threshold_bytes=1, **TCP),
+    "attachments, all payload": system(runtime=False, limits={"threshold_bytes": 1}),
+    "attachments, all payload, tcp": system(runtime=False, limits={"threshold_bytes": 1}, **TCP),
     "runtime": system(runtime=True),
-    "runtime, all payload": system(runtime=True, threshold_bytes=1),
+    "runtime, all payload": system(runtime=True, limits={"threshold_bytes": 1}),
     "runtime, tcp": system(runtime=True, **TCP),
 }
 

@@ -5,6 +5,7 @@ what it is.
 """
 
 from pathlib import Path
+from typing import Any
 
 from tensorwire.errors import UnavailableError
 
@@ -17,25 +18,39 @@ except ImportError as error:
     ) from error
 
 from .asyncio import channel as aio
+from .payload.limits import Limits
 from .payload.outgoing import embed
-from .payload.tensors import array, tensor, torch_tensor
+from .payload.tensors import pack, unpack
 from .tensor_pb2 import Tensor
 from .threads.factories import insecure_channel, secure_channel, server
 
 __all__ = [
+    "Limits",
     "Tensor",
     "aio",
-    "array",
     "embed",
     "insecure_channel",
+    "pack",
     "proto_path",
     "secure_channel",
     "server",
-    "tensor",
-    "torch_tensor",
+    "unpack",
 ]
+
+_RENAMED = {
+    "tensor": "pack(array)",
+    "array": "unpack(message)",
+    "torch_tensor": 'unpack(message, like="torch")',
+}
+"""Names that were here until 0.1.0, and what takes their place."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"tensorwire.rpc.{name} is now tensorwire.rpc.{_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def proto_path() -> str:
-    """The folder for protoc's -I in which `tensorwire/rpc/tensor.proto` is found."""
+    """Returns the folder for protoc's -I in which `tensorwire/rpc/tensor.proto` is found."""
     return str(Path(__file__).parents[2])

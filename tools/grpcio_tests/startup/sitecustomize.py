@@ -54,7 +54,9 @@ def replace(factories: dict[str, dict[str, Any]]) -> None:
     for name, keywords in factories.items():
         theirs, ours = (grpc.aio, rpc.aio) if name.startswith("aio.") else (grpc, rpc)
         factory = name.removeprefix("aio.")
-        new = partial(getattr(ours, factory), **keywords)
+        limits = keywords.get("limits")
+        given = {**keywords, "limits": rpc.Limits(**limits)} if limits else keywords
+        new = partial(getattr(ours, factory), **given)
         setattr(theirs, factory, new)
         if theirs is grpc.aio:
             setattr(grpc.experimental.aio, factory, new)

@@ -27,9 +27,10 @@ from ..payload.attachment import RpcAttachment
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader
 from ..payload.janitor import JANITOR
+from ..payload.limits import Limits, given_limits
 from ..payload.outgoing import PLAIN, SentMessage, is_kept
 from ..runtime.options import kept, offer, retries
-from ..threads.factories import as_limits, chosen_transports, secure_transports
+from ..threads.factories import chosen_transports, secure_transports
 from ..threads.originals import make, original
 from ..threads.small import SmallRequests
 from .calls import LATER, LaterCall, Unreadable
@@ -450,9 +451,7 @@ def insecure_channel(
     compression: Any = None,
     interceptors: Sequence[Any] | None = None,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int | None = None,
-    patience_s: float | None = None,
+    limits: Limits | None = None,
     transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> AioRpcChannel:
@@ -465,7 +464,7 @@ def insecure_channel(
         return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    limits = given_limits(limits)
     transports = chosen_transports(transports, ("shm",))
     terms = Terms(limits, transports, runtime=offered, retries=retries(options))
     if terms.transports and offered.limits is None:
@@ -482,9 +481,7 @@ def secure_channel(
     compression: Any = None,
     interceptors: Sequence[Any] | None = None,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int | None = None,
-    patience_s: float | None = None,
+    limits: Limits | None = None,
     plaintext_transports: tuple[str, ...] = (),
 ) -> AioRpcChannel:
     """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
@@ -493,7 +490,7 @@ def secure_channel(
             target, credentials, options, compression, interceptors
         )
     transports, agent = secure_transports(plaintext_transports), ChannelAgent()
-    limits, options = as_limits(threshold_bytes, pool_bytes, patience_s), kept(options)
+    limits, options = given_limits(limits), kept(options)
     terms = Terms(limits, transports, agent=agent, retries=retries(options))
     options = agent.added_to(options)
     inner = partial(make, "aio.secure_channel", target, credentials, options, compression)

@@ -23,11 +23,12 @@ from ..attach.terms import MARK, OPEN
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC, read_mark
 from ..payload.incoming import Reader, find_only
+from ..payload.limits import Limits, given_limits
 from ..payload.outgoing import PLAIN, CallLink, SentMessage, always, at_once
 from ..runtime.context import Caller
 from ..runtime.options import kept, offer
 from ..runtime.served import ARITIES
-from ..threads.factories import as_limits, as_number, chosen_transports, server_terms
+from ..threads.factories import chosen_transports, server_terms
 from ..threads.originals import make, original
 from ..threads.server import DRAIN_S, is_encrypted, outside_host, reader_of
 from ..threads.unmarked import AioUnmarkedCalls, UnmarkedHandlers
@@ -196,13 +197,10 @@ def server(
     maximum_concurrent_rpcs: Any = None,
     compression: Any = None,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int | None = None,
-    patience_s: float | None = None,
+    limits: Limits | None = None,
     transports: tuple[str, ...] | None = None,
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
-    max_attachments: int = 64,
     runtime: bool | None = None,
 ) -> AioRpcServer:
     """As `grpc.aio.server`; further keywords as `tensorwire.rpc.server`.
@@ -215,7 +213,7 @@ def server(
             *(migration_thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs),
             compression,
         )
-    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    limits = given_limits(limits)
     transports = chosen_transports(transports, ("shm",))
     terms = server_terms(limits, transports, listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
@@ -226,7 +224,7 @@ def server(
         service = AioService(
             migration_thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, as_number("max_attachments", max_attachments, 0), service)
+    registry = Registry(terms, service)
     outermost = (AioInterceptor(registry), *interceptors)
     inner = make(
         "aio.server",

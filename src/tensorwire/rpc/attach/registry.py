@@ -13,7 +13,6 @@ from tensorwire.memory import Node, Region
 from ..payload.attachment import (
     CALLS,
     LAST_GENERATION,
-    Limits,
     RpcAttachment,
     make_board,
     make_rendezvous_board,
@@ -21,6 +20,7 @@ from ..payload.attachment import (
 from ..payload.envelope import VERSION
 from ..payload.host import descriptors_are_scarce, host_id, no_way
 from ..payload.janitor import JANITOR
+from ..payload.limits import Limits
 from ..runtime.context import Caller
 from ..runtime.ring import RING, checked, make_ring
 from ..runtime.server import AnyService
@@ -52,19 +52,17 @@ class Registry:
 
     Args:
         terms: of the server.
-        most: attachments at a time; clients beyond get plain gRPC.
         service: carries out calls that do not come by grpcio, None if there are to be none.
 
     Attributes:
         knows_agents: calls without a mark are looked at too.
     """
 
-    def __init__(self, terms: Terms, most: int, service: AnyService | None = None) -> None:
+    def __init__(self, terms: Terms, service: AnyService | None = None) -> None:
         self.knows_agents = False
         self._agents: dict[str, RpcAttachment] = {}
         self._service = service
         self._terms = terms
-        self._most = most
         self._lock = threading.Lock()
         self._attachments: dict[bytes, RpcAttachment] = {}
         self._waiting: dict[bytes, Node] = {}
@@ -140,8 +138,13 @@ class Registry:
         if not transports or not listen:
             raise DeclinedError(no_way(as_list(wanted), self._terms.transports, near))
         with self._lock:
-            if self._closed or len(self._attachments) + len(self._waiting) >= self._most:
-                raise DeclinedError(f"this server has {self._most} attachments")
+            if (
+                self._closed
+                or len(self._attachments) + len(self._waiting) >= self._terms.limits.max_attachments
+            ):
+                raise DeclinedError(
+                    f"this server has {self._terms.limits.max_attachments} attachments"
+                )
             if descriptors_are_scarce():
                 raise DeclinedError(
                     "the server has most of its descriptors in use, and keeps the others for "

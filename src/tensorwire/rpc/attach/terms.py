@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorwire.outside import parse_json
 
-from ..payload.attachment import Limits
+from ..payload.limits import Limits
 from ..runtime.options import MessageLimits, Offer
 from .agent import ChannelAgent
 

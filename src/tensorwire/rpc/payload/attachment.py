@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from .. import logs
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, AnyLease, LeasePool
+from .limits import Limits
 from .pushing import Pushing
 from .rendezvous import BOARD_BYTES, PUSHED_WORDS, Rendezvous
 from .threshold import LEAST_BYTES, Threshold
@@ -52,25 +52,6 @@ _RENDEZVOUS = "rendezvous"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
 """All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one end grants, and when it sends payload beside a message.
-
-    Attributes:
-        threshold_bytes: from where payload travels beside the message; None: what pays on the way
-            that it takes, see `THRESHOLDS`.
-        pool_bytes: memory of one attachment at one end, that the other writes into.
-        patience_s: how long a message waits for memory before it travels without.
-        fixed_bytes: from where messages of the runtime travel otherwise than in frames; None: what
-            is measured.
-    """
-
-    threshold_bytes: int | None = None
-    pool_bytes: int = 1 << 30
-    patience_s: float = 1.0
-    fixed_bytes: int | None = None
 
 
 class CallCarrier(Protocol):

@@ -232,7 +232,7 @@ def new_ticket() -> int:
             _tickets.extend(each | 1 << 63 for each in _DRAWN.unpack(os.urandom(_DRAWN.size)))
 
 
-def tensor(array: Any, *, owner: object = None) -> Any:
+def pack(array: Any, *, owner: object = None) -> Any:
     """Makes a Tensor of an array, whose bytes leave only when the message is sent.
 
     The array is not copied, unless its elements do not lie one behind the other in C order, and
@@ -275,22 +275,29 @@ def tensor(array: Any, *, owner: object = None) -> Any:
     return message
 
 
-def array(message: Any) -> NDArray[Any]:
-    """The array of a Tensor, writable.
+def unpack(message: Any, like: str = "numpy") -> Any:
+    """Returns the array of a Tensor, writable.
 
     Of a Tensor that arrived beside its message it is a view of that memory, which is this process's
     until the array, all that is made from it, and the message are gone. The sender gets it back
     then. A Tensor that came in its message, as from a peer without tensorwire, gives a copy.
 
     Args:
-        message: a `tensorwire.rpc.Tensor`, received or made by `tensor`.
+        message: a `tensorwire.rpc.Tensor`, received or made by `pack`.
+        like: "numpy" for a numpy array, "torch" for a torch tensor on the CPU, which also has
+            dtypes that numpy does not know.
 
     Raises:
-        TypeError: not a Tensor, or numpy does not know its dtype (see `torch_tensor`).
-        ValueError: what its fields say does not fit together.
+        TypeError: not a Tensor, or its dtype is unknown there.
+        ValueError: what its fields say does not fit together, or `like` is something else.
         StaleHandleError: its memory was given back: this is a copy of a message that is gone.
         ClosedError: it arrived in the process that this one was forked from.
+        UnavailableError: torch is asked for and not installed.
     """
+    if like == "torch":
+        return _torch_tensor(message)
+    if like != "numpy":
+        raise ValueError(f'like is "numpy" or "torch", not {like!r}')
     if isinstance(message, Tensor):  # the usual one: no check but that of its size matters
         known, shape, ticket = _dtypes.get(message.dtype), tuple(message.shape), message.ticket
         if known is not None and ticket and len(shape) == 1:
@@ -304,19 +311,14 @@ def array(message: Any) -> NDArray[Any]:
     return data.view(dtype).reshape(shape)
 
 
-def torch_tensor(message: Any) -> Any:
-    """As `array`, a torch tensor on the CPU.
-
-    Raises:
-        UnavailableError: torch is not installed.
-        TypeError, ValueError, StaleHandleError, ClosedError: as for `array`.
-    """
+def _torch_tensor(message: Any) -> Any:
+    """As `unpack`, a torch tensor."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
         raise UnavailableError(
-            "torch_tensor makes a torch tensor, and torch is not installed: pip install torch, or "
-            "use array"
+            'unpack(message, like="torch") makes a torch tensor, and torch is not installed: '
+            "pip install torch, or use unpack(message)"
         ) from error
     name, shape = _checked(message)
     dtype = getattr(torch, name, None)
@@ -347,7 +349,7 @@ def _found(ticket: int) -> NDArray[np.uint8]:
     if data is None:
         raise StaleHandleError(
             "the array of this Tensor is gone: it was sent before, or its owner, or the message "
-            "that it came in, was dropped. Make it with tensor(array, owner=...) to send it many "
+            "that it came in, was dropped. Make it with pack(array, owner=...) to send it many "
             "times, and keep an array that arrived, or its message, as long as it is needed. What "
             "is sent by plain grpcio, or stored, is made by embed(message)"
         )
@@ -423,7 +425,9 @@ def _known_dtype(name: str) -> np.dtype[Any]:
     try:
         known = np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:  # numpy evaluates some of them
-        raise TypeError(f"numpy has no dtype {name!r}: use torch_tensor(message)") from error
+        raise TypeError(
+            f"numpy has no dtype {name!r}: use unpack(message, like='torch')"
+        ) from error
     if not _portable(known) or known.name != name:
         raise TypeError(f"{name!r} is no dtype of a Tensor")
     return _dtypes.setdefault(name, known.newbyteorder("<"))
@@ -449,7 +453,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
         raise TypeError(f"a tensorwire.rpc.Tensor is needed, not {type(message).__name__}")
     name = message.dtype
     if not name:
-        raise TypeError("this Tensor has no dtype: the field was never set, or not by tensor(...)")
+        raise TypeError("this Tensor has no dtype: the field was never set, or not by pack(...)")
     shape = tuple(message.shape)
     if shape and min(shape) < 0:
         raise ValueError(f"a Tensor has the shape {shape}")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from ..attach.agent import ChannelAgent
 from ..attach.registry import Registry
 from ..attach.terms import Terms
-from ..payload.attachment import Limits
-from ..payload.threshold import chosen_threshold
+from ..payload.limits import Limits, given_limits
 from ..runtime.options import kept, offer, retries
 from ..runtime.server import Service
 from .channel import RpcChannel
 from .originals import make, original
 from .server import Interceptor, RpcServer
 
-_DEFAULT = Limits()
 _TRANSPORTS = "TENSORWIRE_TRANSPORTS"
 
 
@@ -29,9 +25,7 @@ def insecure_channel(
     options: Any = None,
     compression: Any = None,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int = _DEFAULT.pool_bytes,
-    patience_s: float = _DEFAULT.patience_s,
+    limits: Limits | None = None,
     transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> RpcChannel:
@@ -41,10 +35,7 @@ def insecure_channel(
         target: as there.
         options: as there.
         compression: as there.
-        threshold_bytes: a message whose payload is smaller travels as it is. Default: 256 KiB on
-            shared memory, 2 MiB on tcp; of Tensors 192 and 256 KiB, with the runtime 96 and 128.
-        pool_bytes: memory here that the server may write responses into.
-        patience_s: how long a message waits for memory at the other end before it travels as it is.
+        limits: of payload: memory, sizes, waiting. Default: `Limits()`.
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
             without those that TENSORWIRE_TRANSPORTS leaves out.
         runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
@@ -59,7 +50,7 @@ def insecure_channel(
     """
     if plain := original("insecure_channel"):
         return plain(target, options, compression)  # type: ignore[no-any-return]
-    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    limits = given_limits(limits)
     options = kept(options)
     offered = offer(runtime, options, compression)
     terms = Terms(limits, chosen_transports(transports), runtime=offered, retries=retries(options))
@@ -75,9 +66,7 @@ def secure_channel(
     options: Any = None,
     compression: Any = None,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int = _DEFAULT.pool_bytes,
-    patience_s: float = _DEFAULT.patience_s,
+    limits: Limits | None = None,
     plaintext_transports: tuple[str, ...] = (),
 ) -> RpcChannel:
     """As `grpc.secure_channel`. Payload leaves the encryption over shared memory of this host only.
@@ -87,15 +76,13 @@ def secure_channel(
         credentials: as there.
         options: as there.
         compression: as there.
-        threshold_bytes: as for `insecure_channel`.
-        pool_bytes: as for `insecure_channel`.
-        patience_s: as for `insecure_channel`.
+        limits: as for `insecure_channel`.
         plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
             has to allow it too.
     """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
-    limits, agent = as_limits(threshold_bytes, pool_bytes, patience_s), ChannelAgent()
+    limits, agent = given_limits(limits), ChannelAgent()
     options = kept(options)
     transports = secure_transports(plaintext_transports)
     terms = Terms(limits, transports, agent=agent, retries=retries(options))
@@ -112,13 +99,10 @@ def server(
     compression: Any = None,
     xds: bool = False,
     *,
-    threshold_bytes: int | None = None,
-    pool_bytes: int = _DEFAULT.pool_bytes,
-    patience_s: float = _DEFAULT.patience_s,
+    limits: Limits | None = None,
     transports: tuple[str, ...] | None = None,
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
-    max_attachments: int = 64,
     runtime: bool | None = None,
 ) -> RpcServer:
     """As `grpc.server`.
@@ -131,23 +115,20 @@ def server(
         maximum_concurrent_rpcs: as there.
         compression: as there.
         xds: as there.
-        threshold_bytes: as for `insecure_channel`.
-        patience_s: as for `insecure_channel`.
-        pool_bytes: memory here that each client may write requests into.
+        limits: as for `insecure_channel`.
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
             without those that TENSORWIRE_TRANSPORTS leaves out.
         plaintext_transports: by which payload of encrypted connections may travel besides shared
             memory, unencrypted: ("tcp",). The client has to allow it too.
         listen: the host by which clients on other hosts reach this one. By default that of the
             first insecure port, if it is not loopback.
-        max_attachments: clients at a time whose payload goes ahead; those beyond get plain gRPC.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
     """
     if plain := original("server"):
         return plain(  # type: ignore[no-any-return]
             thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
         )
-    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    limits = given_limits(limits)
     terms = server_terms(limits, chosen_transports(transports), listen, plaintext_transports)
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
@@ -157,36 +138,13 @@ def server(
         service = Service(
             thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
-    registry = Registry(terms, as_number("max_attachments", max_attachments, 0), service)
+    registry = Registry(terms, service)
     outermost = (Interceptor(registry), *interceptors)
     inner = make(
         "server",
         *(thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds),
     )
     return RpcServer(inner, registry, service, carried.reason)
-
-
-def as_limits(threshold_bytes: int | None, pool_bytes: int | None, patience_s: Any) -> Limits:
-    """Checks the limits that a user names; None stands for the default."""
-    pool = _DEFAULT.pool_bytes if pool_bytes is None else pool_bytes
-    patience = _DEFAULT.patience_s if patience_s is None else patience_s
-    if threshold_bytes is not None:
-        threshold_bytes = as_number("threshold_bytes", threshold_bytes, 0)
-    pool = as_number("pool_bytes", pool, 1)
-    if not isinstance(patience, Real) or not float(patience) >= 0:
-        raise ValueError(f"patience_s is a number of seconds from 0 up, not {patience!r}")
-    return Limits(threshold_bytes, pool, float(patience), chosen_threshold(threshold_bytes))
-
-
-def as_number(keyword: str, value: Any, least: int) -> int:
-    """Checks a whole number that a user gives; 1e9 is none, as it is a float."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{keyword} is a whole number from {least} up, not {value!r}")
-    return number
 
 
 def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
