@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,15 @@ def wanted(runtime: bool | None) -> bool:
     return value == "runtime"
 
 
+def _is_gevent() -> bool:
+    """Whether greenlets call here, all of which a wait in the core would stop."""
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and any(map(monkey.is_module_patched, ("threading", "socket"))):
+        return True
+    cython = sys.modules.get("grpc._cython.cygrpc")
+    return bool(getattr(cython, "g_gevent_activated", False))
+
+
 def offer(
     runtime: bool | None,
     options: Iterable[tuple[str | bytes, Any]] | None,
@@ -89,6 +99,11 @@ def offer(
         return Offer(None, "it was not asked for (runtime=True, or TENSORWIRE_RPC=runtime)")
     if compression is not None:
         return Offer(None, "messages are to be compressed")
+    if _is_gevent():
+        return Offer(
+            None,
+            "gevent has patched this process, and a call that waits would stop all its greenlets",
+        )
     send, receive = -1, _DEFAULT_RECEIVE_BYTES
     for name, value in options or ():
         key = name.decode() if isinstance(name, bytes) else name
