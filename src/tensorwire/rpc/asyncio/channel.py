@@ -22,7 +22,7 @@ from tensorwire.errors import TensorwireError
 
 from .. import logs
 from ..attach.agent import ChannelAgent
-from ..attach.terms import Terms
+from ..attach.terms import Terms, target_host
 from ..payload.attachment import RpcAttachment
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader
@@ -466,7 +466,9 @@ def insecure_channel(
     offered = offer(runtime, options, compression)
     limits = given_limits(limits)
     transports = chosen_transports(transports, ("shm",))
-    terms = Terms(limits, transports, runtime=offered, retries=retries(options))
+    terms = Terms(
+        limits, transports, runtime=offered, retries=retries(options), host=target_host(target)
+    )
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)
@@ -491,7 +493,9 @@ def secure_channel(
         )
     transports, agent = secure_transports(plaintext_transports), ChannelAgent()
     limits, options = given_limits(limits), kept(options)
-    terms = Terms(limits, transports, agent=agent, retries=retries(options))
+    terms = Terms(
+        limits, transports, agent=agent, retries=retries(options), host=target_host(target)
+    )
     options = agent.added_to(options)
     inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=True)

@@ -7,14 +7,16 @@ docs/rpc-wire.md has the messages.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
-from tensorwire.errors import UnavailableError
+from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory.handle import join_address, split_address
 
 from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_rendezvous_board
 from ..payload.envelope import VERSION
@@ -97,9 +99,7 @@ def connect(
         board = make_board(node)
         ring = make_ring(node) if runs else None
         meeting = make_rendezvous_board(node) if meets else None
-        peer = node.connect(str(answer.get("address")), timeout_s=least_s)
-        if peer.name != id.hex():
-            raise UnavailableError(f"{peer.address} is not the server's end of the attachment")
+        peer = _reach(node, str(answer.get("address")), terms.host, least_s)
         lent_bytes = whole_number(answer, "pool_bytes")
         attachment = RpcAttachment(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
@@ -119,6 +119,40 @@ def connect(
     except BaseException:
         node.close()
         raise
+
+
+def _reach(node: Node, address: str, host: str, timeout_s: float) -> Peer:
+    """Connects to the server's Node, by the address that it tells or the channel's own.
+
+    A server in a container, or behind a translation of addresses, may tell one that leads nowhere
+    from here, or to somebody else. The channel has reached the host of its target.
+
+    Args:
+        node: this end; its name is that of the attachment.
+        address: as the server tells it.
+        host: of the channel's target, "" for none.
+        timeout_s: for all of it.
+
+    Raises:
+        UnavailableError, PeerLostError, ...: of the address that was told.
+    """
+    told, port = split_address(address)
+    other = "" if host in ("", told) else join_address(host, port)
+    try:
+        return _met(node, address, timeout_s / 2 if other else timeout_s)
+    except (TensorwireError, PermissionError):
+        if other:
+            with contextlib.suppress(TensorwireError, PermissionError):
+                return _met(node, other, timeout_s / 2)
+        raise
+
+
+def _met(node: Node, address: str, timeout_s: float) -> Peer:
+    peer = node.connect(address, timeout_s=timeout_s)
+    if peer.name != node.name:
+        peer.close()
+        raise UnavailableError(f"{address} is not the server's end of the attachment")
+    return peer
 
 
 class AttachmentKeeper:

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from tensorwire.memory.handle import split_address
 from tensorwire.outside import parse_json
 
 from ..payload.limits import Limits
@@ -45,6 +46,7 @@ class Terms:
         runtime: whether calls go by the runtime, where the other end has it too.
         agent: of the channel; None: a server knows its calls by their marks alone.
         retries: grpcio sends requests of the channel again by itself; an envelope is of use once.
+        host: of the channel's target; see `target_host`.
     """
 
     limits: Limits
@@ -54,6 +56,19 @@ class Terms:
     runtime: Offer = NO_RUNTIME
     agent: ChannelAgent | None = None
     retries: bool = False
+    host: str = ""
+
+
+def target_host(target: Any) -> str:
+    """Returns the one host that a channel's target names; "" if it names none, or several."""
+    name = target.decode(errors="replace") if isinstance(target, bytes) else str(target)
+    scheme, colon, rest = name.partition(":")
+    if colon and scheme in ("dns", "ipv4", "ipv6"):
+        name = rest.rpartition("/")[2]
+    try:
+        return split_address(name)[0]
+    except ValueError:
+        return ""
 
 
 def encode(**values: Any) -> bytes:

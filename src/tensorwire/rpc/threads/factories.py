@@ -9,7 +9,7 @@ from typing import Any
 
 from ..attach.agent import ChannelAgent
 from ..attach.registry import Registry
-from ..attach.terms import Terms
+from ..attach.terms import Terms, target_host
 from ..payload.limits import Limits, given_limits
 from ..runtime.options import kept, offer, retries
 from ..runtime.server import Service
@@ -53,7 +53,13 @@ def insecure_channel(
     limits = given_limits(limits)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms = Terms(limits, chosen_transports(transports), runtime=offered, retries=retries(options))
+    terms = Terms(
+        limits,
+        chosen_transports(transports),
+        runtime=offered,
+        retries=retries(options),
+        host=target_host(target),
+    )
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
         terms, options = replace(terms, agent=agent), agent.added_to(options)
@@ -85,7 +91,9 @@ def secure_channel(
     limits, agent = given_limits(limits), ChannelAgent()
     options = kept(options)
     transports = secure_transports(plaintext_transports)
-    terms = Terms(limits, transports, agent=agent, retries=retries(options))
+    terms = Terms(
+        limits, transports, agent=agent, retries=retries(options), host=target_host(target)
+    )
     inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
     return RpcChannel(inner, terms)
 
