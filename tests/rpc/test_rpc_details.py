@@ -1,17 +1,15 @@
 """Details that programs rely on, as grpcio's own tests show: the same for grpcio and for us."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-from ends import Ends
-from test_rpc_conformance import echo, echo_all, join, repeat
-
-from tensorwire import rpc
+from ends import SHM, Ends, System
+from test_rpc_conformance import UU, echo, echo_all, join, repeat
 
 BEHAVIORS = {"unary_unary": echo, "unary_stream": repeat, "stream_unary": join,
              "stream_stream": echo_all}  # fmt: skip
@@ -66,9 +64,6 @@ def test_a_call_that_ended_well_has_no_error_to_tell_of(ends: Ends) -> None:
 
 
 def test_responses_before_one_that_is_too_long(ends: Ends) -> None:
-    if ends.system.our_channel is not None and not ends.system.our_channel.get("runtime"):
-        pytest.skip("limits do not count payload that goes ahead")
-
     def three(request: bytes, context: Any) -> Iterator[bytes]:
         yield request
         yield request
@@ -76,10 +71,6 @@ def test_responses_before_one_that_is_too_long(ends: Ends) -> None:
 
     ends.methods = {"/t/m": grpc.unary_stream_rpc_method_handler(three)}
     limits = [("grpc.max_receive_message_length", 1000)]
-    keywords = {"limits": rpc.Limits(threshold_bytes=1 << 30)}
-    if ends.system.our_channel is not None:
-        ours = {**ends.system.our_channel, **keywords}
-        ends.system = replace(ends.system, our_channel=ours, our_server=ours)
     channel = ends.serve().channel(options=limits)
     for _ in range(2):
         call = channel.unary_stream("/t/m")(b"x" * 900)
@@ -89,6 +80,44 @@ def test_responses_before_one_that_is_too_long(ends: Ends) -> None:
             next(call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "1000" in caught.value.details()
+
+
+@pytest.mark.parametrize("where", ["client sends", "client takes", "server sends", "server takes"])
+def test_named_limits_count_what_travels_beside(ends: Ends, where: str) -> None:
+    """A limit that a user names protects, whatever way a longer message would have taken."""
+    name = "send" if where.endswith("sends") else "receive"
+    limit = [(f"grpc.max_{name}_message_length", 1000)]
+    at_server = {"options": limit} if where.startswith("server") else {}
+    at_client = {} if at_server else {"options": limit}
+    is_request = where in ("client sends", "server takes")
+    ends.methods = {"/t/m": UU(lambda request, _: request if is_request else bytes(int(request)))}
+    call = ends.serve(**at_server).channel(**at_client).unary_unary("/t/m")
+    for size in (1000, 1001, 1000, 300_000):
+        request = bytes(size) if is_request else str(size).encode()
+        if size == 1000:
+            assert call(request, timeout=20) == bytes(size)
+            continue
+        with pytest.raises(grpc.RpcError) as caught:
+            call(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        side, verb = where.upper().split()[0], "Sent" if name == "send" else "Received"
+        told = re.search(rf"{side}: {verb} message larger than max \((\d+) vs\. 1000\)",
+                         caught.value.details())  # fmt: skip
+        assert told is not None
+        assert size in (300_000, int(told[1]))  # the runtime tells how much had arrived
+
+
+def test_a_longer_message_beside_than_was_told_is_refused() -> None:
+    """Of an end that does not heed the limit of the other one."""
+    ends = Ends(System("shm", SHM, SHM), {"/t/m": UU(lambda request, _: request)})
+    channel = ends.serve(options=[("grpc.max_receive_message_length", 1000)]).channel()
+    call = channel.unary_unary("/t/m")
+    call(b"x", timeout=20)
+    assert channel.attachment.sent_bytes == 1000
+    channel.attachment.sent_bytes = -1
+    with pytest.raises(grpc.RpcError, match=r"Received message larger than max \(1001 vs\. 1000\)"):
+        call(bytes(1001), timeout=20)  # sent once more, inside
+    ends.close()
 
 
 def test_a_server_that_is_deleted_ends_for_who_waits(ends: Ends) -> None:

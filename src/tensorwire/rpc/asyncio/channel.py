@@ -29,7 +29,7 @@ from ..payload.incoming import Reader
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits, given_limits
 from ..payload.outgoing import PLAIN, SentMessage, is_kept
-from ..runtime.options import kept, offer, retries
+from ..runtime.options import kept, named_limits, offer, retries
 from ..threads.factories import chosen_transports, secure_transports
 from ..threads.originals import make, original
 from ..threads.small import SmallRequests
@@ -467,7 +467,12 @@ def insecure_channel(
     limits = given_limits(limits)
     transports = chosen_transports(transports, ("shm",))
     terms = Terms(
-        limits, transports, runtime=offered, retries=retries(options), host=target_host(target)
+        limits,
+        transports,
+        runtime=offered,
+        retries=retries(options),
+        host=target_host(target),
+        messages=named_limits(options),
     )
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
@@ -494,7 +499,12 @@ def secure_channel(
     transports, agent = secure_transports(plaintext_transports), ChannelAgent()
     limits, options = given_limits(limits), kept(options)
     terms = Terms(
-        limits, transports, agent=agent, retries=retries(options), host=target_host(target)
+        limits,
+        transports,
+        agent=agent,
+        retries=retries(options),
+        host=target_host(target),
+        messages=named_limits(options),
     )
     options = agent.added_to(options)
     inner = partial(make, "aio.secure_channel", target, credentials, options, compression)

@@ -215,9 +215,9 @@ def server(
         )
     limits = given_limits(limits)
     transports = chosen_transports(transports, ("shm",))
-    terms = server_terms(limits, transports, listen, plaintext_transports)
-    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
+    terms = server_terms(limits, transports, listen, plaintext_transports, options)
+    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:

@@ -35,6 +35,7 @@ from .terms import (
     decode,
     encode,
     least_limit,
+    limits_beside,
     read_limit,
     told_limit,
     whole_number,
@@ -76,6 +77,7 @@ def connect(
                 host=host_id(),
                 transports=list(terms.transports),
                 pool_bytes=terms.limits.pool_bytes,
+                beside_bytes=max(terms.messages.receive_bytes, -1),
                 runtime=0 if limits is None else RUNTIME_VERSION,
                 **(told_limit(limits) if limits else {}),
                 **({"agent": agent.nonce} if agent is not None and agent.owned else {}),
@@ -101,8 +103,9 @@ def connect(
         meeting = make_rendezvous_board(node) if meets else None
         peer = _reach(node, str(answer.get("address")), terms.host, least_s)
         lent_bytes = whole_number(answer, "pool_bytes")
+        beside = limits_beside(terms.messages, answer)
         attachment = RpcAttachment(
-            id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
+            id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True, **beside
         )
         peer.wait_region(READY, timeout_s=least_s)
         if agent is not None and agent.owned and answer.get("unmarked") is True:

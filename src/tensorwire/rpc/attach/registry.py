@@ -34,6 +34,7 @@ from .terms import (
     decode,
     encode,
     least_limit,
+    limits_beside,
     read_limit,
     told_limit,
     whole_number,
@@ -121,6 +122,7 @@ class Registry:
         asked = decode(request)
         lent_bytes = whole_number(asked, "pool_bytes")
         most_bytes = read_limit(asked) if "most_bytes" in asked else None
+        beside = limits_beside(self._terms.messages, asked)
         wanted = asked.get("transports")
         agent = token_of(asked["agent"]) if "agent" in asked else None
         if agent != token or not self.knows_agents:
@@ -178,7 +180,7 @@ class Registry:
                 meeting = make_rendezvous_board(node), framed
             threading.Thread(
                 target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
-                args=(id, node, board, lent_bytes, service, ring, caller, meeting, agent),
+                args=(id, node, board, lent_bytes, beside, service, ring, caller, meeting, agent),
             ).start()  # fmt: skip
         except BaseException as error:
             self._give_up(id, node)
@@ -193,6 +195,7 @@ class Registry:
             address=node.address,
             transports=transports,
             pool_bytes=self._terms.limits.pool_bytes,
+            beside_bytes=max(self._terms.messages.receive_bytes, -1),
             runtime=0 if service is None else RUNTIME_VERSION,
             unmarked=agent is not None,
             **({} if meeting is None or service is None else told_limit(service.limits)),
@@ -204,6 +207,7 @@ class Registry:
         node: Node,
         board: Region,
         lent_bytes: int,
+        beside: dict[str, int],
         service: AnyService | None,
         ring: Region | None,
         caller: Caller | None,
@@ -220,6 +224,7 @@ class Registry:
                 self._terms.limits,
                 lent_bytes=lent_bytes,
                 is_client=False,
+                **beside,
             )
             if service and ring and caller:
                 peer = attachment.peer

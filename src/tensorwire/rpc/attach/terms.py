@@ -13,7 +13,7 @@ from tensorwire.memory.handle import split_address
 from tensorwire.outside import parse_json
 
 from ..payload.limits import Limits
-from ..runtime.options import MessageLimits, Offer
+from ..runtime.options import ANY_LENGTH, MessageLimits, Offer
 from .agent import ChannelAgent
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
@@ -47,6 +47,7 @@ class Terms:
         agent: of the channel; None: a server knows its calls by their marks alone.
         retries: grpcio sends requests of the channel again by itself; an envelope is of use once.
         host: of the channel's target; see `target_host`.
+        messages: the longest that a user has allowed, wherever their payload travels.
     """
 
     limits: Limits
@@ -57,6 +58,7 @@ class Terms:
     agent: ChannelAgent | None = None
     retries: bool = False
     host: str = ""
+    messages: MessageLimits = ANY_LENGTH
 
 
 def target_host(target: Any) -> str:
@@ -94,12 +96,26 @@ def told_limit(limits: MessageLimits) -> dict[str, int]:
     return {"most_bytes": limits.receive_bytes}
 
 
-def read_limit(values: dict[str, Any]) -> int:
-    """The other end's `most_bytes`; ValueError if it is none."""
-    value = values.get("most_bytes")
+def read_limit(values: dict[str, Any], name: str = "most_bytes") -> int:
+    """Reads a limit of the other end, -1 for none; ValueError if it is no limit."""
+    value = values.get(name)
     if type(value) is not int or not -1 <= value < 1 << 62:
-        raise ValueError(f"most_bytes is {value!r}")
+        raise ValueError(f"{name} is {value!r}")
     return value
+
+
+def limits_beside(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
+    """Returns how long messages may be whose payload travels beside, for `RpcAttachment`.
+
+    Args:
+        own: of this end.
+        values: what the other end tells, in `beside_bytes` the longest that it takes.
+    """
+    other = read_limit(values, "beside_bytes") if "beside_bytes" in values else -1
+    return {
+        "sent_bytes": least_limit(own.send_bytes, other),
+        "taken_bytes": own.receive_bytes,
+    }
 
 
 def least_limit(one: int, other: int) -> int:

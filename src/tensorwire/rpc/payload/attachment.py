@@ -85,6 +85,7 @@ class RpcAttachment:
             is atomic.
         runtime: what carries calls besides grpcio; None: nothing does.
         rendezvous: for messages of the runtime; None: both ends do not have it.
+        sent_bytes, taken_bytes: as given.
         unmarked_bytes: at the client: the server knows its calls also where they have no mark, so
             those with shorter requests need none. 0: it does not.
 
@@ -96,6 +97,8 @@ class RpcAttachment:
         limits: of this end.
         lent_bytes: what the other end lets this one write into.
         is_client: the end that numbers the calls.
+        sent_bytes: the longest message that may travel beside from here; -1 for no limit.
+        taken_bytes: the longest one that is taken here; -1 for no limit.
 
     Raises:
         TensorwireError: the other end is gone.
@@ -111,8 +114,12 @@ class RpcAttachment:
         *,
         lent_bytes: int,
         is_client: bool,
+        sent_bytes: int = -1,
+        taken_bytes: int = -1,
     ) -> None:
         self.id = id
+        self.sent_bytes = sent_bytes
+        self.taken_bytes = taken_bytes
         self.limits = limits
         self.peer = peer
         self.transport = peer.path.transport
@@ -153,6 +160,10 @@ class RpcAttachment:
         if (own := self.limits.threshold_bytes) is not None:
             return own
         return (RUNTIME_ARRAYS_THRESHOLDS if by_runtime else ARRAYS_THRESHOLDS)[self.transport]
+
+    def may_send(self, size_bytes: int) -> bool:
+        """Whether a message so long may travel beside; if not, grpcio says what is wrong."""
+        return self.sent_bytes < 0 or size_bytes <= self.sent_bytes
 
     def look(self) -> bool:
         """For the janitor: ends with the peer, and takes back what calls have left."""

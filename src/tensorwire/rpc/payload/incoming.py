@@ -12,7 +12,7 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, is_awaited, unseal
+from .envelope import BODY, MAGIC, Envelope, is_awaited, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .rendezvous import Rendezvous
@@ -94,6 +94,7 @@ class Reader:
             raise RefusedError(str(error)) from None
         if not envelope.pieces:
             return self.inside(envelope.body)
+        _check_length(envelope, attachment)
         attachment.look_at_recent()
         if envelope.awaited and not envelope.pushes_arrays:
             rendezvous, goes_on = _rendezvous_of(attachment, needed)
@@ -175,11 +176,20 @@ class Reader:
             return None
         if attachment is None or attachment.rendezvous is None or not envelope.pieces:
             return None
+        _check_length(envelope, attachment)
         rendezvous = attachment.rendezvous
         if envelope.pushes_arrays:
             await rendezvous.arrays_later(envelope, needed)
             return None
         return await rendezvous.read_later(envelope, needed)
+
+
+def _check_length(envelope: Envelope, attachment: RpcAttachment) -> None:
+    """Refuses a message that is longer than its sender was told to send beside."""
+    most = attachment.taken_bytes
+    size = len(envelope.body) + sum(piece[2] for piece in envelope.pieces)
+    if 0 <= most < size:
+        raise RefusedError(f"a message larger than max ({size} vs. {most})")
 
 
 def _rendezvous_of(

@@ -275,7 +275,9 @@ class SentMessage:
                 self.body = body
             if self.link.offers and attachment.rendezvous is not None and body:
                 self.size_bytes = len(body)
-                self.by_rendezvous = attachment.rendezvous.takes(len(body))
+                self.by_rendezvous = attachment.may_send(len(body)) and attachment.rendezvous.takes(
+                    len(body)
+                )
                 if self.by_rendezvous and self.link.in_loop:
                     return body
                 if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
@@ -432,6 +434,8 @@ class SentMessage:
         """An envelope of these arrays, and of the rest where that is large; None: no memory."""
         if body is None:
             body = _inside(self.message, {}, serializer)
+        if not attachment.may_send(len(body) + sum(each.nbytes for each in arrays.values())):
+            return None
         beside: dict[int, Any] = dict(arrays)
         if len(body) >= attachment.threshold_bytes:
             beside[BODY] = body

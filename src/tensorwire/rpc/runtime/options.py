@@ -33,6 +33,9 @@ class MessageLimits:
     receive_bytes: int = _DEFAULT_RECEIVE_BYTES
 
 
+ANY_LENGTH = MessageLimits(-1, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What one end says of the runtime.
@@ -74,6 +77,16 @@ def wanted(runtime: bool | None) -> bool:
     if value not in ("", "runtime", "attachments"):
         raise ValueError(f'TENSORWIRE_RPC is "runtime" or "attachments", not {value!r}')
     return value == "runtime"
+
+
+def named_limits(options: Iterable[tuple[str | bytes, Any]] | None) -> MessageLimits:
+    """Returns the limits of messages that a user has named; what is not named has none."""
+    found = {_SEND: -1, _RECEIVE: -1}
+    for name, value in options or ():
+        key = name.decode() if isinstance(name, bytes) else name
+        if key in found and isinstance(value, int):  # of others grpcio says what is wrong
+            found[key] = value
+    return MessageLimits(found[_SEND], found[_RECEIVE])
 
 
 def _is_gevent() -> bool:

@@ -11,7 +11,7 @@ from ..attach.agent import ChannelAgent
 from ..attach.registry import Registry
 from ..attach.terms import Terms, target_host
 from ..payload.limits import Limits, given_limits
-from ..runtime.options import kept, offer, retries
+from ..runtime.options import kept, named_limits, offer, retries
 from ..runtime.server import Service
 from .channel import RpcChannel
 from .originals import make, original
@@ -59,6 +59,7 @@ def insecure_channel(
         runtime=offered,
         retries=retries(options),
         host=target_host(target),
+        messages=named_limits(options),
     )
     if terms.transports and offered.limits is None:
         agent = ChannelAgent()
@@ -92,7 +93,12 @@ def secure_channel(
     options = kept(options)
     transports = secure_transports(plaintext_transports)
     terms = Terms(
-        limits, transports, agent=agent, retries=retries(options), host=target_host(target)
+        limits,
+        transports,
+        agent=agent,
+        retries=retries(options),
+        host=target_host(target),
+        messages=named_limits(options),
     )
     inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
     return RpcChannel(inner, terms)
@@ -137,9 +143,11 @@ def server(
             thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
         )
     limits = given_limits(limits)
-    terms = server_terms(limits, chosen_transports(transports), listen, plaintext_transports)
-    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     options = kept(options)
+    terms = server_terms(
+        limits, chosen_transports(transports), listen, plaintext_transports, options
+    )
+    handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:
@@ -191,9 +199,10 @@ def server_terms(
     transports: tuple[str, ...],
     listen: Any,
     plaintext: tuple[str, ...],
+    options: Any,
 ) -> Terms:
     """Checks what a server says of payload."""
     if not isinstance(listen, str):
         raise ValueError(f"listen is the name or address of a host, not {listen!r}")
     plaintext = as_transports(plaintext, "plaintext_transports")
-    return Terms(limits, transports, listen, plaintext)
+    return Terms(limits, transports, listen, plaintext, messages=named_limits(options))
