@@ -46,7 +46,7 @@ async def _receive(
 ) -> Any:
     """The user's message that came by the runtime, in a call that keeps its channel."""
     find = channel.sender.keeper.find
-    return await reader.read_later(data, find, lenient=True, needed=needed, traced=traced)
+    return await reader.read_later(data, find, needed=needed, traced=traced)
 
 
 class _Method:
@@ -345,7 +345,7 @@ class AioRpcChannel(grpc.aio.Channel):
         def deserialize(data: bytes) -> Any:
             try:
                 # Each call keeps the channel, without whose attachment an answer cannot be read.
-                return reader.read(data, self.sender.keeper.find, lenient=True)
+                return reader.read(data, self.sender.keeper.find)
             except (RefusedError, TensorwireError) as error:
                 if arity.endswith("stream"):
                     return Unreadable(error)

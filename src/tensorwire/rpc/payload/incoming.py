@@ -62,7 +62,6 @@ class Reader:
         find: Callable[[bytes], RpcAttachment | None],
         holdings: list[Holding] | None = None,
         *,
-        lenient: bool = False,
         needed: Callable[[], bool] | None = None,
         awaited: bool = False,
     ) -> Any:
@@ -72,7 +71,6 @@ class Reader:
             data: what grpcio has received.
             find: the attachment of an id, if there is one that may send this.
             holdings: gets what keeps the memory of the message's Tensors.
-            lenient: what is no envelope of a known attachment is a message that looks like one.
             needed: asked while the sender lets this end wait for a message that is to be read;
                 False ends that. None: there is no such message, as in calls by grpcio.
             awaited: its arrays, if they are under way, were waited for.
@@ -89,8 +87,6 @@ class Reader:
             if attachment is None:
                 raise ValueError("an envelope of an attachment that is not known here")
         except ValueError as error:
-            if lenient:
-                return self.inside(data)
             raise RefusedError(str(error)) from None
         if not envelope.pieces:
             return self.inside(envelope.body)
@@ -139,7 +135,6 @@ class Reader:
         find: Callable[[bytes], RpcAttachment | None],
         holdings: list[Holding] | None = None,
         *,
-        lenient: bool = False,
         needed: Callable[[], bool],
         traced: Any = None,
     ) -> Any:
@@ -149,7 +144,6 @@ class Reader:
             data: as there.
             find: as there.
             holdings: as there.
-            lenient: as there.
             needed: as there.
             traced: what counts messages, None if nobody does.
         """
@@ -158,7 +152,7 @@ class Reader:
         def make(data: bytes) -> Any:
             if body is not None:
                 return self.inside(body)
-            return self.read(data, find, holdings, lenient=lenient, needed=needed, awaited=True)
+            return self.read(data, find, holdings, needed=needed, awaited=True)
 
         return make(data) if traced is None else traced.deserialize(make, data, protocol="runtime")
 

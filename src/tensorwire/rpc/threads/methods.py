@@ -118,7 +118,7 @@ class _Answers:
             plain = self._reader.plain
             return data if plain is None else plain(data)
         needed = None if link is None else link.awaits_messages
-        return self._reader.read(data, self._keeper.find, lenient=True, needed=needed)
+        return self._reader.read(data, self._keeper.find, needed=needed)
 
     def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
         """The call is over: what it sent and nobody has seen is taken back."""
