@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from ends import SHM, Ends, System
-from test_rpc_conformance import UU, echo, echo_all, join, repeat
+from test_rpc_conformance import US, UU, echo, echo_all, join, repeat
 
 BEHAVIORS = {"unary_unary": echo, "unary_stream": repeat, "stream_unary": join,
              "stream_stream": echo_all}  # fmt: skip
@@ -118,6 +118,44 @@ def test_a_longer_message_beside_than_was_told_is_refused() -> None:
     with pytest.raises(grpc.RpcError, match=r"Received message larger than max \(1001 vs\. 1000\)"):
         call(bytes(1001), timeout=20)  # sent once more, inside
     ends.close()
+
+
+@pytest.mark.parametrize("which", ["initial", "trailing", "details"])
+@pytest.mark.parametrize("arity", ["unary_unary", "unary_stream"])
+def test_metadata_of_a_server_that_are_too_long(ends: Ends, arity: str, which: str) -> None:
+    def run(request: bytes, context: Any) -> Iterator[bytes]:
+        many = tuple((f"k{i}", "v" * 1000) for i in range(int(request)))
+        if which == "initial":
+            context.send_initial_metadata(many)
+        yield b"answer"
+        if which == "trailing":
+            context.set_trailing_metadata(many)
+        if which == "details":
+            context.abort(grpc.StatusCode.ABORTED, "d" * 1000 * int(request))
+
+    def run_once(request: bytes, context: Any) -> bytes:
+        (answer,) = run(request, context)
+        return answer
+
+    ends.methods = {"/t/m": US(run) if arity == "unary_stream" else UU(run_once)}
+    ends.serve()
+    channel = ends.channel()
+
+    def call(request: bytes) -> Any:
+        method = getattr(channel, arity)("/t/m")
+        return method(request, timeout=20) if arity == "unary_unary" else [*method(request)]
+
+    if which != "details":
+        call(b"6")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"20")
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    said = re.search(
+        r"received metadata size exceeds hard limit \((value length )?(\d+) vs\. 16384\)",
+        caught.value.details(),
+    )
+    assert said is not None
+    assert which == "initial" or int(said[2]) == (20_000 if which == "details" else 16_638)
 
 
 def test_a_server_that_is_deleted_ends_for_who_waits(ends: Ends) -> None:

@@ -22,11 +22,11 @@ from ..payload.tensors import Holding, drop
 from .context import CallContext
 from .flow import Waiter
 from .frames import (
-    MOST_METADATA_BYTES,
     PIECE_BYTES,
     Metadatum,
     as_metadata,
     end_frames,
+    excess,
     plain_end_frame,
 )
 from .leaving import leaving
@@ -276,12 +276,9 @@ def finish(
     metadata = as_metadata(trailing, reserved=True)
     if metadata is None:
         number, metadata = _Code.INTERNAL.value[0], ()
-        details = b"the trailing metadata of the servicer are not valid, or too long"
-    if len(details) > MOST_METADATA_BYTES:
-        number, details = (
-            _Code.RESOURCE_EXHAUSTED.value[0],
-            b"the details of the status are too long",
-        )
+        details = b"the trailing metadata of the servicer are not valid"
+    if (metadata or details) and (text := excess(metadata, details)):
+        number, details, metadata = _Code.RESOURCE_EXHAUSTED.value[0], text.encode(), ()
     if number != 0:
         message = rest = None
     call.finish(end_frames(call.number, number, details, (), metadata, message), rest=rest)

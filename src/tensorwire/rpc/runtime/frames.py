@@ -27,6 +27,7 @@ MOST_METADATA_BYTES = 16 << 10
 """Of a block of metadata, with the details of a status: a frame of them fits into every ring."""
 MOST_BYTES = core.MOST_FRAME_BYTES
 """Of a frame, which has at most one method, two blocks of metadata, and one piece."""
+_ENTRY_OF_HTTP2_BYTES = 32  # what an entry counts beside its key and value (RFC 9113, 6.5.2)
 NO_DEADLINE = (1 << 64) - 1
 
 _CALL = struct.Struct("<QHH")
@@ -76,7 +77,7 @@ def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
 
     Args:
         entries: pairs of key and value; None for none.
-        reserved: keys that gRPC keeps for itself are valid.
+        reserved: keys that gRPC keeps for itself are valid, and any length: see `excess`.
     """
     if not entries:
         return ()
@@ -103,7 +104,27 @@ def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
             made.append(Metadatum(key, value))
     except (TypeError, ValueError):
         return None
-    return tuple(made) if size <= MOST_METADATA_BYTES else None
+    return tuple(made) if reserved or size <= MOST_METADATA_BYTES else None
+
+
+def excess(metadata: Metadata, details: bytes | None = None) -> str:
+    """Says as gRPC does how metadata are too long for it; "" if they are not.
+
+    Args:
+        metadata: initial, or trailing with details.
+        details: of the status; None for initial metadata.
+    """
+    entries: list[tuple[str, str | bytes]] = [*metadata]
+    if details is not None:
+        entries = [("grpc-status", b"0"), ("grpc-message", details), *entries]
+    size = 0
+    for key, value in entries:
+        length = len(value)
+        size += len(key) + length + _ENTRY_OF_HTTP2_BYTES
+        if max(size, length) > MOST_METADATA_BYTES:
+            found = f"value length {length}" if length > MOST_METADATA_BYTES else str(size)
+            return f"received metadata size exceeds hard limit ({found} vs. {MOST_METADATA_BYTES})"
+    return ""
 
 
 def _encoded(metadata: Metadata) -> bytes:

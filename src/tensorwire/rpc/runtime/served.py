@@ -24,6 +24,7 @@ from .frames import (
     Number,
     credit_frame,
     end_frames,
+    excess,
     head_frame,
     message_frames,
 )
@@ -241,6 +242,9 @@ class IncomingCall:
     def send_head(self, initial: Metadata) -> bool:
         """Sends initial metadata; False if the call does not go on."""
         if not self._token:
+            return False
+        if text := excess(initial):
+            self.fail(_Code.RESOURCE_EXHAUSTED, text, cancelled=True)
             return False
         self._end.send((head_frame(self.number, initial),))
         return True
