@@ -4,6 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
+from .collector import uncollected
 from .device import DeviceBytes, ModelDevice, ShareDevice
 from .kernel import AVERAGE_ONLY, Kernel, Lent, Lookup, Rows, Scalars, TableStep, Tile, Weight
 from .layout import (
@@ -106,4 +107,5 @@ __all__ = [
     "padded",
     "serve",
     "threads_for",
+    "uncollected",
 ]

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,10 @@ class Spec:
 
     def to_json(self) -> bytes:
         """As it travels."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()
+        raw = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        names = [each.name for each in dataclasses.fields(TensorSpec)]
+        raw["tensors"] = [{name: getattr(each, name) for name in names} for each in self.tensors]
+        return json.dumps({"format": FORMAT, **raw}).encode()
 
     @staticmethod
     def from_json(data: bytes) -> Spec:
@@ -201,6 +205,8 @@ class Spec:
             here: what the sentence says behind a value of this one.
             there: what it says behind one of the other.
         """
+        if self is other:
+            return None
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
             if mine != theirs:
                 return f"{mine} {here}, {theirs} {there}"
@@ -268,34 +274,35 @@ class Layout:
     """
 
     def __init__(self, spec: Spec, cell_bytes: int | None = None) -> None:
+        sizes = [each.size_bytes for each in spec.tensors]
+        rooms = [padded(size) for size in sizes]
         if cell_bytes is None:
-            cell_bytes = _cell_bytes_of(sum(padded(each.size_bytes) for each in spec.tensors))
+            cell_bytes = _cell_bytes_of(sum(rooms))
         if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
             raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
         self.spec, self.cell_bytes = spec, cell_bytes
         places: dict[int, Extent] = {}
         cells: list[Cell] = []
         offset = block = 0
-        for (kind, group, dtype), members, is_next in _blocks(spec.tensors, cell_bytes):
+        for (kind, group, dtype), members, is_next in _blocks(spec.tensors, rooms, cell_bytes):
             begin, step = offset, cell_bytes
             block += is_next
             if kind == "rows":
                 step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
             elif kind == "whole":
-                step = max(padded(spec.tensors[members[0]].size_bytes), ALIGN_BYTES)
+                step = max(rooms[members[0]], ALIGN_BYTES)
             for tensor in members:
-                size = spec.tensors[tensor].size_bytes
-                stop = offset + padded(size)
-                places[tensor] = Extent(offset, offset + size, stop)
+                stop = offset + rooms[tensor]
+                places[tensor] = Extent(offset, offset + sizes[tensor], stop)
                 offset = stop
             if kind == "trained":  # equal cells, so that none is small
                 count = max(-(-(offset - begin) // cell_bytes), 1)
                 step = max(padded(-(-(offset - begin) // count)), ALIGN_BYTES)
-            owners = [(tensor, places[tensor]) for tensor in members]
+            owners = deque((tensor, places[tensor]) for tensor in members)
             for start in range(begin, offset, step):
                 stop = min(start + step, offset)
                 while owners and owners[0][1].stop <= start:
-                    owners.pop(0)
+                    owners.popleft()
                 pieces = []
                 for tensor, place in owners:
                     if place.start >= stop:
@@ -403,6 +410,11 @@ class Selection:
             if first < last:
                 yield first, last, at + first - begin
 
+    def has(self, place: Extent) -> bool:
+        """Tells whether all bytes of a tensor are here."""
+        index = bisect_right(self._starts, place.start) - 1
+        return index >= 0 and place.end <= self.ranges[index][1]
+
     def place(self, tensor: int) -> slice:
         """The bytes of a selected tensor, without padding."""
         place = self._places[tensor]
@@ -441,18 +453,18 @@ def _segments(
 
 
 def _blocks(
-    tensors: Sequence[TensorSpec], cell_bytes: int
+    tensors: Sequence[TensorSpec], rooms: Sequence[int], cell_bytes: int
 ) -> Iterator[tuple[tuple[str, int, str], list[int], bool]]:
     """Segments, in blocks where they are cut, in the order of the layout.
 
-    The last of each tells that its gradients do not come behind those of the one before.
+    The last of each tells that its gradients do not come behind those of the one before. `rooms`
+    are the padded sizes of the tensors.
     """
-    whole_bytes = sum(padded(each.size_bytes) for each in tensors)
-    goal = max(min(cell_bytes, _LEAST_BLOCK_BYTES), whole_bytes // _BLOCKS)
+    goal = max(min(cell_bytes, _LEAST_BLOCK_BYTES), sum(rooms) // _BLOCKS)
     for key, members in _segments(tensors):
-        blocks, sizes = [[members[0]]], [padded(tensors[members[0]].size_bytes)]
+        blocks, sizes = [[members[0]]], [rooms[members[0]]]
         for tensor in members[1:]:
-            more = padded(tensors[tensor].size_bytes)
+            more = rooms[tensor]
             if key[0] == "trained" and 2 * sizes[-1] >= goal and sizes[-1] + more > goal:
                 blocks.append([])
                 sizes.append(0)

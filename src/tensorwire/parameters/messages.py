@@ -102,14 +102,19 @@ class Description(NamedTuple):
         return json.dumps({**raw, "spec": self.spec.to_json().decode()}).encode()
 
     @staticmethod
-    def from_json(data: bytes, servers: int) -> Description:
-        """Checks everything, for so many servers; ValueError tells what is wrong."""
+    def from_json(data: bytes, servers: int, known: dict[str, Spec] | None = None) -> Description:
+        """Checks everything, for so many servers; ValueError tells what is wrong.
+
+        `known` has Specs by their text, and gets this one: workers describe the same as a rule.
+        """
         try:
             raw = json.loads(data)
             home = int(raw["home"])
             if not -1 <= home < servers:
                 raise ValueError(f"there is no server {home}")
-            spec = Spec.from_json(raw["spec"].encode())
+            text, known = raw["spec"], {} if known is None else known
+            spec = known.get(text) or Spec.from_json(text.encode())
+            known[text] = spec
             wants = checked_wants(raw["wants"], spec)
             mode = checked_mode(raw["mode"], raw["staleness"])
             durable, device = raw["durable"] is True, raw["device"]
@@ -130,13 +135,19 @@ def follower_text(home: int, rank: int) -> bytes:
     return json.dumps({"like": 0, "home": home, "view": rank}).encode()
 
 
-def told_description(data: bytes, servers: int, first: Description | None = None) -> Description:
+def told_description(
+    data: bytes,
+    servers: int,
+    first: Description | None = None,
+    known: dict[str, Spec] | None = None,
+) -> Description:
     """A worker's own description, or that of worker 0, which it follows.
 
     Args:
         data: as it came.
         servers: how many there are.
         first: worker 0's; None: this is worker 0.
+        known: as of `Description.from_json`.
 
     Raises:
         ValueError: it is neither.
@@ -147,7 +158,7 @@ def told_description(data: bytes, servers: int, first: Description | None = None
     except MALFORMED as error:
         raise ValueError(str(error)) from error
     if not follows:
-        return Description.from_json(data, servers)
+        return Description.from_json(data, servers, known)
     home, view = raw.get("home"), raw.get("view")
     if first is None or not isinstance(view, int) or home not in range(servers):
         raise ValueError("it follows worker 0 in a way that makes no sense")

@@ -32,7 +32,7 @@ _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_…, in CUDA's driver API
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """The CPU computes with a tensor where it lies, so that no copy is needed."""
-    return tensor.device.type == "meta" or (tensor.device.type == "cpu" and not _STAGES_CPU)
+    return tensor.is_meta or (tensor.is_cpu and not _STAGES_CPU)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:

@@ -65,15 +65,15 @@ def _dense_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The addresses of a tensor whose elements lie side by side."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in steps)
-    if elements != tensor.numel():
-        return None
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        if 1 + sum((size - 1) * stride for size, stride in steps) != tensor.numel():
+            return None
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # of a tensor that has no memory, as functorch's
         return None
-    return (address, address + elements * tensor.element_size()) if address else None
+    return (address, address + tensor.nbytes) if address else None
 
 
 def tell_of_model(model: nn.Module, slices: int) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from tensorwire.parameters import uncollected
+
 from .job import Job
 from .joining import current_job
 from .model_checks import check_model, tell_of_model
@@ -146,20 +148,21 @@ def DistributedOptimizer(
     own = model if index is None else model.module
     check_model(own)
     _close_replaced(job, optimizer)
-    core = Replica(
-        job.session,
-        job.local_replicas,
-        optimizer,
-        own,
-        max_norm,
-        buffers,
-        placement,
-        apply,
-        ema or 0.0,
-        sparse == "lazy",
-        shares,
-        index,
-    )
+    with uncollected():
+        core = Replica(
+            job.session,
+            job.local_replicas,
+            optimizer,
+            own,
+            max_norm,
+            buffers,
+            placement,
+            apply,
+            ema or 0.0,
+            sparse == "lazy",
+            shares,
+            index,
+        )
     if index is not None:
         model.trained_by(core)
     if job.rank == 0:

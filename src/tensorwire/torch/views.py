@@ -27,6 +27,26 @@ def in_form(
     return torch.frombuffer(memory, dtype=dtype, count=count).as_strided(size, stride)
 
 
+class TensorsOver:
+    """Makes tensors over parts of one memory, which share its storage.
+
+    Args:
+        memory: of a multiple of 8 bytes, as are the starts of the parts.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self._whole: dict[torch.dtype, torch.Tensor] = {}
+
+    def at(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor from byte `start` on, with dtype, shape and strides of `like`."""
+        whole = self._whole.get(like.dtype)
+        if whole is None:
+            whole = torch.frombuffer(self._memory, dtype=like.dtype)
+            self._whole[like.dtype] = whole
+        return whole.as_strided(like.size(), like.stride(), start // whole.itemsize)
+
+
 def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     """The bytes of a tensor in the order in which `like` has its elements in memory.
 
@@ -34,8 +54,10 @@ def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     waits for that.
     """
     like = tensor if like is None else like
-    is_other = tensor.stride() != like.stride() or tensor.dtype != like.dtype
-    if is_other or tensor.device.type != "cpu":
+    is_other = tensor is not like and (
+        tensor.stride() != like.stride() or tensor.dtype != like.dtype
+    )
+    if is_other or not tensor.is_cpu:
         other = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
         tensor = other.copy_(tensor)
     count = tensor.numel()

@@ -214,9 +214,10 @@ def _read_all(peer: Peer, name: str) -> bytes:
 def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
     """What each worker has described of a store; ValueError names the worker that sent no such."""
     found: dict[int, Description] = {}
+    known: dict[str, Spec] = {}
     for rank, text in texts.items():
         try:
-            found[rank] = told_description(text, servers, found.get(0))
+            found[rank] = told_description(text, servers, found.get(0), known)
         except ValueError as error:
             raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
     return found

@@ -26,6 +26,7 @@ from tensorwire.memory import Word, cores
 from tensorwire.transitions import END, OPENING
 from tensorwire.walk import Walk
 
+from ..collector import uncollected
 from ..hold import PAUSE, PAUSE_BYTES
 from ..journal import Journal
 from ..kernel import Kernel
@@ -335,20 +336,24 @@ class StoreServer:
 
     def _describe(self) -> None:
         server = self._server
-        self._opening = Opening(server.member, self.number, self.closing, server.door, server.pause)
+        with uncollected():
+            self._opening = Opening(
+                server.member, self.number, self.closing, server.door, server.pause
+            )
         self._last = _last_published(self._opening)
 
     def _make_ready(self) -> None:
         server = self._server
         make = Versions if self._opened.mode.is_sync else OwnPace
-        self.versions = make(
-            self._opened,
-            server.make_kernel,
-            server.threads,
-            server.calls,
-            self.results,
-            server.fail,
-        )
+        with uncollected():
+            self.versions = make(
+                self._opened,
+                server.make_kernel,
+                server.threads,
+                server.calls,
+                self.results,
+                server.fail,
+            )
 
     def _tell_opened(self) -> None:
         """Tells the workers that the store is open, or once more what they were told last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from tensorwire.membership import WorkerMember
@@ -41,15 +42,21 @@ class ScriptView:
         self.memory, self.place = shared, selection.place
         self._selection, self._shared, self._mapping = selection, shared, private
         self._private, self.compares = private.array(), private.compares
-        own = own or selection
-        here = [(start, stop) for start, stop, _ in own.ranges]
+        self._layout, self._own = layout, own or selection
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        """Where the script's tensors lie in the memory, rising; seldom needed."""
         places = [
-            (selection.place(tensor), tensor)
-            for tensor, place in enumerate(layout.places)
-            if any(start <= place.start < place.end <= stop for start, stop in here)
+            (self._selection.place(tensor), tensor)
+            for tensor, place in enumerate(self._layout.places)
+            if place.start < place.end and self._own.has(place)
         ]
-        self._places = sorted((place.start, place.stop, tensor) for place, tensor in places)
-        self._starts = [start for start, _, _ in self._places]
+        return sorted((place.start, place.stop, tensor) for place, tensor in places)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [start for start, _, _ in self._places]
 
     def value(self, tensor: int) -> Bytes:
         """See `Store`."""

@@ -62,7 +62,8 @@ def declare_all(
         ValueError: a parameter that is not the model's, or cannot be distributed.
         UnavailableError: it is on another device.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named}
     tables = tables_of(model)
     tensors, parameters = [], []
     for index, group in enumerate(optimizer.param_groups):
@@ -82,10 +83,10 @@ def declare_all(
             tensors.append(_declare(names[id(parameter)], parameter, kind, index))
             parameters.append(parameter)
     seen = {id(parameter) for parameter in parameters}
-    for parameter in model.parameters():
+    for name, parameter in named:
         if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
-            _check_device(names[id(parameter)], parameter)
-            tensors.append(_declare(names[id(parameter)], parameter, "constant", 0))
+            _check_device(name, parameter)
+            tensors.append(_declare(name, parameter, "constant", 0))
             parameters.append(parameter)
     return Declaration(tensors, parameters)
 
@@ -128,7 +129,7 @@ def tables_of(model: nn.Module) -> set[int]:
     others: set[int] = set()
     for module in model.modules():
         is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module._parameters.items():
             (found if is_table and name == "weight" else others).add(id(parameter))
     return found - others
 
@@ -164,9 +165,9 @@ def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> Tenso
             f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
             "distributed"
         )
-    strides = memory_format_of(parameter)
     order: tuple[int, ...] = ()
     if not parameter.is_contiguous():
+        strides = memory_format_of(parameter)
         name = f"{name}, strides {strides}"  # a worker with another order must not agree
         order = tuple(sorted(range(parameter.dim()), key=lambda i: (-strides[i], i)))
     return TensorSpec(name, dtype, tuple(parameter.shape), kind, group, order)

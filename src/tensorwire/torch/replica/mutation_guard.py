@@ -146,7 +146,7 @@ class MutationGuard:
     def _changed(self, index: int, moved: bool = False) -> RuntimeError:
         now, before = _form_of(self._held[index]), self._forms[index]
         if now != before or moved:
-            how = "has other memory" if moved else f"was {before}, and is {now}"
+            how = "has other memory" if moved else f"was {_said(before)}, and is {_said(now)}"
             return RuntimeError(
                 f"parameter {self._name(self._held[index])} {how} since the model was moved or "
                 f"converted; call model.to() before DistributedOptimizer{of_libraries()}"
@@ -197,8 +197,13 @@ class MutationGuard:
                 )
 
 
-def _form_of(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} on {parameter.device}"
+def _form_of(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+def _said(form: tuple[torch.dtype, torch.device]) -> str:
+    dtype, device = form
+    return f"{dtype} on {device}"
 
 
 def of_libraries() -> str:

@@ -40,7 +40,7 @@ from ..allocator.gradient_slots import (
 )
 from ..devices import device_of, is_on_host
 from ..session import Session
-from ..views import address_of, flat_bytes, tensor_at
+from ..views import TensorsOver, address_of, flat_bytes, tensor_at
 from .device_gradients import DeviceGradients
 from .gradient_checks import GradientChecks, sum_of
 from .gradient_state import GradientState, Left, count_copied
@@ -131,10 +131,10 @@ class Reducer:
         store = self._store
         if not isinstance(store, LocalStore):
             return []
-        parts = [(state, store.own.place(state.index)) for state in self.states]
+        starts = [(state, store.own.place(state.index).start) for state in self.states]
         return [
-            {state.index: tensor_at(slot[part], state.parameter) for state, part in parts}
-            for slot in map(store.slot, self._session.my_slices)
+            {state.index: over.at(start, state.parameter) for state, start in starts}
+            for over in map(TensorsOver, map(store.slot, self._session.my_slices))
         ]
 
     def _places_of(self, slice_index: int) -> Sequence[Place | str]:

@@ -48,7 +48,7 @@ from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
 from .reducer import Reducer
-from .residency import Residency, give_back_freed
+from .residency import Residency
 from .same_batches import SameBatches
 from .same_hyper import SameHyper
 from .taken_slices import TakenSlices
@@ -256,13 +256,10 @@ class Replica:
 
         The first values move part by part, so that they are never there twice.
         """
-        if edited is not None:
-            self._publish_part(edited, True)
-        for part in () if edited is not None else self._residency.parts():
-            self._publish_part(part)
-            self._residency.adopt(part)
-            give_back_freed()
-        self.adopt()
+        for part in self._residency.parts() if edited is None else [edited]:
+            self._publish_part(part, edited is not None)
+            self._residency.adopt(part if edited is None else None)
+        self._adopted()
 
     def meet(self) -> None:
         """All workers are here, with the same version also where each goes at its own pace."""
@@ -273,12 +270,11 @@ class Replica:
             self._hold(edits=True)
             self._publish(edited=range(0))
 
-    def _publish_part(self, part: range, edited: bool = False) -> None:
+    def _publish_part(self, part: range, edited: bool) -> None:
         present = bytearray(len(self.store.layout.spec.tensors))
         slices = self.store.missing()
         if 0 in slices:
-            sends = [i for i in self._sends if i in part]
-            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in sends]
+            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends if i in part]
             buffers = [(i, data) for i, data in self.buffers.values() if i in part]
             for index, data in (*kept, *buffers):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
@@ -294,6 +290,10 @@ class Replica:
     def adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""
         self._residency.adopt()
+        self._adopted()
+
+    def _adopted(self) -> None:
+        """Lets buffers be what the store has; the parameters are."""
         self.buffers.take(self.store, published=True)
         self._residency.guard.remember()
         self._bytes_before = self.store.bytes_pushed

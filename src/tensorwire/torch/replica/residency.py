@@ -54,12 +54,14 @@ class Residency:
         self._names = names
 
     def adopt(self, part: range | None = None) -> None:
-        """Lets the parameters be the store's memory: those of a part of the store, or all."""
+        """Lets the parameters be the store's memory: all, or the first time those of a part."""
         for index, parameter in self.parameters.items():
             if (part is None or index in part) and not self._is_on_device(index):
                 parameter.data = tensor_at(self._store.value(index), parameter)
         if self.on_device is not None:
             self.on_device.adopt(part)
+        if part is not None:
+            _give_back_freed()
 
     def _is_on_device(self, index: int) -> bool:
         return self.on_device is not None and index in self.on_device
@@ -168,7 +170,7 @@ class Residency:
             parameter.data = torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def give_back_freed() -> None:
+def _give_back_freed() -> None:
     """Memory that was freed goes back to the system, where the C library would keep it.
 
     glibc keeps what is below 32 MiB, and so most parameters of a model, for what comes next.

@@ -1,0 +1,23 @@
+"""Keeps Python's collector of cycles from looking at objects that are being made and stay.
+
+A store of 20,000 tensors makes some 300,000 objects. Full collections come ever again meanwhile,
+look at each of them, and took nearly half of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Makes no collections of cycles inside, in any thread; for what is short and makes much."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
