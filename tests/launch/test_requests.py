@@ -11,8 +11,16 @@ import pytest
 from click.testing import CliRunner
 from launching import WAIT_S, Launched, Place
 
+from tensorwire.cli.scale import scale
 from tensorwire.cli.status import status
-from tensorwire.membership import LoggedJob, logged_jobs, proof_of, short_path
+from tensorwire.membership import (
+    JobFile,
+    LoggedJob,
+    RunningServer,
+    logged_jobs,
+    proof_of,
+    short_path,
+)
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 NONSENSE: tuple[tuple[Any, str], ...] = (
@@ -84,6 +92,28 @@ def test_a_request_of_wrong_types_is_refused_and_nothing_is_under_way(
         told = ask(path, secret, {"workers": {"count": 1, "drain": [1]}})
         assert "--elastic" in told["error"]  # it is understood, and cannot be done
         end.touch()
+        assert job.end() == 0
+
+
+def test_the_command_finds_a_job_in_a_folder_with_a_long_path(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: no socket's name has room for a path of more than 107 characters."""
+    place.runtime = place.folder / ("r" * 110)
+    place.runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
+    monkeypatch.chdir(place.folder)
+    with place.start(SCRIPT) as job:
+        job.wait_for("secret: ")
+        (found,) = logged()
+        secret = job.text.partition("secret: ")[2].split()[0]
+        address, pid = found.addresses[0], found.members[0].pid
+        server = JobFile(RunningServer(0, address, pid, 2, "", time.time(), secret, ""))
+        done = CliRunner().invoke(scale, ["--workers", "3"], catch_exceptions=False)
+        server.close()
+        assert done.exit_code == 1
+        assert "--elastic" in done.output  # the launcher has heard it, and says why not
+        Path("end").touch()
         assert job.end() == 0
 
 

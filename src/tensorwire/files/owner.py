@@ -31,6 +31,7 @@ from tensorwire.membership import (
     is_there,
     logged_jobs,
     reader_name,
+    remove_own,
     runtime_folder,
     secret_of,
     try_lock,
@@ -248,8 +249,7 @@ class JobOwner:
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                remove_own(path)
         finally:
             os.close(descriptor)
 

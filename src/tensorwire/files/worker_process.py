@@ -8,7 +8,6 @@ folder, gets that memory, and asks for commits. It needs no torch.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -27,6 +26,7 @@ from tensorwire.membership import (
     job_secret,
     listen_in,
     reading_secret,
+    remove_own,
     runtime_folder,
 )
 from tensorwire.memory import Region
@@ -223,8 +223,7 @@ class Writers:
     def close(self) -> None:
         """Nobody connects any more, and who has connected learns that the job is over."""
         self._file.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        remove_own(self._path)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

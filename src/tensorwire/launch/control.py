@@ -15,10 +15,17 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
-from tensorwire.membership import PEER_CREDENTIALS, listen_in, proof_of, runtime_folder
+from tensorwire.membership import (
+    PEER_CREDENTIALS,
+    listen_in,
+    proof_of,
+    remove_own,
+    runtime_folder,
+    tell,
+)
 from tensorwire.outside import parse_json
 
 _MOST_CLIENTS = 64
@@ -120,6 +127,7 @@ class ControlDoor:
 
     Args:
         secret: of the job.
+        say: prints a line where its name cannot be removed.
 
     Attributes:
         path: of the socket.
@@ -129,8 +137,8 @@ class ControlDoor:
         UnavailableError, OSError: nobody can listen there.
     """
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, say: Callable[[str], object] = tell) -> None:
+        self._secret, self._say = secret, say
         self._clients: dict[int, Client] = {}
         self._listener, self.path = listen_in(runtime_folder(), "control-")
         self._epoll = select.epoll()
@@ -164,8 +172,7 @@ class ControlDoor:
         self._epoll.close()
         if self._listener.fileno() >= 0:
             self._listener.close()
-            with contextlib.suppress(OSError):  # the folder is not what it was: its name stays
-                self.path.unlink()
+            remove_own(self.path, say=self._say)
 
     def _accept(self) -> None:
         try:

@@ -34,7 +34,7 @@ class RunSupervisor(Supervisor):
     ) -> None:
         super().__init__(job, prefix=prefix, patience=patience, command=command)
         self._worker_count = WorkerCount(job, self._restarts, self, self._say, self._note_line)
-        self._scaling = Scaling(self._handlers(), self._reason_against, self._note_line)
+        self._scaling = Scaling(self._handlers(), self._reason_against, self._note_line, self._say)
 
     def _handlers(self) -> Mapping[str, Handler]:
         """Who does what is asked, by the part of a request."""
@@ -61,6 +61,9 @@ class RunSupervisor(Supervisor):
 
     def _attend(self, ready: set[int]) -> None:
         self._scaling.tend(ready)
+
+    def _leave(self) -> None:
+        self._scaling.close()
 
     # --- for who changes the workers --------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from tensorwire.launch.control import Client, ControlDoor, RequestPart
-from tensorwire.membership import ScaleError
+from tensorwire.membership import ScaleError, tell
 
 _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
 
@@ -79,6 +79,7 @@ class Scaling:
         handlers: by the name of the part of a request that each carries out.
         reason_against: why nothing can be changed now; "" if it can.
         note: writes a line into the log of the job.
+        say: prints a line.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Scaling:
         handlers: Mapping[str, Handler],
         reason_against: Callable[[], str],
         note: Callable[..., None],
+        say: Callable[[str], object] = tell,
     ) -> None:
         self._handlers, self._reason_against, self._note = handlers, reason_against, note
+        self._say = say
         self._door: ControlDoor | None = None
         self._client: Client | None = None
         self._waiting: list[tuple[str, RequestPart]] = []  # parts that come next
@@ -100,7 +103,7 @@ class Scaling:
         Raises:
             UnavailableError, OSError: there is no place for the door.
         """
-        self._door = ControlDoor(secret)
+        self._door = ControlDoor(secret, self._say)
         self._note("control", path=str(self._door.path))
 
     def close(self) -> None:
@@ -109,6 +112,7 @@ class Scaling:
             self._end("the job has ended meanwhile")
         if self._door is not None:
             self._door.close()
+            self._door = None
 
     def descriptors(self) -> Iterator[int]:
         """What is waited for."""

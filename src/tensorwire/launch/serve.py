@@ -108,7 +108,7 @@ class ServeSupervisor(Supervisor):
         Raises:
             UnavailableError: nobody can listen at the socket's path.
         """
-        with contextlib.closing(Door(self._socket)) as self._door:
+        with contextlib.closing(Door(self._socket, self._say)) as self._door:
             try:
                 return super().run()
             finally:
@@ -134,6 +134,10 @@ class ServeSupervisor(Supervisor):
     @property
     def _has_workers(self) -> bool:
         return len(self._left) < self._job.workers
+
+    def _leave(self) -> None:
+        self._is_open = False
+        self._door.close()
 
     def _descriptors(self) -> Iterator[int]:
         if self._is_open:

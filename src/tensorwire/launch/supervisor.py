@@ -126,7 +126,9 @@ class Supervisor:
             self._restarts.close()
             with contextlib.suppress(OSError, UnavailableError):
                 running_servers()  # removes what killed ones have left
+            self._leave()
             self._summarize()
+            self._log.close(keep=self._failure is not None)
             self._flush()
         if self._failure is not None:
             return self._failure[1]
@@ -322,6 +324,9 @@ class Supervisor:
     def _times(self) -> Iterable[float]:
         """When there is something to do, beside the steps against processes that still run."""
         return ()
+
+    def _leave(self) -> None:
+        """Nobody comes any more: names by which it was found are removed."""
 
     def _attend(self, ready: set[int]) -> None:
         """Deals with `_descriptors` and `_times`."""

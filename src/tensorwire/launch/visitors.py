@@ -14,7 +14,7 @@ import secrets
 import select
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -22,8 +22,10 @@ from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
     PEER_CREDENTIALS,
     is_there,
+    remove_own,
     runtime_folder,
     short_path,
+    tell,
     try_lock,
 )
 from tensorwire.outside import parse_json
@@ -105,6 +107,7 @@ class Door:
 
     Args:
         path: of the socket; None: one in the user's runtime folder.
+        say: prints a line where its name cannot be removed.
 
     Attributes:
         path: of the socket.
@@ -114,7 +117,8 @@ class Door:
         UnavailableError: the path is another supervisor's, or cannot be a socket's.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, say: Callable[[str], object] = tell) -> None:
+        self._say = say
         if path is None:
             path = runtime_folder() / f"serve-{os.getpid()}-{secrets.token_hex(4)}"
             _remove_left(path.parent)
@@ -172,8 +176,7 @@ class Door:
         self._listener.close()
         if self._lock >= 0:
             for path in (self.path, _lock_of(self.path)):
-                with contextlib.suppress(OSError):  # the folder is not what it was: it stays
-                    path.unlink()
+                remove_own(path, say=self._say)
             os.close(self._lock)
             self._lock = -1
 

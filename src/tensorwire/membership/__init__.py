@@ -43,7 +43,7 @@ from .job_file import (
     shown_command,
 )
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
-from .lockfile import is_there, try_lock
+from .lockfile import is_there, remove_own, tell, try_lock
 from .reading_secret import job_secret, reading_secret
 from .runtime import cache_folder, runtime_folder
 from .server import OfWorkers, ServerMember
@@ -119,6 +119,7 @@ __all__ = [
     "reader_name",
     "reading_secret",
     "refusal",
+    "remove_own",
     "running_file_workers",
     "running_servers",
     "runtime_folder",
@@ -126,6 +127,7 @@ __all__ = [
     "server_name",
     "short_path",
     "shown_command",
+    "tell",
     "this_host",
     "torch_job",
     "try_lock",

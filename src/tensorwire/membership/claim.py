@@ -16,7 +16,7 @@ from pathlib import Path
 from tensorwire.errors import UnavailableError
 
 from .identity import this_host
-from .lockfile import is_there, try_lock
+from .lockfile import is_there, remove_own, try_lock
 from .runtime import RUNTIME, runtime_folder
 
 # How long a lock is tried that no worker holds: a process that removes what dead ones left, or one
@@ -65,9 +65,7 @@ def drop_claim() -> None:
     if _held is not None:
         path, descriptor = _held
         _held = None
-        with contextlib.suppress(OSError):
-            if is_there(path, descriptor):
-                path.unlink()
+        remove_own(path, descriptor)
         os.close(descriptor)
 
 

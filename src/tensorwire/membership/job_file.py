@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tensorwire.outside import parse_json
 
-from .lockfile import is_there, try_lock
+from .lockfile import is_there, remove_own, try_lock
 from .runtime import runtime_folder
 from .unix_sockets import remove_dead
 
@@ -117,9 +117,7 @@ class JobFile:
         """Removes the file. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                if is_there(self._path, descriptor):
-                    self._path.unlink()
+            remove_own(self._path, descriptor)
             os.close(descriptor)
 
 

@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.outside import parse_json
 
 from .identity import pid_namespace
-from .lockfile import is_there, try_lock
+from .lockfile import is_there, remove_own, try_lock
 from .runtime import runtime_folder
 
 JOB_LOG = "TENSORWIRE_JOB_LOG"
@@ -254,9 +254,8 @@ class JobLog:
         """Ends it; the file is removed unless it is kept. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                if not keep and is_there(Path(self.path), descriptor):
-                    os.unlink(self.path)
+            if not keep:
+                remove_own(Path(self.path), descriptor, self._say)
             os.close(descriptor)
 
     def _open(self, folder: Path) -> None:
