@@ -162,7 +162,7 @@ class ReaderSnapshot:
         if held_bytes(part.held) != self.size_bytes:
             return None
         path = f"/proc/{copy.pid}/fd/{copy.descriptor}"
-        return path if os.access(path, os.R_OK) else None
+        return path if _is_mapped(path, part.model.memoryview()) else None
 
     def sealed_copy(self) -> int:
         """A memfd with the model file, sealed against every change; the caller closes it."""
@@ -222,6 +222,26 @@ class SealedModel:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _is_mapped(path: str, memory: memoryview) -> bool:
+    """Tells whether a file is the one that is mapped here as some memory, and can be read.
+
+    In another PID namespace than the server's its number is of another process, or of none.
+    """
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    try:
+        with open(path, "rb") as file, open("/proc/self/maps") as maps:
+            about = os.fstat(file.fileno())
+            device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+            for line in maps:
+                where, _, _, mapped_device, inode, *_ = line.split()
+                start, _, stop = where.partition("-")
+                if int(start, 16) <= address < int(stop, 16):
+                    return (mapped_device, int(inode)) == (device, about.st_ino)
+    except OSError:
+        pass
+    return False
 
 
 def _bytes_of(region: RemoteRegion) -> bytes | memoryview:
