@@ -189,6 +189,28 @@ def test_where_the_cache_cannot_be_written_one_process_compiles_for_all(
     assert runs(compiler) == 1
 
 
+def test_who_compiles_says_so_and_so_does_who_waits(
+    compiler: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Named for a bug: the first start said nothing for up to a minute."""
+    (tmp_path / "wait").touch()
+    lock = tmp_path / "cache/tensorwire/allocator.lock"
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(library._compiled) for _ in range(2)]
+        while not waiters(lock):
+            time.sleep(0.01)
+        (tmp_path / "wait").unlink()
+        (made,) = {each.result() for each in both}
+    told = capfd.readouterr().err.splitlines()
+    assert [line.partition(str(made))[0] for line in told] == [
+        "tensorwire: compiling ",
+        "tensorwire: waiting for another process, which compiles ",
+    ]
+    assert str(compiler) in told[0]
+    library._compiled()
+    assert not capfd.readouterr().err
+
+
 @pytest.mark.parametrize("harm", ["cut", "changed", "writable", "linked"])
 def test_a_damaged_or_foreign_library_is_compiled_again(
     harm: str, compiler: Path, tmp_path: Path

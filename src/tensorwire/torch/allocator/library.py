@@ -8,6 +8,7 @@ bytes; which gradient belongs where is `gradient_slots.py`'s business.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -17,17 +18,20 @@ import shlex
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import cache_folder, runtime_folder
+from tensorwire.membership import cache_folder, runtime_folder, tell
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "allocator.cc"
 _TIMEOUT_S = 300.0
+_SILENT_S = 1.0  # for so long nobody is told that another process compiles
 _NO_COMPILER = (
     "no C++ compiler was found to compile the allocator for this torch; install one "
     "(Debian: g++), or name it in CXX"
@@ -150,8 +154,8 @@ def _compiled() -> Path:
                 refusals.append(f"others may write to {folder}")
                 continue
             with (folder / "allocator.lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
                 path = folder / _name()
+                _await(lock, path)
                 if not _is_whole(path):
                     _compile(compiler, path)
                 return path
@@ -160,8 +164,23 @@ def _compiled() -> Path:
     raise UnavailableError(f"the allocator cannot be kept anywhere: {'; '.join(refusals)}")
 
 
+def _await(lock: TextIO, path: Path) -> None:
+    """Gets the lock; says so once that takes long, as another process has it and compiles."""
+    deadline = time.monotonic() + _SILENT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    tell(f"waiting for another process, which compiles {path} for this torch")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def _compile(compiler: Sequence[str], path: Path) -> None:
     """Makes the library and ends it with its digest; `path` is the whole of it or as it was."""
+    tell(
+        f"compiling {path} with {compiler[0]}, once for torch {torch.__version__}; this may take a "
+        "minute"
+    )
     part = path.with_suffix(".part")
     try:
         command = [*_command(compiler), "-o", str(part)]
