@@ -184,8 +184,8 @@ def ended(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
+def eventually(condition: Callable[[], bool], within_s: float = WAIT_S) -> bool:
+    deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             return False
