@@ -18,8 +18,8 @@ except ImportError as error:
     ) from error
 
 from .asyncio import channel as aio
+from .payload.encode import embed
 from .payload.limits import Limits
-from .payload.outgoing import embed
 from .payload.tensors import pack, unpack
 from .tensor_pb2 import Tensor
 from .threads.factories import insecure_channel, secure_channel, server

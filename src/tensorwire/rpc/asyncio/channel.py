@@ -11,7 +11,6 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import grpc.aio
 from tensorwire.errors import TensorwireError
 
 from .. import logs
-from ..attach.agent import ChannelAgent
+from ..attach.marks import SmallCall, SmallRequests
 from ..attach.terms import Terms, target_host
 from ..payload.attachment import RpcAttachment
 from ..payload.inbox import RefusedError
@@ -32,7 +31,6 @@ from ..payload.outgoing import PLAIN, SentMessage, is_kept
 from ..runtime.options import kept, named_limits, offer, retries
 from ..threads.factories import chosen_transports, secure_transports
 from ..threads.originals import make, original
-from ..threads.small import SmallRequests
 from .calls import LATER, LaterCall, Unreadable
 from .runtime_client import METHOD, AioMethod
 from .sending import AioSender, chained
@@ -118,8 +116,6 @@ class _Direct(_Method):
         names = ("metadata", "credentials", "wait_for_ready", "compression")
         named = dict(zip(names, given, strict=True))
         sender = self._channel.sender
-        if sender.keeper.disowned:
-            named["metadata"] = sender.disowning(named["metadata"])
         call = self._inner(outgoing or request, timeout=timeout, **named)
         sender.watch(call, PLAIN, outgoing)
         return self._in_time(call, timeout)
@@ -196,20 +192,25 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
         self._stock = stock
 
     def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        # Nobody watches how a small call ends; another one's request is encoded where it is made.
-        body = self._small.encode(request) if self._channel.is_connected else None
-        if type(body) is bytes:
-            metadata, credentials, wait_for_ready, compression = given
+        metadata, credentials, wait_for_ready, compression = given
+        # The request of another call is encoded where it is made.
+        small = self._small.begin(request, metadata) if self._channel.is_connected else None
+        if type(small) is not SmallCall:
+            return super()._call(request if small is None else small, timeout, *given)
+        try:
             call = self._stock(
-                body,
+                small.body,
                 timeout=timeout,
-                metadata=metadata,
+                metadata=small.metadata,
                 credentials=credentials,
                 wait_for_ready=wait_for_ready,
                 compression=compression,
             )
-            return self._in_time(call, timeout) if is_kept(body) else call
-        return super()._call(request if body is None else body, timeout, *given)
+        except BaseException:
+            small.end(False)
+            raise
+        self._channel.sender.watch_small(call, small)
+        return self._in_time(call, timeout) if is_kept(small.body) else call
 
 
 class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
@@ -474,9 +475,6 @@ def insecure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    if terms.transports and offered.limits is None:
-        agent = ChannelAgent()
-        terms, options = replace(terms, agent=agent), agent.added_to(options)
     inner = partial(make, "aio.insecure_channel", target, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=False)
 
@@ -496,16 +494,14 @@ def secure_channel(
         return plain(  # type: ignore[no-any-return]
             target, credentials, options, compression, interceptors
         )
-    transports, agent = secure_transports(plaintext_transports), ChannelAgent()
+    transports = secure_transports(plaintext_transports)
     limits, options = given_limits(limits), kept(options)
     terms = Terms(
         limits,
         transports,
-        agent=agent,
         retries=retries(options),
         host=target_host(target),
         messages=named_limits(options),
     )
-    options = agent.added_to(options)
     inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
     return AioRpcChannel(inner, interceptors, terms, encrypted=True)

@@ -16,10 +16,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ..attach.marks import SmallCall
 from ..attach.negotiation import AttachmentKeeper
 from ..attach.terms import MARK, OPEN, Terms
 from ..payload.attachment import RpcAttachment
-from ..payload.envelope import NO_ATTACHMENT, mark
+from ..payload.envelope import mark
 from ..payload.fields import may_have_tensors
 from ..payload.janitor import JANITOR
 from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
@@ -73,19 +74,12 @@ class AioSender:
         attachment, details = await self._attach(details)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            if self.keeper.disowned:
-                details = details._replace(metadata=self.disowning(details.metadata))
             return PLAIN, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
         link = CallLink(attachment, call, at_once, always)
         link.foreign = link.unsure = self.keeper.retries  # an envelope is of use once
         link.patience_s = 0.0  # who gives memory back may be in this event loop
         return link, details._replace(metadata=metadata)
-
-    @staticmethod
-    def disowning(metadata: Any) -> grpc.aio.Metadata:
-        """The user's metadata, for a call that is of no attachment, whatever its user agent."""
-        return grpc.aio.Metadata(*(metadata or ()), (MARK, NO_ATTACHMENT))
 
     async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
         """The channel's attachment, for which the server is asked if need be."""
@@ -138,6 +132,17 @@ class AioSender:
             if outgoing is None or not may_have_tensors(type(outgoing.message)):
                 return
         call.add_done_callback(partial(self._ended, link, outgoing))
+
+    def watch_small(self, call: Any, small: SmallCall) -> None:
+        """As `watch`, for a call with a small request."""
+
+        def ended(call: Any) -> None:
+            code = _code_now(call)
+            if code is grpc.StatusCode.UNAVAILABLE:
+                self.keeper.disconnected()
+            small.end(code is grpc.StatusCode.OK)
+
+        call.add_done_callback(ended)
 
     def _ended(self, link: CallLink, outgoing: SentMessage | None, call: Any) -> None:
         code = _code_now(call)

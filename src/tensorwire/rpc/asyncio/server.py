@@ -17,57 +17,69 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..attach.agent import read_token
-from ..attach.registry import DeclinedError, Registry, check_mark
-from ..attach.terms import MARK, OPEN
+from ..attach.registry import DeclinedError, Registry
+from ..attach.terms import OPEN
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC, read_mark
-from ..payload.incoming import Reader, find_only
+from ..payload.incoming import find_only
 from ..payload.limits import Limits, given_limits
-from ..payload.outgoing import PLAIN, CallLink, SentMessage, always, at_once
+from ..payload.outgoing import PLAIN, CallLink, Responses, always, at_once
 from ..runtime.context import Caller
 from ..runtime.options import kept, offer
 from ..runtime.served import ARITIES
 from ..threads.factories import chosen_transports, server_terms
 from ..threads.originals import make, original
-from ..threads.server import DRAIN_S, is_encrypted, outside_host, reader_of
-from ..threads.unmarked import AioUnmarkedCalls, UnmarkedHandlers
+from ..threads.server import DRAIN_S, Handlers, is_encrypted, outside_host, reader_of
 from .runtime_service import AioService
 
 
 class AioServedCall(grpc.RpcMethodHandler):
-    """The handler of one call, in the place of the user's, whose behaviours it keeps."""
+    """The handler of calls with one mark, in the place of the user's, whose behaviours it keeps.
 
-    def __init__(
-        self, handler: Any, reader: Reader, attachment: RpcAttachment | None, call: tuple[int, int]
-    ) -> None:
+    Args:
+        handler: the user's.
+        attachment: of the calls; None: their mark names none of this server, or they have none.
+        mark: of the calls, if they have one.
+    """
+
+    def __init__(self, handler: Any, attachment: RpcAttachment | None, mark: Any) -> None:
+        self.handler = handler
+        self.mark = mark
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
         for name in ARITIES.values():
             setattr(self, name, getattr(handler, name, None))
-        self.request_deserializer = self._receive
+        self._reader = reader = reader_of(handler.request_deserializer)
+        # A message without a mark that looks like an envelope is a message.
+        self.request_deserializer = reader.plain if mark is None else self._receive
         self.response_serializer = self._send
-        self._serializer = handler.response_serializer
-        self._reader = reader
+        self._responses = Responses(handler.response_serializer, attachment)
         self._attachment = attachment
-        self._call = call
-        self._link = PLAIN
-        if attachment is not None:
-            self._link = CallLink(attachment, call, at_once, always)
-            self._link.patience_s = 0.0  # who gives memory back may be in this event loop
-            if self.request_streaming:
-                attachment.confirm(call)
+        found = read_mark(mark)
+        self._call = (0, 0) if found is None else found[1:]
+
+    def confirm(self) -> None:
+        """Tells the client whose calls these are."""
+        if self._attachment is not None:
+            self._attachment.confirm(self._call)
+
+    def _link(self) -> CallLink:
+        if self._attachment is None:
+            return PLAIN
+        link = CallLink(self._attachment, self._call, at_once, always)
+        link.patience_s = 0.0  # who gives memory back may be in this event loop
+        return link
 
     def _receive(self, data: bytes) -> Any:
         if not data.startswith(MAGIC):
             return self._reader.inside(data)
         message = self._reader.read(data, partial(find_only, self._attachment))
-        if self._attachment is not None and not self.request_streaming:
-            self._attachment.confirm(self._call)
+        if not self.request_streaming:
+            self.confirm()
         return message
 
     def _send(self, message: Any) -> bytes:
-        return SentMessage(message, self._link, last=True).serialize(self._serializer)
+        return self._responses.encode(message, self._link)
 
 
 class AioInterceptor(grpc.aio.ServerInterceptor):
@@ -75,8 +87,7 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        registry.knows_agents = True
-        self._unmarked = UnmarkedHandlers(registry, AioUnmarkedCalls)
+        self._handlers = Handlers(registry, AioServedCall)
         self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -85,20 +96,13 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        found = None
-        for key, value in handler_call_details.invocation_metadata or ():
-            if key == MARK:
-                found = read_mark(value)
-        if found is None:
-            return self._unmarked.of(handler)
-        attachment = check_mark(self._registry, found)
-        return AioServedCall(
-            handler, reader_of(handler.request_deserializer), attachment, found[1:]
-        )
+        call = self._handlers.of(handler, handler_call_details.invocation_metadata)
+        if handler.request_streaming:
+            call.confirm()
+        return call
 
     async def _open(self, request: bytes, context: Any) -> bytes:
-        token = read_token(context.invocation_metadata())
-        open_attachment = partial(self._registry.open, encrypted=is_encrypted(context), token=token)
+        open_attachment = partial(self._registry.open, encrypted=is_encrypted(context))
         try:
             return await asyncio.to_thread(open_attachment, request, Caller.of(context))
         except DeclinedError as error:

@@ -43,7 +43,6 @@ from .terms import (
 
 _LONGEST_PAUSE_S = 60.0
 _FOR_EVER = float("inf")
-_ANY_BYTES = 1 << 62
 
 
 NewClient = Callable[[Node, Region, RemoteRegion, Peer, MessageLimits], CallCarrier]
@@ -69,7 +68,7 @@ def connect(
         ValueError: the server's answer cannot be understood.
         Exception: what `ask` raises.
     """
-    limits, agent = terms.runtime.limits, terms.agent
+    limits = terms.runtime.limits
     answer = decode(
         ask(
             encode(
@@ -80,7 +79,6 @@ def connect(
                 beside_bytes=max(terms.messages.receive_bytes, -1),
                 runtime=0 if limits is None else RUNTIME_VERSION,
                 **(told_limit(limits) if limits else {}),
-                **({"agent": agent.nonce} if agent is not None and agent.owned else {}),
             ),
         )
     )
@@ -108,8 +106,6 @@ def connect(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True, **beside
         )
         peer.wait_region(READY, timeout_s=least_s)
-        if agent is not None and agent.owned and answer.get("unmarked") is True:
-            attachment.unmarked_bytes = attachment.threshold_bytes
         if ring is not None and limits:
             other = checked(peer.region(RING, timeout_s=least_s))
             client = attachment.runtime = new_client(node, ring, other, peer, limits)
@@ -171,8 +167,6 @@ class AttachmentKeeper:
     Attributes:
         attachment: the latest, which may be lost; None: there was none.
         carries: calls may go by the runtime, where the server has it.
-        plain_bytes: while there is none, requests that are shorter may be sent as they are, without
-            asking for one. 0: none may.
     """
 
     def __init__(
@@ -188,7 +182,6 @@ class AttachmentKeeper:
         self._explain = explain
         self._lock = threading.Lock()
         self.attachment: RpcAttachment | None = None
-        self.plain_bytes = 0
         self._by_id: dict[bytes, RpcAttachment] = {}
         self._over: set[bytes] = set()
         self._pause_until = 0.0
@@ -224,17 +217,6 @@ class AttachmentKeeper:
         if self._pause_until and time.monotonic() < self._pause_until:
             return None
         return attachment
-
-    @property
-    def disowned(self) -> bool:
-        """A server may take calls of this channel without a mark for those of an attachment.
-
-        Which is not there any more, or another process's.
-        """
-        agent = self._terms.agent
-        if agent is None:
-            return False
-        return not agent.owned or (self.attachment is not None and self.attachment.lost)
 
     def settled(self) -> bool:
         """Nothing is to be asked of the server at the moment."""
@@ -291,7 +273,6 @@ class AttachmentKeeper:
         kind, self._reason = self._explain(error)
         if kind == "unknown method":
             self._pause_until = _FOR_EVER
-            self.plain_bytes = 0 if self.disowned else _ANY_BYTES
         elif kind != "unreachable":  # which the call itself will find out
             self.pause()
 
@@ -303,7 +284,6 @@ class AttachmentKeeper:
     def disconnected(self) -> None:
         """A call could not reach the server: it may be another one next time."""
         self._pause_until = 0.0
-        self.plain_bytes = 0
 
     def close(self) -> None:
         """Ends the attachments; calling it again does nothing."""
@@ -319,12 +299,9 @@ _KEEPERS: weakref.WeakSet[AttachmentKeeper] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child, all of whose calls say of which attachment they are."""
+    """In a forked child, where a thread that is not here may have a lock."""
     for each in list(_KEEPERS):
-        each.plain_bytes = 0
-        each._lock = threading.Lock()  # a thread that is not here may have it
-        if each.attachment is not None:
-            each.attachment.unmarked_bytes = 0
+        each._lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forked)

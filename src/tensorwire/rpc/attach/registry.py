@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from dataclasses import replace
-from typing import Any
 
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Region
@@ -17,14 +16,13 @@ from ..payload.attachment import (
     make_board,
     make_rendezvous_board,
 )
-from ..payload.envelope import VERSION
+from ..payload.envelope import VERSION, read_mark
 from ..payload.host import descriptors_are_scarce, host_id, no_way
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits
 from ..runtime.context import Caller
 from ..runtime.ring import RING, checked, make_ring
 from ..runtime.server import AnyService
-from .agent import read_token, token_of
 from .terms import (
     CONNECT_S,
     READY,
@@ -54,14 +52,9 @@ class Registry:
     Args:
         terms: of the server.
         service: carries out calls that do not come by grpcio, None if there are to be none.
-
-    Attributes:
-        knows_agents: calls without a mark are looked at too.
     """
 
     def __init__(self, terms: Terms, service: AnyService | None = None) -> None:
-        self.knows_agents = False
-        self._agents: dict[str, RpcAttachment] = {}
         self._service = service
         self._terms = terms
         self._lock = threading.Lock()
@@ -72,12 +65,6 @@ class Registry:
     def find(self, id: bytes) -> RpcAttachment | None:
         """The attachment of an id."""
         return self._attachments.get(id)
-
-    def of_agent(self, metadata: Any) -> RpcAttachment | None:
-        """The attachment of the channel that a call without a mark comes from, by its metadata."""
-        token = read_token(metadata)
-        attachment = None if token is None else self._agents.get(token)
-        return None if attachment is None or attachment.lost else attachment
 
     @property
     def limits(self) -> Limits:
@@ -105,7 +92,6 @@ class Registry:
         caller: Caller | None = None,
         *,
         encrypted: bool,
-        token: str | None = None,
     ) -> bytes:
         """Makes this end of an attachment, for whoever connects to it with its secret.
 
@@ -113,7 +99,6 @@ class Registry:
             request: of the client.
             caller: the client, if its calls may go by the runtime.
             encrypted: the connection is; then payload stays on this host.
-            token: of the client's user agent, as it arrives here.
 
         Raises:
             DeclinedError: there is none for this client.
@@ -124,9 +109,6 @@ class Registry:
         most_bytes = read_limit(asked) if "most_bytes" in asked else None
         beside = limits_beside(self._terms.messages, asked)
         wanted = asked.get("transports")
-        agent = token_of(asked["agent"]) if "agent" in asked else None
-        if agent != token or not self.knows_agents:
-            agent = None  # it was changed on the way
         if VERSION not in as_list(asked.get("versions")):
             raise DeclinedError(f"this server knows version {VERSION}")
         near = asked.get("host") == host_id() != ""
@@ -180,7 +162,7 @@ class Registry:
                 meeting = make_rendezvous_board(node), framed
             threading.Thread(
                 target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
-                args=(id, node, board, lent_bytes, beside, service, ring, caller, meeting, agent),
+                args=(id, node, board, lent_bytes, beside, service, ring, caller, meeting),
             ).start()  # fmt: skip
         except BaseException as error:
             self._give_up(id, node)
@@ -197,7 +179,6 @@ class Registry:
             pool_bytes=self._terms.limits.pool_bytes,
             beside_bytes=max(self._terms.messages.receive_bytes, -1),
             runtime=0 if service is None else RUNTIME_VERSION,
-            unmarked=agent is not None,
             **({} if meeting is None or service is None else told_limit(service.limits)),
         )
 
@@ -212,7 +193,6 @@ class Registry:
         ring: Region | None,
         caller: Caller | None,
         meeting: tuple[Region, int] | None,
-        agent: str | None,
     ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
@@ -238,8 +218,6 @@ class Registry:
                 self._waiting.pop(id, None)
                 if not self._closed:
                     self._attachments[id] = attachment
-                    if agent is not None:
-                        self._agents[agent] = attachment
                     node.allocate(8, name=READY)
                     return
         except _NO_ROOM:
@@ -257,9 +235,6 @@ class Registry:
             for id, attachment in list(self._attachments.items()):
                 if attachment.lost:
                     del self._attachments[id]
-                    for token, each in list(self._agents.items()):
-                        if each is attachment:
-                            del self._agents[token]
                     JANITOR.soon(attachment.close)
             return bool(self._attachments or self._waiting)
 
@@ -271,15 +246,13 @@ class Registry:
             attachments = list(self._attachments.values())
             self._waiting.clear()
             self._attachments.clear()
-            self._agents.clear()
         for node in nodes:
             node.close()
         for attachment in attachments:
             attachment.close()
 
 
-def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcAttachment | None:
-    """The attachment that a call names, if it is one of this server and its number can be one."""
-    if mark is None or mark[1] >= CALLS or mark[2] > LAST_GENERATION:
-        return None
-    return registry.find(mark[0])
+def may_be_of_a_call(mark: object) -> bool:
+    """Whether a mark has a number that a call can have."""
+    found = read_mark(mark)
+    return found is not None and found[1] < CALLS and found[2] <= LAST_GENERATION

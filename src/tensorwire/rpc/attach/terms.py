@@ -14,7 +14,6 @@ from tensorwire.outside import parse_json
 
 from ..payload.limits import Limits
 from ..runtime.options import ANY_LENGTH, MessageLimits, Offer
-from .agent import ChannelAgent
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
@@ -44,7 +43,6 @@ class Terms:
         listen: the host that clients on other hosts reach this server by; "" for none.
         plaintext_transports: by which payload of an encrypted connection may travel too.
         runtime: whether calls go by the runtime, where the other end has it too.
-        agent: of the channel; None: a server knows its calls by their marks alone.
         retries: grpcio sends requests of the channel again by itself; an envelope is of use once.
         host: of the channel's target; see `target_host`.
         messages: the longest that a user has allowed, wherever their payload travels.
@@ -55,7 +53,6 @@ class Terms:
     listen: str = ""
     plaintext_transports: tuple[str, ...] = ()
     runtime: Offer = NO_RUNTIME
-    agent: ChannelAgent | None = None
     retries: bool = False
     host: str = ""
     messages: MessageLimits = ANY_LENGTH

@@ -13,13 +13,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
+from .envelope import mark
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, AnyLease, LeasePool
@@ -44,7 +44,6 @@ _SMALL_BYTES = LEAST_BYTES // 2 + 1
 """From here on messages may be near a threshold of rendezvous that is not the user's own."""
 _RECENT = 8
 _GRACE_S = 2.0
-_UNNUMBERED_S, _LONGEST_UNNUMBERED_S = 10.0, 600.0
 _FREES_IDLE_EVERY_S = 1.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
@@ -59,6 +58,58 @@ class CallCarrier(Protocol):
 
     def close(self, *, lost: bool) -> None:
         """Ends it, because the other end is gone (lost) or this one is closed."""
+
+
+class SharedNumber:
+    """The number of all calls of a client that send nothing beside their requests.
+
+    So their mark is the same for each, which HTTP/2 compresses to a byte. When one of them fails,
+    the server may have sent a response that nobody sees. Others then begin with a new number, and
+    the old one ends with the last of its calls. Any thread may use it, without a lock.
+
+    Attributes:
+        attachment: of the calls.
+        mark: of the calls, as `envelope.mark` makes it.
+        spoiled: no more calls begin with it.
+    """
+
+    __slots__ = ("_active", "_end", "_number", "attachment", "mark", "spoiled")
+
+    def __init__(self, attachment: RpcAttachment, number: tuple[int, int]) -> None:
+        self.attachment = attachment
+        self.mark = mark(attachment.id, *number)
+        self.spoiled = False
+        self._number = number
+        self._active: list[None] = []  # one for each call: appending and popping are atomic
+        self._end = [None]  # popped by who ends the number
+
+    def begin(self) -> bool:
+        """Begins a call; False if it has to take another number."""
+        self._active.append(None)
+        if not self.spoiled:
+            return True
+        self._leave()
+        return False
+
+    def end(self, ok: bool) -> None:
+        """Ends a call.
+
+        Args:
+            ok: the call has ended well, so its response was seen.
+        """
+        if not ok:
+            self.spoiled = True
+        self._leave()
+
+    def _leave(self) -> None:
+        self._active.pop()
+        if not self.spoiled or self._active:
+            return
+        try:
+            self._end.pop()
+        except IndexError:
+            return  # another thread ends it
+        self.attachment.end_call(self._number, (), complete=False)
 
 
 def make_board(node: Node) -> Region:
@@ -78,16 +129,16 @@ class RpcAttachment:
         id, limits, peer: as given.
         transport: by which payload travels.
         threshold_bytes: from where messages do.
+        arrays_bytes: from where the arrays of a message of grpcio's go ahead of it.
         small_bytes: shorter messages of the runtime can only travel inside.
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
+        handlers: for the server, the handlers that serve calls of it.
         recent: what the latest messages are held by, see `look_at_recent`. A list, as copying it
             is atomic.
         runtime: what carries calls besides grpcio; None: nothing does.
         rendezvous: for messages of the runtime; None: both ends do not have it.
         sent_bytes, taken_bytes: as given.
-        unmarked_bytes: at the client: the server knows its calls also where they have no mark, so
-            those with shorter requests need none. 0: it does not.
 
     Args:
         id: 16 random bytes that only the two ends know.
@@ -125,6 +176,7 @@ class RpcAttachment:
         self.transport = peer.path.transport
         own = limits.threshold_bytes
         self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
+        self.arrays_bytes = self.arrays_threshold(by_runtime=False)
         self.small_bytes = 0
         if limits.fixed_bytes is None:
             self.small_bytes = min(self.threshold_bytes, _SMALL_BYTES)
@@ -138,14 +190,13 @@ class RpcAttachment:
         self._lent_bytes = lent_bytes
         self._told_full = False
         self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
-        self._unclaimed: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: list[Watched] = []
         self.runtime: CallCarrier | None = None
         self.rendezvous: Rendezvous | None = None
-        self.unmarked_bytes = 0
-        self._unnumbered = count()
+        self.handlers: dict[int, Any] = {}
+        self._shared: SharedNumber | None = None
         self._frees_idle_at = 0.0
         ATTACHMENTS[id] = self
         JANITOR.watch(self)
@@ -179,32 +230,12 @@ class RpcAttachment:
         while self._late and self._late[0][0] < time.monotonic():
             _, leases, call = self._late.popleft()
             self.retire(leases, call)
-        self._look_at_unclaimed()
         if (now := time.monotonic()) >= self._frees_idle_at:
             self._frees_idle_at = now + _FREES_IDLE_EVERY_S
             self.leases_there.free_idle()
             if self.rendezvous is not None:
                 self.rendezvous.offers.free_idle()
         return True
-
-    def _look_at_unclaimed(self) -> None:
-        """Takes back what unnumbered calls have sent long ago, sooner where memory is short.
-
-        A client that was held up that long, or has stopped, finds nothing any more.
-        """
-        now, kept = time.monotonic(), []
-        if not self._unclaimed or self._unclaimed[0][0] + _UNNUMBERED_S > now:
-            return
-        calls, short = self.leases_there.calls, self.leases_there.was_short()
-        while self._unclaimed and self._unclaimed[0][0] + _UNNUMBERED_S < now:
-            since, leases, call = self._unclaimed.popleft()
-            if call not in calls:
-                continue
-            if short or since + _LONGEST_UNNUMBERED_S < now:
-                self.retire(leases, call)
-            else:
-                kept.append((since, leases, call))
-        self._unclaimed.extendleft(reversed(kept))
 
     def add_rendezvous(self, board: Region, framed_bytes: int) -> None:
         """Lets messages of the runtime travel by rendezvous.
@@ -295,7 +326,6 @@ class RpcAttachment:
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
-        self.unmarked_bytes = 0
         if self._pid == os.getpid():  # a lock may be held for ever in a forked child
             if self.runtime is not None:
                 self.runtime.close(lost=self.peer.lost)
@@ -333,18 +363,20 @@ class RpcAttachment:
         if call[1] < LAST_GENERATION:
             self._idle_calls.append(call[0])
 
-    def unnumbered_call(self) -> tuple[int, int]:
-        """At the server: a number for a call that the client has given none."""
-        return CALLS, next(self._unnumbered)
+    def share(self) -> SharedNumber | None:
+        """At the client: begins a call that has a number together with others; None: there is none.
 
-    def end_unnumbered(self, call: tuple[int, int], leases: Sequence[AnyLease]) -> None:
-        """Takes back what was sent in such a call, when the client must have come to it.
-
-        That is after ten minutes, or after ten seconds where memory is short. What the client still
-        looks at then stays, for itself: see `Pool.retire`.
+        The call ends by `SharedNumber.end`.
         """
-        if leases:
-            self._unclaimed.append((time.monotonic(), leases, call))
+        while True:
+            shared = self._shared
+            if shared is not None and shared.begin():
+                return shared
+            if shared is None or shared.spoiled:
+                number = self.begin_call()
+                if number is None:
+                    return None
+                self._shared = SharedNumber(self, number)
 
     def confirm(self, call: tuple[int, int]) -> None:
         """The server tells the client that the call is one of this attachment."""

@@ -123,10 +123,6 @@ def mark(attachment: bytes, slot: int, generation: int) -> bytes:
     return _MARK.pack(attachment, slot, generation)
 
 
-NO_ATTACHMENT = mark(bytes(16), 0, 0)
-"""The mark of a call that is of none, whatever else may tell so."""
-
-
 def read_mark(data: object) -> tuple[bytes, int, int] | None:
     """Decodes a mark; None if it is none."""
     if not isinstance(data, bytes) or len(data) != _MARK.size:

@@ -94,7 +94,6 @@ class Pool(Generic[Memory]):
         self._lock = threading.RLock()
         self._bytes = 0
         self._serial = 0
-        self._refused = False
         # Why there was no new memory last; and until when the receiver is not asked again, unless
         # it has given some back since, as it did not answer.
         self.failure = ""
@@ -231,7 +230,7 @@ class Pool(Generic[Memory]):
         for each in freed:  # first, as the new memory is to be where it was
             self._free(each)
         if slot is None:
-            self._refused, self.failure = True, ""
+            self.failure = ""
             return None, bool(self._used)
         new = self._make(slot, serial, size_bytes, answer_s)
         if new is None:
@@ -339,13 +338,6 @@ class Pool(Generic[Memory]):
         """By how much a use of so many bytes raises the turn of its slot."""
         return 1
 
-    @property
-    def calls(self) -> set[tuple[int, int] | None]:
-        """Of what the receiver has not given back yet."""
-        with self._lock:
-            self._collect()
-            return {each.call for each in self._used.values()}
-
     def uses(self, call: tuple[int, int]) -> int:
         """How many are used for a call, and not given back yet."""
         with self._lock:
@@ -356,15 +348,6 @@ class Pool(Generic[Memory]):
         """All there are, used and idle."""
         with self._lock:
             return [*self._used.values(), *self._idle]
-
-    def was_short(self) -> bool:
-        """Whether memory was refused since this was asked last, or more than half is used now."""
-        with self._lock:
-            self._collect()
-            used = list(self._used.values())
-            refused, self._refused = self._refused, False
-        used_bytes = sum(each.memory.size_bytes for each in used)
-        return refused or 2 * used_bytes > self._limit_bytes or 2 * len(used) > SLOTS
 
     def used_of(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> list[AnyLease]:
         """Which of these leases are used for a call, and not given back yet."""

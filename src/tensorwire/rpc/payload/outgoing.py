@@ -19,15 +19,13 @@ from tensorwire.memory import Transfer, crowded
 
 from .. import logs
 from .attachment import RpcAttachment
+from .encode import Encoded, Encoder, Serializer, arrays_of, inside
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import AnyLease, place
 from .pushing import LEAST_ARRAYS_BYTES, PushedArrays
 from .rendezvous import Dispatch, Staging
-from .tensors import delivered, sources_of
-
-Serializer = Callable[[Any], bytes] | None
-
+from .tensors import delivered
 
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
@@ -105,45 +103,11 @@ def always() -> bool:
     return True
 
 
-class Encoded:
-    """A request of the user's whose bytes were made before it was known how it travels.
-
-    Args:
-        message: the user's.
-        serializer: what made them.
-        body: its bytes.
-    """
-
-    __slots__ = ("_body", "_message", "_serializer")
-
-    def __init__(self, message: Any, serializer: Callable[[Any], bytes], body: bytes) -> None:
-        self._message = message
-        self._serializer = serializer
-        self._body: bytes | None = body
-
-    def take(self) -> bytes:
-        """Its bytes. They are not kept; if they were taken already, they are made once more."""
-        body, self._body = self._body, None
-        return self._serializer(self._message) if body is None else body
-
-
 PLAIN = CallLink(None, (0, 0), no_deadline, always)
 """For calls without an attachment."""
 
 AGAIN = CallLink(None, (0, 0), no_deadline, always)
 """For a request that is sent again as it is, because its payload went ahead to somebody else."""
-
-
-def as_sent(request: Any, body: bytes | None) -> Any:
-    """A request for a second attempt, whose bytes are those of the first.
-
-    The user may have changed the message for the next call since.
-
-    Args:
-        request: the user's message.
-        body: what was made of it; None: it has arrays, and is serialized again.
-    """
-    return request if body is None else Encoded(request, lambda _: body, body)
 
 
 def is_kept(data: Any) -> bool:
@@ -224,7 +188,7 @@ class SentMessage:
         Raises:
             StaleHandleError: the array of a Tensor is gone.
         """
-        self._arrays = _arrays_of(self.message)
+        self._arrays = arrays_of(self.message)
         return self
 
     def prepare(self, serializer: Serializer) -> None:
@@ -254,7 +218,7 @@ class SentMessage:
         arrays, self._arrays = self._arrays, None
         if arrays is None:
             try:
-                arrays = _arrays_of(self.message)
+                arrays = arrays_of(self.message)
             except StaleHandleError as error:
                 self._tell(error)
                 raise
@@ -327,8 +291,8 @@ class SentMessage:
             except TensorwireError:
                 pass  # the attachment is over; the call is not
         if data is None:
-            inside: bytes = self._whole(arrays, serializer) if body is None else body
-            data = inside
+            whole: bytes = self._whole(arrays, serializer) if body is None else body
+            data = whole
             if attachment is not None and isinstance(data, bytes) and data.startswith(MAGIC):
                 if not self.link.foreign:
                     data = escape(attachment.id, data)
@@ -357,7 +321,7 @@ class SentMessage:
             )
             self._tell(error)
             raise error
-        return _inside(self.message, arrays, serializer)
+        return inside(self.message, arrays, serializer)
 
     def _tell(self, error: Exception) -> None:
         """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
@@ -433,7 +397,7 @@ class SentMessage:
     ) -> bytes | None:
         """An envelope of these arrays, and of the rest where that is large; None: no memory."""
         if body is None:
-            body = _inside(self.message, {}, serializer)
+            body = inside(self.message, {}, serializer)
         if not attachment.may_send(len(body) + sum(each.nbytes for each in arrays.values())):
             return None
         beside: dict[int, Any] = dict(arrays)
@@ -512,37 +476,37 @@ class SentMessage:
                     return False
 
 
-def embed(message: Any) -> Any:
-    """A copy of a message with the bytes of its Tensors in it.
+class Responses:
+    """Encodes the only responses of calls by grpcio, for one serializer and one attachment.
 
-    For everything that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
-    grpcio channel, `Any.Pack`.
-
-    Raises:
-        TypeError: it is no message.
-        StaleHandleError: the array of a Tensor is gone.
+    Args:
+        serializer: the user's.
+        attachment: of the calls, None if they have none.
     """
-    if not hasattr(message, "DESCRIPTOR"):
-        raise TypeError(f"embed takes a protobuf message, not {type(message).__name__}")
-    return _filled(message, _arrays_of(message))
 
+    __slots__ = ("_encoder", "_least", "_least_arrays", "_serializer")
 
-def _arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
-    """What the Tensors of a message stand for, by their tickets."""
-    return sources_of(message) if may_have_tensors(type(message)) else {}
+    def __init__(self, serializer: Serializer, attachment: RpcAttachment | None) -> None:
+        self._serializer = serializer
+        self._encoder = Encoder(serializer)
+        self._least = self._least_arrays = _MOST_BYTES
+        if attachment is not None:
+            self._least = attachment.threshold_bytes
+            self._least_arrays = attachment.arrays_bytes
 
+    def encode(self, response: Any, link: Callable[..., CallLink], *call: Any) -> bytes:
+        """Returns the bytes of a response; raises as `SentMessage.serialize`.
 
-def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
-    if arrays:
-        message = _filled(message, arrays)
-    return message if serializer is None else serializer(message)
-
-
-def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    for each in tensors(copy):
-        if each.ticket:
-            each.data = arrays[each.ticket].tobytes()
-            each.ticket = 0
-    return copy
+        Args:
+            response: the user's.
+            link: gives that of the call, for a response that is not small.
+            call: what it takes.
+        """
+        found = self._encoder.small(response, self._least, self._least_arrays)
+        if type(found) is bytes:
+            return found
+        if isinstance(found, tuple):
+            delivered(found[1])
+            return found[0]
+        message = response if found is None else found
+        return SentMessage(message, link(*call), last=True).serialize(self._serializer)

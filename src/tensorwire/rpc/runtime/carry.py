@@ -11,7 +11,8 @@ import grpc
 
 from .. import logs
 from ..payload.attachment import RpcAttachment
-from ..payload.outgoing import CallLink, SentMessage, always, as_sent, no_deadline
+from ..payload.encode import as_sent
+from ..payload.outgoing import CallLink, SentMessage, always, no_deadline
 from ..payload.tensors import delivered
 from ..payload.threads import THREADS
 from ..payload.threshold import LEAST_BYTES

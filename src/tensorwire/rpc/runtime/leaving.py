@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..payload.attachment import RpcAttachment
+from ..payload.encode import Serializer
 from ..payload.envelope import MAGIC
 from ..payload.fields import may_have_tensors
-from ..payload.outgoing import CallLink, SentMessage, Serializer
+from ..payload.outgoing import CallLink, SentMessage
 from . import observed
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from ..attach.agent import ChannelAgent
 from ..attach.registry import Registry
 from ..attach.terms import Terms, target_host
 from ..payload.limits import Limits, given_limits
@@ -61,9 +59,6 @@ def insecure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    if terms.transports and offered.limits is None:
-        agent = ChannelAgent()
-        terms, options = replace(terms, agent=agent), agent.added_to(options)
     return RpcChannel(make("insecure_channel", target, options, compression), terms)
 
 
@@ -89,18 +84,17 @@ def secure_channel(
     """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
-    limits, agent = given_limits(limits), ChannelAgent()
+    limits = given_limits(limits)
     options = kept(options)
     transports = secure_transports(plaintext_transports)
     terms = Terms(
         limits,
         transports,
-        agent=agent,
         retries=retries(options),
         host=target_host(target),
         messages=named_limits(options),
     )
-    inner = make("secure_channel", target, credentials, agent.added_to(options), compression)
+    inner = make("secure_channel", target, credentials, options, compression)
     return RpcChannel(inner, terms)
 
 

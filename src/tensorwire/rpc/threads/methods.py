@@ -17,17 +17,18 @@ import grpc
 from tensorwire.errors import TensorwireError
 
 from .. import logs
+from ..attach.marks import SmallCall, SmallRequests
 from ..attach.negotiation import AttachmentKeeper
 from ..attach.terms import MARK, OPEN
 from ..payload.attachment import RpcAttachment
-from ..payload.envelope import MAGIC, NO_ATTACHMENT, mark
+from ..payload.encode import as_sent
+from ..payload.envelope import MAGIC, mark
 from ..payload.incoming import Reader
-from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, as_sent, is_kept
+from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, is_kept
 from ..payload.tensors import delivered
 from ..runtime.call import RuntimeCall
 from ..runtime.carry import CarriedMethod
 from .calls import Overdue, ResentFuture, ResentStream, is_refused, outcome
-from .small import SmallRequests
 
 _NEGOTIATE_S = 5.0
 _NEGOTIATE_NOWAIT_S = 1.0
@@ -178,10 +179,7 @@ class Method:
         attachment = self._attachment(options, waits=waits)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            metadata = options.metadata
-            if self._keeper.disowned:
-                metadata = (*(metadata or ()), (MARK, NO_ATTACHMENT))
-            return PLAIN, metadata
+            return PLAIN, options.metadata
         link = CallLink(attachment, call, lambda: options.timeout, always)
         link.foreign = link.unsure = self._keeper.retries  # an envelope is of use once
         return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
@@ -213,10 +211,12 @@ class Method:
         )
         return answer
 
-    def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
+    def _when_ended(
+        self, call: Any, end: Callable[[bool, Any], None], tickets: Sequence[int] = ()
+    ) -> None:
         # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
         state = weakref.ref(call)
-        ended = partial(_ended, self._end, link, tickets, state)
+        ended = partial(_ended, end, tickets, state)
         if not call.add_callback(ended):
             ended()
 
@@ -289,7 +289,7 @@ class _UnaryRequest(Method):
         except BaseException:
             self._end(link, False)
             raise
-        self._when_ended(first, link, outgoing.tickets)
+        self._when_ended(first, partial(self._end, link), outgoing.tickets)
         if not outgoing.ahead:
             return wrap(first, options.timeout) if outgoing.is_kept else first
 
@@ -337,13 +337,13 @@ def call_is_confirmed(link: CallLink) -> bool:
         return True
 
 
-def _ended(end: Callable[..., None], link: CallLink, tickets: Sequence[int], state: Any) -> None:
+def _ended(end: Callable[[bool, Any], None], tickets: Sequence[int], state: Any) -> None:
     """A callback of grpcio, whose thread does not survive an exception."""
     try:
         call = state()
         code = None if call is None else call.code()
         ok = code is grpc.StatusCode.OK
-        end(link, ok, code)
+        end(ok, code)
         if ok:
             delivered(tickets)
     except Exception:
@@ -373,17 +373,12 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        body = self._small.encode(request)
-        if type(body) is bytes:
-            given = body, timeout, metadata, credentials, wait_for_ready, compression
-            try:
-                if timeout is None:
-                    return self._stock(*given)
-                return _in_time(self._stock, given, is_kept(body), with_call=False)
-            except grpc.RpcError as error:
-                self._failed_small(error)
-                raise
-        request = request if body is None else body
+        small = self._small.begin(request, metadata)
+        if type(small) is SmallCall:
+            return self._finish_small(
+                small, False, timeout, small.metadata, credentials, wait_for_ready, compression
+            )
+        request = request if small is None else small
         attachment = self._carried_by(credentials, compression)
         if attachment is not None and timeout is None:
             call = self._carried.begin(attachment, request, None, metadata)
@@ -397,23 +392,38 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
                 return call.result()
         return self._blocking(request, options, with_call=False)
 
-    def _failed_small(self, error: grpc.RpcError) -> None:
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+    def _finish_small(
+        self, small: SmallCall, with_call: bool, timeout: float | None, *given: Any
+    ) -> Any:
+        """Makes a call with a small request, and waits for it."""
+        ok, call, body = False, self._stock, small.body
+        try:
+            if timeout is None:
+                answer = (call.with_call if with_call else call)(body, None, *given)
+            else:
+                given = body, timeout, *given
+                answer = _in_time(call, given, is_kept(body), with_call=with_call)
+            ok = True
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._keeper.disconnected()
+            raise
+        finally:
+            small.end(ok)
+        return answer
+
+    def _end_small(self, small: SmallCall, ok: bool, code: Any) -> None:
+        if code is grpc.StatusCode.UNAVAILABLE:
             self._keeper.disconnected()
+        small.end(ok)
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        body = self._small.encode(request)
-        if type(body) is bytes:
-            try:
-                if options.timeout is None:
-                    return self._stock.with_call(body, *given, **named)
-                taken = options.behind(body, options.metadata)
-                return _in_time(self._stock, taken, is_kept(body), with_call=True)
-            except grpc.RpcError as error:
-                self._failed_small(error)
-                raise
-        request = request if body is None else body
+        small = self._small.begin(request, options.metadata)
+        if type(small) is SmallCall:
+            _, *taken = options.behind(small.body, small.metadata)
+            return self._finish_small(small, True, *taken)
+        request = request if small is None else small
         call = self._carry(request, options)
         if call is not None and call.wait_blocking():
             return call.result(), call
@@ -421,15 +431,18 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        body = self._small.encode(request)
-        if type(body) is bytes:
-            first = self._stock.future(body, *given, **named)
-            if self._keeper.attachment is None:
-                self._when_ended(first, PLAIN, ())
-            if options.timeout is None or not is_kept(body):
+        small = self._small.begin(request, options.metadata)
+        if type(small) is SmallCall:
+            try:
+                first = self._stock.future(*options.behind(small.body, small.metadata))
+            except BaseException:
+                small.end(False)
+                raise
+            self._when_ended(first, partial(self._end_small, small))
+            if options.timeout is None or not is_kept(small.body):
                 return first
             return ResentFuture(first, options.timeout)
-        request = request if body is None else body
+        request = request if small is None else small
         again = partial(self._nowait, self._inner.future, ResentFuture)
         call = self._carry(request, options, lambda sent: again(sent, options))
         return again(request, options) if call is None else call
@@ -501,13 +514,13 @@ class _StreamRequest(Method):
             self._end(link, False)
             raise
         if link is PLAIN:
-            self._when_ended(first, link, ())
+            self._when_ended(first, partial(self._end, link))
         else:
-            state, end = weakref.ref(first), self._end
+            state, end = weakref.ref(first), partial(self._end, link)
 
             def ended() -> None:
                 over.append(True)
-                _ended(end, link, (), state)
+                _ended(end, (), state)
 
             if not first.add_callback(ended):
                 ended()

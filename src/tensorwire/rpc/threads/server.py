@@ -10,37 +10,88 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import grpc
 
 from .. import logs
-from ..attach.agent import read_token
-from ..attach.registry import DeclinedError, Registry, check_mark
+from ..attach.registry import DeclinedError, Registry, may_be_of_a_call
 from ..attach.terms import MARK, OPEN, REFUSED
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC, read_mark
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader, find_only
-from ..payload.outgoing import PLAIN, CallLink, SentMessage
+from ..payload.outgoing import PLAIN, CallLink, Responses, SentMessage
 from ..payload.tensors import Holding, drop
 from ..runtime.context import Caller
-from ..runtime.served import arity_of, behavior_of
+from ..runtime.served import arity_of
 from ..runtime.server import Service
-from .unmarked import UnmarkedHandlers, copy_attributes
 
 DRAIN_S = 1.0
 """How long a server that has stopped waits for clients to come to payload that they were sent."""
 
+OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
+"""What grpcio looks for at the behavior of a handler."""
+
 _LOOK_S = 0.005
+_MOST_KNOWN = 1024
 
 
 @lru_cache(maxsize=1024)
-def reader_of(deserializer: Any) -> Reader:
-    """The Reader of a deserializer, which most calls of a server share."""
+def _known_reader(deserializer: Any) -> Reader:
     return Reader(deserializer)
+
+
+def reader_of(deserializer: Any) -> Reader:
+    """Returns the Reader of a deserializer, which most calls of a server share."""
+    try:
+        return _known_reader(deserializer)
+    except TypeError:  # a callable without a hash
+        return Reader(deserializer)
+
+
+class Handlers:
+    """The handlers in the place of the user's, each for calls with one mark.
+
+    Small calls of a client have the same mark, so they have the same handler.
+
+    Args:
+        registry: the attachments of the server.
+        make: makes one, of the user's handler, the attachment and the mark of its calls.
+    """
+
+    def __init__(
+        self, registry: Registry, make: Callable[[Any, RpcAttachment | None, Any], Any]
+    ) -> None:
+        self._find = registry.find
+        self._make = make
+        self._unmarked: dict[int, Any] = {}
+
+    def of(self, handler: Any, metadata: Any) -> Any:
+        """Returns the handler of a call.
+
+        Args:
+            handler: the user's.
+            metadata: of the call.
+        """
+        value = None
+        for key, each in metadata or ():
+            if key == MARK:
+                value = each
+        attachment = None if value is None else self._find(value[:16])
+        known = self._unmarked if attachment is None else attachment.handlers
+        last = known.get(id(handler))
+        if last is not None and last.handler is handler and last.mark == value:
+            return last
+        if attachment is not None and not may_be_of_a_call(value):
+            attachment = None
+        made = self._make(handler, attachment, value)
+        if len(known) >= _MOST_KNOWN:  # interceptors may make a new handler for each call
+            known.clear()
+        known[id(handler)] = made
+        return made
 
 
 class Arrived:
@@ -61,8 +112,7 @@ class Interceptor(grpc.ServerInterceptor):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        registry.knows_agents = True
-        self._unmarked = UnmarkedHandlers(registry)
+        self._handlers = Handlers(registry, ServedCall)
         self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -71,26 +121,12 @@ class Interceptor(grpc.ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None:
             return None
-        found = None
-        for key, value in handler_call_details.invocation_metadata or ():
-            if key == MARK:
-                found = read_mark(value)
-        if found is None:
-            return self._unmarked.of(handler)
-        attachment = check_mark(self._registry, found)
-        try:
-            reader = reader_of(handler.request_deserializer)
-        except TypeError:  # a callable without a hash
-            reader = Reader(handler.request_deserializer)
-        return ServedCall(handler, reader, attachment, found)
+        return self._handlers.of(handler, handler_call_details.invocation_metadata)
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        token = read_token(context.invocation_metadata())
         encrypted = is_encrypted(context)
         try:
-            return self._registry.open(
-                request, Caller.of(context), encrypted=encrypted, token=token
-            )
+            return self._registry.open(request, Caller.of(context), encrypted=encrypted)
         except DeclinedError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ValueError as error:
@@ -105,45 +141,76 @@ def is_encrypted(context: Any) -> bool:
 
 
 class ServedCall(grpc.RpcMethodHandler):
-    """The handler of one call, in the place of the user's, of which it keeps all other attributes.
+    """The handler of calls with one mark, in the place of the user's.
+
+    It keeps all other attributes of the user's.
 
     Args:
         handler: the user's.
-        reader: of its requests.
-        attachment: of the call, None if its mark names none of this server.
-        found: the mark of the call.
+        attachment: of the calls; None: their mark names none of this server, or they have none.
+        mark: of the calls, if they have one.
     """
 
     unary_unary = unary_stream = stream_unary = stream_stream = None
 
-    def __init__(
-        self,
-        handler: Any,
-        reader: Reader,
-        attachment: RpcAttachment | None,
-        found: tuple[bytes, int, int],
-    ) -> None:
+    def __init__(self, handler: Any, attachment: RpcAttachment | None, mark: Any) -> None:
+        self.handler = handler
+        self.mark = mark
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self.request_deserializer = self._receive
-        self.response_serializer = self._send
-        self._handler = handler
-        self._reader = reader
+        self._reader = reader = reader_of(handler.request_deserializer)
+        self._serializer = handler.response_serializer
+        self._responses = Responses(handler.response_serializer, attachment)
         self._attachment = attachment
-        self._call = found[1:]
-        self._behavior = behavior_of(handler)
-        run = partial(self._run)
-        copy_attributes(self._behavior, run)
-        setattr(self, arity_of(handler), run)
+        kind = arity_of(handler)
+        self._behavior = run = getattr(handler, kind)
+        self.request_deserializer = reader.plain  # also of what looks like an envelope
+        self.response_serializer: Any = self._send_plain
+        if mark is not None:
+            found = read_mark(mark)
+            self._call = (0, 0) if found is None else found[1:]
+            self.request_deserializer, self.response_serializer = self._receive, self._send
+            run = partial(self._run)
+            if kind == "unary_unary":
+                run, self.response_serializer = partial(self._run_one), self._answer
+            for name in OF_BEHAVIORS:
+                if hasattr(self._behavior, name):
+                    setattr(run, name, getattr(self._behavior, name))
+        setattr(self, kind, run)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._handler, name)
+        return getattr(self.handler, name)
 
     def _receive(self, data: bytes) -> Any:
-        return Arrived(data) if data.startswith(MAGIC) else self._reader.inside(data)
+        if data.startswith(MAGIC):
+            return Arrived(data)
+        plain = self._reader.plain
+        return data if plain is None else plain(data)
 
     def _send(self, outgoing: SentMessage) -> bytes:
-        return outgoing.serialize(self._handler.response_serializer)
+        return outgoing.serialize(self._serializer)
+
+    def _run_one(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """The response to one request; what sends it needs the context of the call."""
+        if type(request) is Arrived:
+            return self._run(request, context)
+        return self._behavior(request, context), context
+
+    def _answer(self, answered: SentMessage | tuple[Any, grpc.ServicerContext]) -> bytes:
+        """The bytes of a response of `_run_one`."""
+        if isinstance(answered, SentMessage):
+            return answered.serialize(self._serializer)
+        response, context = answered
+        return self._responses.encode(response, self._link, context)
+
+    def _send_plain(self, response: Any) -> bytes:
+        """The bytes of a response of a call without a mark."""
+        return self._responses.encode(response, _plain_link)
+
+    def _link(self, context: grpc.ServicerContext) -> CallLink:
+        if self._attachment is None:
+            return PLAIN
+        return CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
 
     def _run(self, request: Any, context: grpc.ServicerContext, *respond: Any) -> Any:
         """The user's behavior; one that does not block gives its responses to `respond`."""
@@ -154,9 +221,7 @@ class ServedCall(grpc.RpcMethodHandler):
         elif type(request) is Arrived:
             request = self.open_one(request, context, holdings)
             self._confirm()
-        link = PLAIN
-        if self._attachment is not None:
-            link = CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
+        link = self._link(context)
         responses = self._behavior(request, context, *(partial(_leave, link, f) for f in respond))
         had = [request]
         del request
@@ -204,6 +269,10 @@ def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
     context.abort(
         grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
     )
+
+
+def _plain_link() -> CallLink:
+    return PLAIN
 
 
 class Arriving:

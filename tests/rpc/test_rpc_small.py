@@ -1,5 +1,6 @@
-"""Calls without metadata of ours: small requests of a channel that its server knows otherwise."""
+"""Calls with small requests, which share a number and a mark, whatever their responses are."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -17,9 +18,7 @@ from test_payload import TENSORS, moved, nothing_is_left  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc.attach.agent import AGENT, ChannelAgent, read_token, token_of  # noqa: E402
-from tensorwire.rpc.attach.terms import MARK, OPEN  # noqa: E402
-from tensorwire.rpc.payload import attachment as attachments  # noqa: E402
+from tensorwire.rpc.attach.terms import MARK  # noqa: E402
 from tensorwire.rpc.payload import envelope as envelopes  # noqa: E402
 
 UU = grpc.unary_unary_rpc_method_handler
@@ -33,16 +32,16 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def seen() -> list[list[str]]:
-    """The keys of the metadata of each call that a servicer has seen."""
+def seen() -> list[bytes | None]:
+    """The mark of each call that a servicer has seen."""
     return []
 
 
 @pytest.fixture
-def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]:
+def serve(transport: str, seen: list[bytes | None]) -> Iterator[Callable[..., Any]]:
     def noting(behavior: Any) -> Any:
         def run(request: Any, context: Any) -> Any:
-            seen.append([key for key, _ in context.invocation_metadata()])
+            seen.append(dict(context.invocation_metadata()).get(MARK))
             return behavior(request, context)
 
         return run
@@ -52,8 +51,7 @@ def serve(transport: str, seen: list[list[str]]) -> Iterator[Callable[..., Any]]
             "/t/make": UU(noting(lambda request, _: bytes(int(request)))),
             "/t/ones": UU(noting(lambda request, _: rpc.pack(np.ones(LARGE, np.uint8))),
                           response_serializer=rpc.Tensor.SerializeToString),
-            "/t/agent": UU(lambda request, context: dict(context.invocation_metadata())[AGENT],
-                           response_serializer=str.encode),
+            "/t/late": UU(noting(lambda request, _: time.sleep(0.3) or bytes(int(request)))),
             "/t/raw": UU(lambda request, _: request),
             "/t/tensor": UU(lambda request, _: request, **TENSORS),
             "/t/fails": UU(lambda request, _: object(), response_serializer=lambda _: 1 / 0),
@@ -74,8 +72,8 @@ def connect(server: Any, transport: str, **more: Any) -> Any:
     return channel
 
 
-def test_small_calls_have_no_mark_and_large_answers_go_ahead(
-    serve: Any, transport: str, seen: list[list[str]]
+def test_small_calls_share_a_mark_and_large_answers_go_ahead(
+    serve: Any, transport: str, seen: list[bytes | None]
 ) -> None:
     server = serve()
     with connect(server, transport) as channel:
@@ -90,10 +88,12 @@ def test_small_calls_have_no_mark_and_large_answers_go_ahead(
         assert (len(answer), call.code()) == (LARGE, grpc.StatusCode.OK)
         assert rpc.unpack(ones(b"x")).sum() == LARGE
         assert moved(server.attachments[0]) - before >= 4 * LARGE
-        assert [MARK in each for each in seen] == [False] * 5
+        assert len(seen) == 5
+        assert len(set(seen)) == 1
+        assert seen[0] is not None
         answer = call = None
         wait_for(lambda: nothing_is_left(channel, server))
-        # What is not small has one, and so has a Tensor.
+        # A request that is not small has a mark of its own. A small Tensor travels inside.
         big = 3 * BIG
         assert channel.unary_unary("/t/raw")(big) == big
         tensor = channel.unary_unary(
@@ -112,58 +112,71 @@ def test_what_looks_like_an_envelope_arrives_as_it_is(serve: Any, transport: str
 
 
 def test_an_answer_that_nobody_takes_is_taken_back(
-    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+    serve: Any, transport: str, seen: list[bytes | None]
 ) -> None:
+    """When its call has failed, and all others with the same number have ended."""
     server = serve()
-    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.05)
-    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.1)
-    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.3)
     with connect(server, transport) as channel:
-        # Without our deserializer, as a client that has died in this moment.
-        lost = channel.inner.unary_unary("/t/make")(str(LARGE).encode())
+        (end,) = server.attachments
+        make = channel.unary_unary("/t/make")
+        other = channel.unary_unary("/t/late").future(b"1")
+        wait_for(lambda: len(seen) == 1)
+        shared = channel.attachment.share()
+        # Without our deserializer, as where the client has given up the call in this moment.
+        marked = [(MARK, shared.mark)]
+        lost = channel.inner.unary_unary("/t/make")(str(LARGE).encode(), metadata=marked)
         assert lost.startswith(envelopes.MAGIC)
-        (end,) = server.attachments
         assert end.leases_there.used == 1
-        wait_for(lambda: end.leases_there.used == 0)
-        assert len(channel.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
-
-
-def test_an_answer_that_nobody_takes_makes_room_where_memory_was_refused(
-    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve()
-    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.3)
-    limits = rpc.Limits(pool_bytes=3 * LARGE, patience_s=0.1)
-    unlimited = [("grpc.max_receive_message_length", -1)]
-    with connect(server, transport, options=unlimited, limits=limits) as channel:
-        channel.inner.unary_unary("/t/make")(str(LARGE).encode())
-        (end,) = server.attachments
-        assert end.leases_there.used == 1
-        time.sleep(0.5)
+        shared.end(False)
         end.look()
-        assert end.leases_there.used == 1  # a third of it
-        size = 5 * LARGE // 2
-        assert channel.unary_unary("/t/make")(str(size).encode()) == bytes(size)
+        assert end.leases_there.used == 1  # the other call may have an answer there, too
+        assert other.result(timeout=20) == bytes(1)
         wait_for(lambda: end.leases_there.used == 0)
+        assert len(make(str(LARGE).encode())) == LARGE
+    assert seen[0] == seen[1] == shared.mark
+    assert seen[2] not in (None, shared.mark)
 
 
-def test_an_array_stays_longer_than_the_server_waits(
-    serve: Any, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", ["blocking", "future"])
+def test_calls_that_fail_leave_nothing(serve: Any, transport: str, way: str) -> None:
     server = serve()
-    monkeypatch.setattr(attachments, "_UNNUMBERED_S", 0.05)
-    monkeypatch.setattr(attachments, "_LONGEST_UNNUMBERED_S", 0.1)
     with connect(server, transport) as channel:
-        ones = channel.unary_unary("/t/ones", None, rpc.Tensor.FromString)
-        kept = rpc.unpack(ones(b"x"))
-        (end,) = server.attachments
-        wait_for(lambda: end.leases_there.used == 0)
-        others = [rpc.unpack(ones(b"x")) for _ in range(3)]
-        for each in others:
-            each[:] = 9
-        assert kept.sum() == LARGE
-        del kept, others, each
+        late, raw = channel.unary_unary("/t/late"), channel.unary_unary("/t/raw")
+        for number in range(6):
+            if way == "future":
+                call = late.future(str(LARGE + number).encode())
+                time.sleep(0.02)
+                call.cancel()
+                continue
+            with contextlib.suppress(grpc.RpcError):
+                late(str(LARGE + number).encode(), timeout=0.28 + 0.01 * number)
+        call = None
+        assert raw(b"x") == b"x"
         wait_for(lambda: nothing_is_left(channel, server))
+
+
+def test_numbers_that_are_shared_end_with_their_last_call(serve: Any, transport: str) -> None:
+    server = serve()
+    with connect(server, transport) as channel:
+        attachment = channel.attachment
+        ended = []
+        end_call = attachment.end_call
+        attachment.end_call = lambda number, *rest, **more: (
+            ended.append(number), end_call(number, *rest, **more)
+        )  # fmt: skip
+        first, second = attachment.share(), attachment.share()
+        assert first is second
+        first.end(True)
+        assert attachment.share() is first
+        first.end(False)
+        third = attachment.share()
+        assert third is not first
+        assert third.mark != first.mark
+        assert ended == []
+        second.end(True)
+        assert len(ended) == 1
+        third.end(False)
+        assert len(set(ended)) == 2
 
 
 def test_errors_are_those_of_grpcio(serve: Any, transport: str) -> None:
@@ -200,8 +213,8 @@ def test_errors_are_those_of_grpcio(serve: Any, transport: str) -> None:
     assert found(serve(), ours) == found(serve(grpc.server), grpc.insecure_channel)
 
 
-def test_an_attachment_that_is_lost_is_disowned(
-    serve: Any, transport: str, seen: list[list[str]]
+def test_an_attachment_that_is_lost_is_named_by_no_call(
+    serve: Any, transport: str, seen: list[bytes | None]
 ) -> None:
     server = serve(limits=rpc.Limits(max_attachments=1))
     with connect(server, transport, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -210,14 +223,13 @@ def test_an_attachment_that_is_lost_is_disowned(
         channel.keeper.pause()  # nothing is asked for at the moment
         before = moved(server.attachments[0]) if server.attachments else 0
         assert len(make(str(LARGE).encode())) == LARGE
-        assert [MARK in each for each in seen] == [True]
+        assert seen == [None]
         assert all(moved(each) == before for each in server.attachments)
         wait_for(lambda: not server.attachments)
         channel.keeper.disconnected()
         assert len(make(str(LARGE).encode())) == LARGE
         assert channel.payload == transport
-        make(b"1")
-        assert MARK not in seen[-1]
+        assert seen[-1] is not None
 
 
 FORKING = """
@@ -234,9 +246,9 @@ port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 channel = rpc.insecure_channel(f"127.0.0.1:{port}")
 channel.unary_unary("/t/m")(b"x")
-keeper = channel.keeper
+parent = channel.attachment
 def say():
-    print(keeper.disowned, keeper.attachment.unmarked_bytes > 0, flush=True)
+    print(channel.attachment is None, parent.lost, flush=True)
 if os.fork() == 0:
     say()
     os._exit(0)
@@ -246,28 +258,15 @@ os._exit(0)
 """
 
 
-def test_a_forked_child_marks_its_calls() -> None:
+def test_a_forked_child_names_no_attachment_of_its_parent() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == "True False\nFalse True\n"
+    assert done.stdout == "True True\nFalse False\n"
 
 
-def test_the_user_agent_of_a_user_stays(serve: Any, transport: str) -> None:
-    server = serve()
-    options = [("grpc.secondary_user_agent", "mine/1")]
-    with connect(server, transport, options=options) as channel:
-        agent = channel.unary_unary("/t/agent")(b"").decode()
-        assert agent.startswith(f"grpc-python/{grpc.__version__} ")
-        assert agent.split(" ")[-1] == "mine/1"
-        assert read_token([(AGENT, agent)]) == agent.split(" ")[-2]
-        assert channel.attachment.unmarked_bytes > 0
-    with rpc.insecure_channel(f"127.0.0.1:{server.port}", transports=()) as channel:
-        assert "tensorwire" not in channel.unary_unary("/t/agent")(b"").decode()
-
-
-def test_a_proxy_that_changes_the_user_agent_makes_calls_marked(
-    serve: Any, transport: str, seen: list[list[str]]
+def test_a_proxy_that_hands_the_mark_on(
+    serve: Any, transport: str, seen: list[bytes | None]
 ) -> None:
     server = serve()
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as behind:
@@ -289,41 +288,9 @@ def test_a_proxy_that_changes_the_user_agent_makes_calls_marked(
         proxy.start()
         with connect(proxy, transport) as channel:
             assert channel.payload == transport
-            assert channel.attachment.unmarked_bytes == 0
             assert len(channel.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
-            assert MARK in seen[-1]
+            assert seen[-1] is not None
         proxy.stop(0).wait()
-
-
-def test_a_token_that_was_seen_claims_nothing(serve: Any, transport: str) -> None:
-    server = serve()
-    with connect(server, transport) as honest:
-        token = honest.unary_unary("/t/agent")(b"").decode().split(" ")[-1]
-        forged = [("grpc.secondary_user_agent", token)]
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=forged) as thief:
-            other = ChannelAgent()
-            asked = {
-                "versions": [1], "host": "", "transports": ["tcp", "shm"], "pool_bytes": 1 << 20
-            }  # fmt: skip
-            for agent in (token, token[11:], "", 7, None, "z" * 32):
-                with pytest.raises(grpc.RpcError) as caught:
-                    thief.unary_unary(OPEN)(as_json(**asked, agent=agent))
-                expected = grpc.StatusCode.INVALID_ARGUMENT
-                if agent == token[11:]:  # a number, but of another token
-                    expected = grpc.StatusCode.FAILED_PRECONDITION
-                assert caught.value.code() is expected, agent
-            assert other.token == token_of(other.nonce) != token
-            # The answers to calls that say they are the honest one's are of no use to the thief.
-            answer = thief.unary_unary("/t/make")(str(LARGE).encode())
-            assert len(answer) < 200
-        for _ in range(3):
-            assert len(honest.unary_unary("/t/make")(str(LARGE).encode())) == LARGE
-
-
-def as_json(**values: Any) -> bytes:
-    import json
-
-    return json.dumps(values).encode()
 
 
 def test_interceptors_that_make_handlers_for_each_call(serve: Any, transport: str) -> None:
@@ -340,7 +307,7 @@ def test_interceptors_that_make_handlers_for_each_call(serve: Any, transport: st
 
 
 def test_a_server_without_tensorwire_gets_what_grpcio_sends(
-    serve: Any, transport: str, seen: list[list[str]]
+    serve: Any, transport: str, seen: list[bytes | None]
 ) -> None:
     server = serve(grpc.server)
     with connect(server, transport) as channel:
@@ -349,38 +316,7 @@ def test_a_server_without_tensorwire_gets_what_grpcio_sends(
         assert channel.unary_unary("/t/make")(b"3") == bytes(3)
         assert len(channel.unary_unary("/t/raw")(3 * BIG)) == 3 * len(BIG)
         assert time.monotonic() - began < 5
-        assert seen == [[AGENT]]
-
-
-def test_user_agents_are_those_that_grpcio_would_send(serve: Any, transport: str) -> None:
-    server = serve()
-    name = "grpc.secondary_user_agent"
-
-    def agent(make: Any, options: Any) -> bytes:
-        with make(f"127.0.0.1:{server.port}", options=options) as channel:
-            return bytes(channel.unary_unary("/t/agent")(b""))
-
-    for options in (
-        [(name, "one"), (name.encode(), b"two")],
-        [(name, 5)],
-        [(name, b"\xff")],
-        [(name, "")],
-        [(name, "tensorwire/" + "0" * 32)],
-    ):
-        ours = agent(rpc.insecure_channel, options).rstrip().split(b" ")
-        ours.remove(next(word for word in ours if word.startswith(b"tensorwire/")))
-        assert ours == agent(grpc.insecure_channel, options).rstrip().split(b" ")
-
-
-def test_who_names_two_channels_is_none_of_them() -> None:
-    tokens = [ChannelAgent().token for _ in range(2)]
-    for value, found in (
-        ("grpc-python/1 " + tokens[0], tokens[0]),
-        (f"{tokens[0]} grpc-python/1 {tokens[0]} mine", tokens[0]),
-        (f"{tokens[0]} grpc-python/1 {tokens[1]}", None),
-        ("grpc-python/1", None),
-    ):
-        assert read_token([("other", "tensorwire/0"), (AGENT, value)]) == found
+        assert seen == [None]
 
 
 @pytest.mark.parametrize("size", [10, 3 * len(BIG)])

@@ -1,0 +1,144 @@
+"""gRPC: makes the bytes of messages whose arrays travel in them. Pure; knows no calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import StaleHandleError
+
+from .envelope import MAGIC
+from .fields import may_have_tensors, tensors
+from .tensors import sources_of
+
+Serializer = Callable[[Any], bytes] | None
+
+
+class Encoded:
+    """A request of the user's whose bytes were made before it was known how it travels.
+
+    Args:
+        message: the user's.
+        serializer: what made them.
+        body: its bytes.
+    """
+
+    __slots__ = ("_body", "_message", "_serializer")
+
+    def __init__(self, message: Any, serializer: Callable[[Any], bytes], body: bytes) -> None:
+        self._message = message
+        self._serializer = serializer
+        self._body: bytes | None = body
+
+    def take(self) -> bytes:
+        """Its bytes. They are not kept; if they were taken already, they are made once more."""
+        body, self._body = self._body, None
+        return self._serializer(self._message) if body is None else body
+
+
+def as_sent(request: Any, body: bytes | None) -> Any:
+    """A request for a second attempt, whose bytes are those of the first.
+
+    The user may have changed the message for the next call since.
+
+    Args:
+        request: the user's message.
+        body: what was made of it; None: it has arrays, and is serialized again.
+    """
+    return request if body is None else Encoded(request, lambda _: body, body)
+
+
+class Encoder:
+    """Encodes messages that may travel as they are, for one serializer. Any thread may use it.
+
+    Args:
+        serializer: the user's, None for messages that are bytes.
+    """
+
+    __slots__ = ("_plain", "_serializer")
+
+    def __init__(self, serializer: Serializer) -> None:
+        self._serializer = serializer
+        # The type of the latest message, if it cannot have arrays.
+        self._plain: type = bytes
+
+    def small(
+        self, message: Any, least_bytes: int, least_arrays_bytes: int
+    ) -> bytes | tuple[bytes, Sequence[int]] | Encoded | None:
+        """Encodes a message if it is small.
+
+        Args:
+            message: the user's.
+            least_bytes: a message of so many bytes is not small.
+            least_arrays_bytes: a message with arrays of so many bytes is not small either.
+
+        Returns:
+            Its bytes, with the tickets of its arrays if it has some. What is not small is returned
+            for a `SentMessage`: with its bytes, if they were made, else None.
+
+        Raises:
+            Exception: what the serializer raises.
+        """
+        kind, serializer = type(message), self._serializer
+        if kind is not self._plain:
+            if may_have_tensors(kind):
+                return self._small_arrays(message, least_bytes, least_arrays_bytes)
+            self._plain = kind
+        body = message if serializer is None else serializer(message)
+        if type(body) is bytes and len(body) < least_bytes and not body.startswith(MAGIC):
+            return body
+        return None if serializer is None else Encoded(message, serializer, body)
+
+    def _small_arrays(
+        self, message: Any, least_bytes: int, least_arrays_bytes: int
+    ) -> tuple[bytes, Sequence[int]] | None:
+        try:
+            arrays = sources_of(message)
+        except StaleHandleError:
+            return None  # whoever sends it finds out, and says so
+        if sum([each.nbytes for each in arrays.values()]) >= least_arrays_bytes:
+            return None
+        body = inside(message, arrays, self._serializer)
+        if type(body) is bytes and len(body) < least_bytes and not body.startswith(MAGIC):
+            return body, tuple(arrays)
+        return None
+
+
+def embed(message: Any) -> Any:
+    """A copy of a message with the bytes of its Tensors in it.
+
+    For everything that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
+    grpcio channel, `Any.Pack`.
+
+    Raises:
+        TypeError: it is no message.
+        StaleHandleError: the array of a Tensor is gone.
+    """
+    if not hasattr(message, "DESCRIPTOR"):
+        raise TypeError(f"embed takes a protobuf message, not {type(message).__name__}")
+    return _filled(message, arrays_of(message))
+
+
+def arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
+    """What the Tensors of a message stand for, by their tickets."""
+    return sources_of(message) if may_have_tensors(type(message)) else {}
+
+
+def inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
+    """Returns what the serializer makes of a message with these arrays in it."""
+    if arrays:
+        message = _filled(message, arrays)
+    return message if serializer is None else serializer(message)
+
+
+def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for each in tensors(copy):
+        if each.ticket:
+            each.data = arrays[each.ticket].tobytes()
+            each.ticket = 0
+    return copy
