@@ -1,4 +1,4 @@
-"""Large messages of the runtime by rendezvous, where one of the ends is of asyncio, or both are."""
+"""Large messages of the runtime beside its frames, where one of the ends is of asyncio, or both."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ import pytest
 from ends import Methods, serving
 from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
-from test_rpc_conformance import LONG_S, SS, SU, US, UU
+from test_rpc_conformance import LONG_S, SS, SU, US, UU, wait_for
 from test_rpc_conformance import echo as sync_echo
 from test_rpc_rendezvous import (
     LIES,
@@ -46,17 +46,12 @@ async def make(request: bytes, context: Any) -> bytes:
     return message(int(request))
 
 
-async def make_many(request: bytes, context: Any) -> AsyncIterator[bytes]:
-    yield message(int(request))
-
-
 FOUR = {
     "/t/uu": UU(echo),
     "/t/us": US(repeat),
     "/t/su": SU(join),
     "/t/ss": SS(echo_all),
     "/t/make": UU(make),
-    "/t/many": US(make_many),
 }
 
 
@@ -65,7 +60,6 @@ def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """In small chunks."""
     for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
         monkeypatch.setattr(rendezvous, name, CHUNK)
-    monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", CHUNK)
     return str(request.param)
 
 
@@ -179,26 +173,6 @@ def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
     server.stop(None).wait()
 
 
-def test_who_does_not_read_holds_the_sender_up(wire: str) -> None:
-    sent: list[int] = []
-
-    async def many(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        for number in range(12):
-            sent.append(number)
-            yield message(100_000)
-
-    async def test(channel: Any, server: Any) -> None:
-        stream = channel.unary_stream("/t/us")(b"")
-        await until(lambda: len(sent) >= 3)
-        await asyncio.sleep(0.2)
-        assert len(sent) == 3  # two are offered, and the third waits for memory
-        assert [len(each) async for each in stream] == [100_000] * 12
-        await until(lambda: nothing_is_offered(channel, server))
-        assert offers(server.attachments[0]).leased_bytes < 400_000
-
-    run(wire, {"/t/us": US(many)}, test, limits=rpc.Limits(threshold_bytes=1000, patience_s=LONG_S))
-
-
 def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) -> None:
     async def test(channel: Any, server: Any) -> None:
         unary = channel.unary_unary("/t/uu")
@@ -213,15 +187,15 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
 
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Senders of asyncio stop behind the first chunk of a message, until the list is empty."""
-    stops, finish_later = [True], outgoing.SentMessage.finish_later
+    """Threads stop behind the first chunk of a message that they send, until the list is empty."""
+    stops, finish = [True], outgoing.SentMessage.finish
 
-    async def stalling(message: Any) -> None:
-        while stops and message.staging is not None:
-            await asyncio.sleep(0.01)
-        await finish_later(message)
+    def stalling(message: Any) -> None:
+        while stops and message.staging is not None and message.link.awaits_messages():
+            time.sleep(0.01)
+        finish(message)
 
-    monkeypatch.setattr(outgoing.SentMessage, "finish_later", stalling)
+    monkeypatch.setattr(outgoing.SentMessage, "finish", stalling)
     yield stops
     stops.clear()
 
@@ -239,8 +213,17 @@ def waiting(channel: Any, kind: str, **given: Any) -> Any:
 @pytest.mark.parametrize("kind", ["unary", "stream"])
 def test_calls_that_wait_for_a_sender_end(wire: str, kind: str, stalled: list[bool]) -> None:
     """By their deadlines, by their callers, and with their servers; the event loop goes on."""
+    server = rpc.server(ThreadPoolExecutor(8), options=UNLIMITED, **options(wire))
+    methods = {
+        "/t/uu": UU(sync_echo),
+        "/t/make": UU(lambda request, context: message(int(request))),
+        "/t/many": US(lambda request, context: iter([message(int(request))])),
+    }
+    server.add_generic_rpc_handlers((Methods(methods),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
 
-    async def test(channel: Any, server: Any) -> None:
+    async def test(channel: Any) -> None:
         assert await channel.unary_unary("/t/uu")(b"1") == b"1"
         began = time.monotonic()
         call, reading = waiting(channel, kind, timeout=0.2)
@@ -267,7 +250,14 @@ def test_calls_that_wait_for_a_sender_end(wire: str, kind: str, stalled: list[bo
             await task
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    run(wire, FOUR, test)
+    async def main() -> None:
+        keywords = options(wire)
+        async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            await asyncio.wait_for(test(channel), LONG_S)
+
+    asyncio.run(main())
+    stalled.clear()
+    server.stop(None).wait()
 
 
 def test_a_request_whose_sender_does_not_go_on(wire: str, stalled: list[bool]) -> None:
@@ -278,26 +268,22 @@ def test_a_request_whose_sender_does_not_go_on(wire: str, stalled: list[bool]) -
         served.append(len(request))
         return b""
 
-    async def test(channel: Any, server: Any) -> None:
+    def test(channel: Any, server: Any) -> None:
         unary = channel.unary_unary("/t/m")
-        assert await unary(b"1") == b""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await unary(message(5 * CHUNK), timeout=0.2)
+        assert unary(b"1") == b""
+        with pytest.raises(grpc.RpcError) as caught:
+            unary(message(5 * CHUNK), timeout=0.2)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        held = unary(message(5 * CHUNK))
-        task = asyncio.ensure_future(held)
+        held = ThreadPoolExecutor(1).submit(unary, message(5 * CHUNK))
         for _ in range(50):
-            assert await unary(b"1") == b""
+            assert unary(b"1") == b""
         assert set(served) == {1}
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: nothing_is_offered(channel, server))
         stalled.clear()
-        assert await unary(message(5 * CHUNK)) == b""
+        assert held.result(LONG_S) == b""
+        wait_for(lambda: nothing_is_offered(channel, server))
         assert set(served) == {1, 5 * CHUNK}
 
-    run(wire, {"/t/m": UU(method)}, test)
+    with_sync_client(wire, {"/t/m": UU(method)}, test)
 
 
 def test_offers_that_lie_are_refused(wire: str) -> None:
@@ -352,29 +338,8 @@ def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
     run(wire, FOUR, test, limits=rpc.Limits())
 
 
-def test_calls_adapt_the_threshold(wire: str) -> None:
-    """Those of asyncio tell what they took, as others do."""
-    seen: list[tuple[int, bool]] = []
-
-    async def test(channel: Any, server: Any) -> None:
-        unary = channel.unary_unary("/t/uu")
-        await unary(b"")
-        threshold = channel.attachment.rendezvous.threshold
-        threshold.measured(1 << 15)
-        threshold.observe = lambda size, by, seconds: seen.append((size, by))
-        for _ in range(40):
-            await unary(message(40_000))
-
-    run(wire, FOUR, test, limits=rpc.Limits())
-    assert {size for size, _ in seen} == {40_000}
-    assert {by for _, by in seen} == {True, False}
-
-
-def test_a_loop_that_is_held_up_has_sent_what_it_began_to(
-    wire: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to as much as it copies at a time, which it does before anybody else has a turn."""
-    monkeypatch.setattr(rendezvous, "LOOP_CHUNK_BYTES", 16 * CHUNK)
+def test_a_loop_that_is_held_up_has_sent_what_it_began_to(wire: str) -> None:
+    """Which it does before anybody else has a turn."""
     arrived = threading.Event()
 
     def take(request: bytes, context: Any) -> bytes:
@@ -400,7 +365,7 @@ def test_a_loop_that_is_held_up_has_sent_what_it_began_to(
             await unary(b"attached")
             arrived.clear()
             call = asyncio.ensure_future(_awaited(unary(message(8 * CHUNK))))
-            while not call.done() and not channel.attachment.rendezvous.offers.used:
+            while not call.done() and not offers(channel.attachment).used:
                 await asyncio.sleep(0)
             assert arrived.wait(LONG_S)  # and nothing runs in the loop
             assert await call == message(8 * CHUNK)

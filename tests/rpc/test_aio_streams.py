@@ -95,16 +95,14 @@ def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
     run_plain({"/t/m": SU(count)}, test)
 
 
-CUT: dict[str, Any] = {
-    **AS_THEY_ARE,
-    "rendezvous": {**RUNTIME_SHM, "limits": rpc.Limits(threshold_bytes=1 << 16)},
-}
-
-
 # grpc.aio takes a message of 1 MB at once, and fails a write while a longer one is under way.
 @pytest.mark.parametrize(
     ("ends", "size"),
-    [(ends, size) for ends in CUT for size in (1_000_000, 4_000_000)[: 1 + (ends != "grpcio")]],
+    [
+        (ends, size)
+        for ends in AS_THEY_ARE
+        for size in (1_000_000, 4_000_000)[: 1 + (ends != "grpcio")]
+    ],
 )
 def test_a_response_whose_write_is_cancelled_is_sent_whole(ends: str, size: int) -> None:
     """The client would take what is written next for the rest of it."""
@@ -130,10 +128,10 @@ def test_a_response_whose_write_is_cancelled_is_sent_whole(ends: str, size: int)
 
     last = (b"d", 100)
     whole = {b"more": ([(b"c", size), last], [last]), b"": ([(b"c", size)], [])}
-    runner(CUT[ends], CUT[ends])({"/t/m": US(answer)}, test)
+    runner(AS_THEY_ARE[ends], AS_THEY_ARE[ends])({"/t/m": US(answer)}, test)
 
 
-@pytest.mark.parametrize("ends", [each for each in CUT if each != "grpcio"])
+@pytest.mark.parametrize("ends", [each for each in AS_THEY_ARE if each != "grpcio"])
 def test_messages_that_several_tasks_write_are_whole(ends: str) -> None:
     """In `grpc.aio` such a write fails; here one leaves after the other."""
     sizes = [1_000_000, 10, 2_000_000, 300_000]
@@ -151,10 +149,10 @@ def test_messages_that_several_tasks_write_are_whole(ends: str) -> None:
         await writing
         assert [each async for each in call] == messages
 
-    runner(CUT[ends], CUT[ends])({"/t/m": SS(exchange)}, test)
+    runner(AS_THEY_ARE[ends], AS_THEY_ARE[ends])({"/t/m": SS(exchange)}, test)
 
 
-@pytest.mark.parametrize("ends", [each for each in CUT if each != "grpcio"])
+@pytest.mark.parametrize("ends", [each for each in AS_THEY_ARE if each != "grpcio"])
 def test_an_end_of_requests_that_is_cancelled_cancels_the_call(ends: str) -> None:
     """As a write that is; the server would wait for the end."""
     go = asyncio.Event()
@@ -173,7 +171,7 @@ def test_an_end_of_requests_that_is_cancelled_cancels_the_call(ends: str) -> Non
         await asyncio.wait(writing)
         go.set()
 
-    runner(CUT[ends], CUT[ends])({"/t/m": SS(wait)}, test)
+    runner(AS_THEY_ARE[ends], AS_THEY_ARE[ends])({"/t/m": SS(wait)}, test)
 
 
 @pytest.mark.slow

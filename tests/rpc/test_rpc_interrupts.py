@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from test_rpc_conformance import wait_for
 
-from tensorwire.rpc.runtime import call, client, flow, frames, line
+from tensorwire.rpc.runtime import call, client, engine, flow, frames, line
 
-FILES = {module.__file__ for module in (call, client, flow, line)}
+FILES = {module.__file__ for module in (call, client, engine, flow, line)}
 LONG_S = 2.0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..runtime.call import TIME_IS_OVER, call_weakly
+from ..runtime.engine import TIME_IS_OVER, call_weakly
 from ..threads.calls import GRACE_S
 
 LOCALLY = "Locally cancelled by application!"

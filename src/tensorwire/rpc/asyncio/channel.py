@@ -27,7 +27,7 @@ from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits, given_limits
-from ..payload.outgoing import PLAIN, SentMessage, is_kept
+from ..payload.outgoing import PLAIN, CallLink, SentMessage, is_kept
 from ..runtime.options import kept, named_limits, offer, retries
 from ..threads.factories import chosen_transports, secure_transports
 from ..threads.originals import make, original
@@ -39,12 +39,10 @@ from .server import server
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
 
-async def _receive(
-    channel: AioRpcChannel, reader: Reader, data: bytes, needed: Callable[[], bool], *, traced: Any
-) -> Any:
+def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
     """The user's message that came by the runtime, in a call that keeps its channel."""
     find = channel.sender.keeper.find
-    return await reader.read_later(data, find, needed=needed, traced=traced)
+    return reader.read(data, find, needed=link.awaits_messages)
 
 
 class _Method:
@@ -356,8 +354,8 @@ class AioRpcChannel(grpc.aio.Channel):
         inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
         carried = None
         if keeper.carries:
-            receive = partial(_receive, self, reader)
-            carried = AioMethod(arity, serializer, receive, self.sender.ended)
+            read = partial(_read, self, reader)
+            carried = AioMethod(arity, serializer, read, self.sender.ended)
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:
             return intercepted(self, inner, carried)

@@ -6,11 +6,16 @@ All of it belongs to one event loop, and is used in its thread, unless it says o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from ..payload.threads import THREADS
 from ..runtime.callbacks import call_all
 from ..runtime.flow import Waiter
 
+_Given = TypeVar("_Given")
 _AWAITED: set[LoopWaiter] = set()
 """Those that a task waits for. A task that nothing leads to is collected, with all it has."""
 
@@ -18,14 +23,12 @@ _AWAITED: set[LoopWaiter] = set()
 class LoopWaiter(Waiter):
     """Something that tasks wait for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._futures: list[asyncio.Future[None]] = []
+    _futures: Sequence[asyncio.Future[None]] = ()
 
     def finish(self) -> None:
         """Wakes all who wait for it."""
         self.finished = True
-        futures, self._futures = self._futures, []
+        futures, self._futures = self._futures, ()
         for future in futures:
             if not future.done():
                 future.set_result(None)
@@ -35,23 +38,43 @@ class LoopWaiter(Waiter):
         if self.finished:
             return
         future = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
+        self._futures = *self._futures, future
         _AWAITED.add(self)
         try:
             await future
         finally:
-            self._futures = [each for each in self._futures if each is not future]
+            self._futures = tuple(each for each in self._futures if each is not future)
             if not self._futures:
                 _AWAITED.discard(self)
 
 
+async def taken(take: Callable[[Callable[[], Waiter]], bytes | Waiter | None]) -> bytes | None:
+    """The next message of a stream, None behind the last one; see `Inflow.take`."""
+    while isinstance(found := take(LoopWaiter), LoopWaiter):
+        await found.wait()
+    assert not isinstance(found, Waiter)
+    return found
+
+
+async def wait_each(waiters: Any) -> None:
+    """Waits for one `LoopWaiter` after the other, while what yields them goes on."""
+    for each in waiters:
+        await each.wait()
+
+
 class LoopDeadline:
-    """As a `Deadline`, of an event loop."""
+    """As a `Deadline`, of an event loop.
+
+    Args:
+        loop: calls the action.
+        at: a time of time.monotonic.
+        action: done then.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, left_s: float, action: Callable[[], object]
+        self, loop: asyncio.AbstractEventLoop, at: float, action: Callable[[], object]
     ) -> None:
-        self._handle = loop.call_later(max(left_s, 0.0), action)
+        self._handle = loop.call_later(max(at - time.monotonic(), 0.0), action)
 
     @property
     def action(self) -> Callable[[], object] | None:
@@ -83,3 +106,17 @@ def in_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None
         loop.call_soon_threadsafe(work)
     except RuntimeError:
         pass  # closed: nobody waits any more
+
+
+async def in_thread(work: Callable[[], _Given]) -> _Given:
+    """Does what may wait long in a thread of no pool of the user's, and returns what it returns."""
+    done: Future[_Given] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    THREADS.run(run)
+    return await asyncio.shield(asyncio.wrap_future(done))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -16,67 +16,77 @@ import grpc.aio
 
 from .. import logs
 from ..payload.attachment import RpcAttachment
+from ..payload.envelope import is_awaited
 from ..payload.inbox import RefusedError
-from ..payload.incoming import Reader, find_only
-from ..payload.outgoing import CallLink, SentMessage, at_once
+from ..payload.outgoing import CallLink
 from ..payload.tensors import Holding, drop
-from ..runtime import observed
-from ..runtime.behavior import finish, refuse_payload
+from ..runtime.behavior import AnyPerformance, Performance, refuse_payload
 from ..runtime.context import Caller
-from ..runtime.flow import Waiter
-from ..runtime.served import IncomingCall, behavior_of
-from .loop import LoopWaiter
-from .runtime_context import AioContext, SyncContext
+from ..runtime.leaving import lenient
+from ..runtime.served import IncomingCall
+from .loop import LoopWaiter, in_thread, taken, wait_each
+from .runtime_context import AioContext
 
 _Code = grpc.StatusCode
-_OVER = object()
 
 
 class _EndedError(Exception):
     """The call has ended while it was carried out, and everybody was told."""
 
 
-class AioPerformance:
-    """One call and its servicer, in the event loop.
+class _Unexpected(AnyPerformance):
+    def raised(self, error: Exception) -> None:
+        """Ends a call whose servicer has raised something, unless it has ended."""
+        if self.call.is_active():
+            logs.AIO_SERVER.exception(
+                "Unexpected [%s] raised by servicer method [%s]",
+                type(error).__name__, self.call.method,
+            )  # fmt: skip
+            self.finish(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
+
+
+class SyncPerformance(_Unexpected, Performance):
+    """One call and its servicer that is not asynchronous, in a thread.
+
+    Args: as of `AnyPerformance`.
+    """
+
+    def _failed(self, error: Exception, what: str) -> None:
+        if self.context.aborted:
+            super()._failed(error, what)
+        elif error not in self.context.given_up:
+            self.raised(error)
+
+    def _unusable(self, error: Exception, what: str) -> None:
+        self.raised(error)
+
+
+class AioPerformance(_Unexpected):
+    """One call and its asynchronous servicer, in the event loop.
 
     Args:
-        attachment: of the line.
+        attachment, call, handled, traced, most_bytes: as of `AnyPerformance`.
         caller: the client.
-        call: what came.
-        handler: the user's.
-        pool: threads for servicers that are not asynchronous, None for the loop's own.
-        traced: what counts messages, None if nobody does.
-        most_bytes: of a response; negative for no limit.
 
     Attributes:
         context: for the servicer.
-        answered: it has a response.
     """
 
+    context: AioContext
+
     def __init__(
-        self,
-        attachment: RpcAttachment,
-        caller: Caller,
-        call: IncomingCall,
-        handler: Any,
-        pool: Any,
-        traced: Any,
-        most_bytes: int,
+        self, attachment: RpcAttachment, caller: Caller, call: IncomingCall, *given: Any
     ) -> None:
-        self._find = partial(find_only, attachment)
-        self._call = call
-        self._handler = handler
-        self._pool = pool
-        self._traced = traced
-        self._most_bytes = most_bytes
-        self._reader = Reader(handler.request_deserializer)
-        self._link = CallLink(attachment, call.number, at_once, call.is_active)
-        self._link.patience_s = 0.0  # of the event loop
-        self._link.offers = self._link.in_loop = True
+        super().__init__(attachment, call, AioContext(caller, call, self), *given)
+        self._serializer = lenient(self.handled.serializer, text=True)
         self._turn = asyncio.Lock()
         self._rest: asyncio.Task[None] | None = None
-        self.context = AioContext(caller, call, self)
-        self.answered = False
+
+    def _link(self) -> CallLink:
+        link = super()._link()
+        link.patience_s = 0.0  # of the event loop
+        link.in_loop = True
+        return link
 
     async def run(self) -> None:
         """Runs the servicer and ends the call, whatever comes of it."""
@@ -89,51 +99,30 @@ class AioPerformance:
         except (_EndedError, grpc.aio.AbortError):
             pass
         except asyncio.CancelledError:
-            logs.OWN.debug("a call of %s was cancelled", self._call.method)
+            logs.OWN.debug("a call of %s was cancelled", self.call.method)
             raise
         except Exception as error:
-            if self._call.is_active():
-                logs.AIO_SERVER.exception(
-                    "Unexpected [%s] raised by servicer method [%s]",
-                    type(error).__name__, self._call.method,
-                )  # fmt: skip
-                self.finish(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
+            self.raised(error)
         finally:
             try:
                 for callback in self.context.callbacks:
                     callback()
             except Exception:  # the others are not called, as in grpcio
-                logs.AIO_SERVER.exception("Error in callback for method [%s]", self._call.method)
+                logs.AIO_SERVER.exception("Error in callback for method [%s]", self.call.method)
 
     async def _run(self) -> None:
-        handler, call = self._handler, self._call
-        behavior = behavior_of(handler)
+        handled, call = self.handled, self.call
         holdings: list[Holding] = []
         request: Any
-        if not handler.request_streaming:
+        if not handled.takes_stream:
             request = await self._deserialize(call.only_request(), holdings)
-        elif call.requests is None:
-            request = self._single()
         else:
-            request = _ContextRequests(self.context)
-        asynchronous = (
-            inspect.isawaitable(behavior)
-            or inspect.iscoroutinefunction(behavior)
-            or inspect.isasyncgenfunction(behavior)
-        )
-        if handler.request_streaming and not asynchronous:
-            request = _in_thread(request, asyncio.get_running_loop())
-        if handler.response_streaming:
+            request = self._single() if call.requests is None else self._all_requests()
+        if handled.gives_stream:
             call.stream_responses()
-            await self._stream(behavior, request)
+            await self._stream(handled.behavior(request, self.context))
             return
-        if asynchronous:
-            response = await behavior(request, self.context)
-        else:
-            context = SyncContext(self.context, asyncio.get_running_loop())
-            response = await self._in_pool(behavior, request, context)
-            for callback in context.callbacks:
-                callback()
+        response = await handled.behavior(request, self.context)
         had = [request]
         del request
         drop(had, holdings, response)
@@ -141,25 +130,19 @@ class AioPerformance:
         if self.context.code() not in (None, _Code.OK):
             self.finish(_Code.OK, "")
             return
-        data, message = await self._serialize(response)
+        data = self._serialize(response)
         if call.takes_stream:  # and gives credits
             call.stream_responses()
-            await self._send(call.lots(data, LoopWaiter), message)
+            await wait_each(call.send_message(data, LoopWaiter))
             self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
         self.answered = True
-        await message.finish_later()
 
-    async def _stream(self, behavior: Any, request: Any) -> None:
-        if inspect.iscoroutinefunction(behavior):
-            await behavior(request, self.context)
+    async def _stream(self, responses: Any) -> None:
+        if inspect.isawaitable(responses):
+            await responses
         else:
-            if inspect.isasyncgenfunction(behavior):
-                responses = behavior(request, self.context)
-            else:
-                context = SyncContext(self.context, asyncio.get_running_loop())
-                responses = self._from_thread(behavior(request, context))
             async for response in responses:
                 await self.context.write(response)
         if self._rest is not None:
@@ -169,56 +152,45 @@ class AioPerformance:
         self.finish(_Code.OK, "")
         self.answered = True
 
-    async def _in_pool(self, work: Any, *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
-
-    async def _from_thread(self, responses: Any) -> AsyncIterator[Any]:
-        responses = iter(responses)
-        while (response := await self._in_pool(next, responses, _OVER)) is not _OVER:
-            yield response
-
     async def _single(self) -> AsyncIterator[Any]:
-        yield await self._deserialize(self._call.only_request())
+        yield await self._deserialize(self.call.only_request())
+
+    async def _all_requests(self) -> AsyncIterator[Any]:
+        while (message := await self.context.read()) is not grpc.aio.EOF:
+            yield message
 
     async def _deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
         if data is None:
             raise _EndedError
         try:
-            return await self._reader.read_later(
-                data, self._find, holdings, needed=self._call.is_active, traced=self._traced
-            )
+            if is_awaited(data):
+                return await in_thread(partial(self._decode, data, holdings))
+            return self._decode(data, holdings)
         except RefusedError as error:
-            refuse_payload(self._call, error)
+            refuse_payload(self.call, error)
             raise _EndedError from None
 
-    async def _serialize(self, response: Any) -> tuple[bytes, SentMessage]:
-        """The bytes of a response, and what is to `finish_later` when they have been sent."""
-        message = SentMessage(response, self._link, last=True)
-        serializer = self._handler.response_serializer
-        data = await observed.serialize_later(self._traced, message, serializer, text=True)
-        if 0 <= self._most_bytes < len(data):
-            text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
-            self.finish(_Code.RESOURCE_EXHAUSTED, text)
+    def _serialize(self, response: Any) -> bytes:
+        data, _ = self._encode(response)
+        assert isinstance(data, bytes)
+        if self._is_too_long(data):
             raise _EndedError
-        return data, message
+        return data
 
     async def read(self) -> Any:
-        """See `Messages`."""
-        if self._call.requests is None:
+        """The next request, EOF behind the last one."""
+        if self.call.requests is None:
             raise grpc.aio.UsageError("the only request of this call is given to the servicer")
-        taken = self._call.request(LoopWaiter)
-        while isinstance(taken, LoopWaiter):
-            await taken.wait()
-            taken = self._call.request(LoopWaiter)
-        if not isinstance(taken, bytes):
+        data = await taken(self.call.request)
+        if data is None:
             return grpc.aio.EOF
         try:
-            return await self._deserialize(taken)
+            return await self._deserialize(data)
         finally:
-            self._call.settle()
+            self.call.settle()
 
     async def write(self, response: Any) -> None:
-        """See `Messages`.
+        """Sends one of several responses.
 
         Of messages that several tasks write, one leaves after the other. One whose task is
         cancelled while it leaves is sent to its end, as by `grpc.aio`: the client would take what
@@ -226,12 +198,11 @@ class AioPerformance:
         """
         async with self._turn:
             await self._finish_rest()
-            data, message = await self._serialize(response)
-            lots = self._call.lots(data, LoopWaiter)
+            waiters = self.call.send_message(self._serialize(response), LoopWaiter)
             try:
-                await self._send(lots, message)
+                await wait_each(waiters)
             except asyncio.CancelledError:
-                self._rest = asyncio.get_running_loop().create_task(self._send(lots, message))
+                self._rest = asyncio.get_running_loop().create_task(wait_each(waiters))
                 raise
         await asyncio.sleep(0)  # others have their turn, however much there is to send
 
@@ -241,49 +212,3 @@ class AioPerformance:
             await asyncio.wait((self._rest,))
             rest, self._rest = self._rest, None
             rest.result()
-
-    async def _send(self, lots: Iterator[list[bytes] | Waiter], message: SentMessage) -> None:
-        for lot in lots:
-            if not isinstance(lot, list):
-                assert isinstance(lot, LoopWaiter)
-                await lot.wait()
-            elif not self._call.send_frames(lot):
-                return
-        await message.finish_later()
-
-    def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
-        """Ends the call as its servicer has said, or else with a status."""
-        number, text = self.context.status(code, details)
-        finish(self._call, number, text, self.context.trailing_metadata(), message)
-
-
-class _ContextRequests:
-    """The requests of a stream, for an asynchronous servicer."""
-
-    def __init__(self, context: AioContext) -> None:
-        self._context = context
-
-    def __aiter__(self) -> _ContextRequests:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self._context.read()
-        if message is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return message
-
-
-def _in_thread(requests: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
-    """The requests of a stream, for a servicer in a thread."""
-
-    async def following() -> Any:
-        try:
-            return await requests.__anext__()
-        except StopAsyncIteration:
-            return _OVER
-
-    while True:
-        request = asyncio.run_coroutine_threadsafe(following(), loop).result()
-        if request is _OVER:
-            return
-        yield request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from ..runtime.context import CallDetails
 from ..runtime.frames import PROBED, FrameError, Number, short_frame
 from ..runtime.line import MOST_BACKLOG
 from ..runtime.options import MessageLimits
-from ..runtime.served import IncomingCall, arity_of, behavior_of
+from ..runtime.served import Handled, IncomingCall
 from ..runtime.server import AnyService, ServerEnd, nobody
-from .loop import LoopCallbacks, LoopDeadline, LoopWaiter, in_loop
-from .runtime_behavior import AioPerformance
+from .loop import LoopCallbacks, LoopDeadline, in_loop, in_thread, taken
+from .runtime_behavior import AioPerformance, SyncPerformance
+from .runtime_context import SyncContext
 
 _Code = grpc.StatusCode
 
@@ -56,7 +57,7 @@ class AioServerEnd(ServerEnd):
 
     async def _read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
         try:
-            await rendezvous.read_later(unseal(data), nobody)
+            await in_thread(partial(rendezvous.read, unseal(data), nobody))
         except (ValueError, RefusedError):
             pass  # the client has given it up
         self.send((short_frame(PROBED, number),))
@@ -111,58 +112,61 @@ class AioService(AnyService):
             return
         assert self.loop is not None
         if call.deadline is not None:
-            left_s = call.deadline - time.monotonic()
-            call.alarm = LoopDeadline(self.loop, left_s, call.deadline_passed)
-        exceeded = self._most is not None and len(self._tasks) >= self._most
-        task = self.loop.create_task(self._serve(end, call, exceeded))
+            call.alarm = LoopDeadline(self.loop, call.deadline, call.deadline_passed)
+        task = self.loop.create_task(self._serve(end, call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        call.add_callback(partial(_cancel, call, task))
+        call.add_callback(partial(self._halt, call, task))
 
-    async def _serve(self, end: ServerEnd, call: IncomingCall, exceeded: bool) -> None:
+    def _halt(self, call: IncomingCall, task: asyncio.Task[None]) -> None:
+        """A call has ended; its servicer is halted unless it has done that. Any thread."""
+        if call.cancelled and self.loop is not None:
+            in_loop(self.loop, task.cancel)
+
+    async def _serve(self, end: ServerEnd, call: IncomingCall) -> None:
+        details = CallDetails(call.method, call.metadata)
         try:
-            handler = await self._look_up(
-                self._interceptors, CallDetails(call.method, call.metadata)
-            )
-            if handler is not None:
-                behavior_of(handler)
+            handler = await self._look_up(self._interceptors, details)
+            handled = None if handler is None else self._handled(call.method, handler)
         except Exception as error:
             logs.OWN.exception("an interceptor failed")
             call.fail(_Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
             return
-        if handler is None:
+        if handled is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!")
-            return
-        if exceeded:
-            call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
-            return
-        if call.once and (handler.request_streaming or handler.response_streaming):
-            call.refuse()  # grpcio says what comes of that
-            return
-        if call.requests is not None and not handler.request_streaming:
-            # The first one of the stream is the only one.
-            taken = call.request(LoopWaiter)
-            while isinstance(taken, LoopWaiter):
-                await taken.wait()
-                taken = call.request(LoopWaiter)
-            if not isinstance(taken, bytes):
-                text = f'"{call.method}" requires exactly one request message.'
-                call.fail(_Code.UNIMPLEMENTED, text)
+        elif self._admits(call, handled):
+            try:
+                await self._run(end, call, handled)
+            finally:
+                self._ran()
+
+    async def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
+        if call.requests is not None and not handled.takes_stream:
+            call.first = await taken(call.request)  # of the stream is the only one
+            if call.first is None:
+                call.lacks_request()
                 return
-            call.first = taken
-        arity = arity_of(handler)
-        traced = observed.watched("server", arity, call.method)
+        traced = observed.watched("server", handled.arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
-        performance = AioPerformance(
-            end.attachment, end.caller, call, handler, self.pool, traced, self.limits.send_bytes
-        )
+        more = handled, traced, self.limits.send_bytes
+        performance: SyncPerformance | AioPerformance
+        if _is_asynchronous(handled.behavior):
+            performance = AioPerformance(end.attachment, end.caller, call, *more)
+        else:
+            context = SyncContext(end.caller, call)
+            performance = SyncPerformance(end.attachment, call, context, *more)
         try:
-            if call.is_active():
+            if not call.is_active():
+                return
+            if isinstance(performance, AioPerformance):
                 await performance.run()
+            else:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self.pool, performance.run)
         finally:
             if traced is not None:
                 outcome = "answered" if performance.answered else "not answered"
-                traced.ended(began_ns, "over" if handler.response_streaming else outcome)
+                traced.ended(began_ns, "over" if handled.gives_stream else outcome)
 
     async def _look_up(self, interceptors: Sequence[Any], details: Any) -> Any:
         if interceptors:
@@ -171,7 +175,5 @@ class AioService(AnyService):
         return self._find(details)
 
 
-def _cancel(call: IncomingCall, task: asyncio.Task[None]) -> None:
-    """A call has ended otherwise than by its servicer, which is halted."""
-    if call.cancelled:
-        task.cancel()
+def _is_asynchronous(behavior: Any) -> bool:
+    return inspect.iscoroutinefunction(behavior) or inspect.isasyncgenfunction(behavior)

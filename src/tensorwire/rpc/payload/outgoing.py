@@ -6,7 +6,6 @@ tensorwire: no attachment, no memory at the receiver, a payload that is too smal
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +53,8 @@ class CallLink:
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
         offers: messages may travel by rendezvous, because it is a call of the runtime.
-        in_loop: it is one of an event loop, which waits for nobody: see `offer_later`.
+        in_loop: it is one of an event loop, which waits for nobody: nothing is left to be copied
+            when its messages have left.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
@@ -237,34 +237,15 @@ class SentMessage:
                 return body  # what is no message, grpcio says
             if self.keeps_body:
                 self.body = body
-            if self.link.offers and attachment.rendezvous is not None and body:
+            offers = self.link.offers and not self.link.in_loop
+            if offers and attachment.rendezvous is not None and body:
                 self.size_bytes = len(body)
                 self.by_rendezvous = attachment.may_send(len(body)) and attachment.rendezvous.takes(
                     len(body)
                 )
-                if self.by_rendezvous and self.link.in_loop:
-                    return body
                 if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
                     return offered
         return self._otherwise(attachment, arrays, body, serializer)
-
-    async def offer_later(self, data: bytes) -> bytes:
-        """What travels of a message, in an event loop, that `serialize` has made these bytes of.
-
-        To be called if the message is to travel `by_rendezvous`.
-        """
-        attachment, link = self.link.attachment, self.link
-        assert attachment is not None
-        assert attachment.rendezvous is not None
-        patience_s = attachment.limits.patience_s
-        try:
-            offer = await attachment.rendezvous.offer_later(
-                data, link.call, patience_s, link.needed
-            )
-        except TensorwireError:
-            offer = None  # the attachment is over; the call is not
-        offered = self._offered(attachment, offer, len(data))
-        return self._otherwise(attachment, {}, data, None) if offered is None else offered
 
     def _otherwise(
         self,
@@ -335,22 +316,6 @@ class SentMessage:
             staging.run(self.link.awaits_messages)
             del staging
             self._let_go()
-
-    def finish_some(self) -> bool:
-        """As `finish`, as much as an event loop copies at a time; True if something is left.
-
-        Others may hold up the loop for long, and a message that has only begun waits for that.
-        """
-        staging = self.staging
-        assert not isinstance(staging, PushedArrays)  # none in an event loop
-        if staging is not None and not staging.run_some(self.link.awaits_messages):
-            self.staging = None
-        return self.staging is not None
-
-    async def finish_later(self) -> None:
-        """As `finish`, without blocking the event loop; can be begun again if it is cancelled."""
-        while self.finish_some():
-            await asyncio.sleep(0)
 
     def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
         """An envelope of a message that the other end reads; None: there is no memory for it."""

@@ -36,8 +36,8 @@ _Code = grpc.StatusCode
 _REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
 
 
-class Performance:
-    """One call and its servicer. One thread at a time, but for responses that are called back.
+class AnyPerformance:
+    """One call and its servicer, in a thread or a task.
 
     Args:
         attachment: of the line.
@@ -46,13 +46,19 @@ class Performance:
         handled: the user's handler.
         traced: what counts messages, None if nobody does.
         most_bytes: of a response; negative for no limit.
+
+    Attributes:
+        answered: it has a response.
     """
+
+    answered = False
+    _own_link: CallLink | None = None
 
     def __init__(
         self,
         attachment: RpcAttachment,
         call: IncomingCall,
-        context: CallContext,
+        context: Any,
         handled: Handled,
         traced: Any,
         most_bytes: int,
@@ -61,10 +67,9 @@ class Performance:
         self.call = call
         self.context = context
         self.handled = handled
+        self._serializer = handled.serializer
         self._traced = traced
         self._most_bytes = most_bytes
-        self._own_link: CallLink | None = None
-        self.answered = False
 
     def _link(self) -> CallLink:
         """For what travels beside the call, or may."""
@@ -77,6 +82,57 @@ class Performance:
 
     def _find(self, id: bytes) -> RpcAttachment | None:
         return find_only(self._attachment, id)
+
+    def _decode(self, data: bytes, holdings: list[Holding] | None) -> Any:
+        """The user's request.
+
+        Raises:
+            RefusedError: it names memory that is not there.
+            Exception: what the deserializer raises.
+        """
+        reader = self.handled.reader
+        if self._traced is not None:
+            read = partial(
+                reader.read, find=self._find, holdings=holdings, needed=self.call.is_active
+            )
+            return self._traced.deserialize(read, data, protocol="runtime")
+        if data.startswith(MAGIC):
+            return reader.read(data, self._find, holdings, needed=self.call.is_active)
+        return data if reader.plain is None else reader.plain(data)
+
+    def _encode(self, response: Any) -> tuple[Any, SentMessage | None]:
+        """What travels of a response, see `leaving`; what the serializer raises."""
+        return leaving(
+            response, self._attachment, self._link, self._serializer, self._traced, last=True
+        )
+
+    def _is_too_long(self, data: bytes) -> bool:
+        """A response is longer than it may be, and the call has ended by that."""
+        if not 0 <= self._most_bytes < len(data):
+            return False
+        text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
+        self.finish(_Code.RESOURCE_EXHAUSTED, text)
+        return True
+
+    def finish(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        message: bytes | None = None,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
+        """Ends the call as its servicer has said, or else with a status."""
+        number, text = self.context.status(code, details)
+        finish(self.call, number, text, self.context.trailing_metadata(), message, rest)
+
+
+class Performance(AnyPerformance):
+    """One call and its servicer. One thread at a time, but for responses that are called back.
+
+    Args: as of `AnyPerformance`.
+    """
+
+    context: CallContext
 
     def run(self) -> None:
         """Runs the servicer and ends the call, unless responses are called back."""
@@ -131,51 +187,35 @@ class Performance:
         if data is None:
             return None
         try:
-            if self._traced is not None:
-                read = partial(
-                    self.handled.reader.read,
-                    find=self._find,
-                    holdings=holdings,
-                    needed=self.call.is_active,
-                )
-                request = self._traced.deserialize(read, data, protocol="runtime")
-            elif data.startswith(MAGIC):
-                request = self.handled.reader.read(
-                    data, self._find, holdings, needed=self.call.is_active
-                )
-            else:
-                plain = self.handled.reader.plain
-                request = data if plain is None else plain(data)
+            request = self._decode(data, holdings)
         except RefusedError as error:
             refuse_payload(self.call, error)
             return None
-        except Exception:
-            logs.COMMON.exception("Exception deserializing message!")
+        except Exception as error:
+            self._unusable(error, "Exception deserializing message!")
         if request is None:
             self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
         return request
+
+    def _unusable(self, error: Exception, what: str) -> None:
+        """A message cannot be deserialized or serialized; the call ends by that."""
+        logs.COMMON.exception(what)
 
     def serialize(self, response: Any) -> tuple[bytes, SentMessage | None] | None:
         """The bytes of a response, and what is to `finish` when they have been sent, if anything.
 
         None: there are none, and the call has ended.
         """
-        message, serializer = None, self.handled.serializer
+        message = None
         try:
-            data, message = leaving(
-                response, self._attachment, self._link, serializer, self._traced, last=True
-            )
-        except Exception:
-            logs.COMMON.exception("Exception serializing message!")
+            data, message = self._encode(response)
+        except Exception as error:
+            self._unusable(error, "Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self.finish(_Code.INTERNAL, "Failed to serialize response!")
             return None
-        if 0 <= self._most_bytes < len(data):
-            text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
-            self.finish(_Code.RESOURCE_EXHAUSTED, text)
-            return None
-        return data, message
+        return None if self._is_too_long(data) else (data, message)
 
     def _respond_once(self, response: Any) -> None:
         serialized = self.serialize(response)
@@ -184,11 +224,11 @@ class Performance:
         data, message = serialized
         if self.call.takes_stream:  # and gives credits
             self.call.stream_responses()
-            if self.call.send_message(data):
-                if message is not None and message.staging is not None:
-                    self.call.flush()
-                    message.finish()
-                self.finish(_Code.OK, "")
+            self._send(data)
+            if message is not None and message.staging is not None:
+                self.call.flush()
+                message.finish()
+            self.finish(_Code.OK, "")
         else:
             rest = None if message is None or message.staging is None else message.finish
             if self.context.plain and len(data) <= PIECE_BYTES:  # as nearly all small ones
@@ -225,20 +265,14 @@ class Performance:
         if serialized is not None:
             data, message = serialized
             self.context.head_sent = True
-            self.call.send_message(data)
+            self._send(data)
             if message is not None:
                 message.finish()
 
-    def finish(
-        self,
-        code: grpc.StatusCode,
-        details: str,
-        message: bytes | None = None,
-        rest: Callable[[], None] | None = None,
-    ) -> None:
-        """Ends the call as its servicer has said, or else with a status."""
-        number, text = self.context.status(code, details)
-        finish(self.call, number, text, self.context.trailing_metadata(), message, rest)
+    def _send(self, data: bytes) -> None:
+        """Sends one of several responses when there is room, unless the call is over."""
+        for waiter in self.call.send_message(data):
+            waiter.block()
 
 
 def refuse_payload(call: IncomingCall, error: RefusedError) -> None:

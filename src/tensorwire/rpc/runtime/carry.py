@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -17,13 +17,12 @@ from ..payload.tensors import delivered
 from ..payload.threads import THREADS
 from ..payload.threshold import LEAST_BYTES
 from . import observed
-from .call import TIME_IS_OVER, RuntimeCall
-from .client import RuntimeClient
+from .call import RuntimeCall, StreamCall
+from .engine import TIME_IS_OVER, CallState
 from .flow import Outflow
 from .frames import Metadata, as_metadata
 from .leaving import leaving
 from .requests import RequestSender
-from .stream_call import StreamCall
 
 LONGEST_S = 1e9
 """Of a timeout; grpcio takes what is longer."""
@@ -31,32 +30,89 @@ LONGEST_S = 1e9
 Ended = Callable[[CallLink, bool, grpc.StatusCode | None], None]
 
 
-class CarriedMethod:
-    """A method of a client.
+_Call = TypeVar("_Call", bound=CallState)
+
+
+class AnyMethod(Generic[_Call]):
+    """A method of a client, of whichever world.
+
+    Attributes:
+        kinds: of its calls, with one response and with a stream of them.
 
     Args:
         arity: "unary_unary" and so on.
-        method: its full name.
         serializer: the user's, of requests.
         deserialize: makes the user's response of bytes, and of the link of its call.
         ended: told of each call how it has ended.
     """
 
+    kinds: tuple[type[_Call], type[_Call]]
+
     def __init__(
-        self,
-        arity: str,
-        method: str,
-        serializer: Any,
-        deserialize: Callable[..., Any],
-        ended: Ended,
+        self, arity: str, serializer: Any, deserialize: Callable[..., Any], ended: Ended
     ) -> None:
         self._arity = arity
-        self._method = method
-        self._name = method.encode()
         self._serializer = serializer
         self._deserialize = deserialize
         self._ended = ended
         self._takes_stream = arity.endswith("stream")
+
+    def _new(
+        self,
+        attachment: RpcAttachment | None,
+        method: str,
+        timeout: float | None,
+        metadata: Any,
+        outflow: Outflow | None = None,
+    ) -> tuple[Any, _Call, CarriedLink, Metadata] | None:
+        """The client, a call that is about to begin, its link and metadata; None: use grpcio.
+
+        Args:
+            attachment: of the channel, None if there is none.
+            method: its full name.
+            timeout: in seconds.
+            metadata: the user's.
+            outflow: of its requests, if they are a stream.
+        """
+        client: Any = None if attachment is None else attachment.runtime
+        if attachment is None or client is None or not client.usable:
+            return None
+        if timeout is not None and not 0 < timeout < LONGEST_S:
+            return None
+        entries = as_metadata(metadata) if metadata else ()
+        if entries is None:
+            return None  # grpcio says what is wrong with them
+        number = attachment.begin_call()
+        if number is None:
+            return None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        remaining = no_deadline if deadline is None else partial(_left, deadline)
+        traced = None
+        if observed.OBSERVER is not None:
+            traced = observed.watched("client", self._arity, method)
+        link = CarriedLink(attachment, number, remaining, always, self._ended, traced)
+        deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
+        if traced is not None:
+            deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
+        kind = self.kinds[self._takes_stream]
+        call = kind(client, number, deadline, deserialize, link.tell, outflow)
+        return client, call, link, entries
+
+
+class CarriedMethod(AnyMethod[RuntimeCall]):
+    """A method of a client whose calls threads make.
+
+    Args:
+        arity, serializer, deserialize, ended: as of `AnyMethod`.
+        method: its full name.
+    """
+
+    kinds = RuntimeCall, StreamCall
+
+    def __init__(self, arity: str, method: str, *given: Any) -> None:
+        super().__init__(arity, *given)
+        self._method = method
+        self._name = method.encode()
 
     def begin(
         self,
@@ -79,7 +135,7 @@ class CarriedMethod:
         Raises:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
         """
-        began = self._new(attachment, timeout, metadata, None, None)
+        began = self._new(attachment, self._method, timeout, metadata)
         if began is None or attachment is None:
             return None
         client, call, link, entries = began
@@ -139,7 +195,7 @@ class CarriedMethod:
             waits: the caller waits for the only response.
         """
         outflow = Outflow()
-        began = self._new(attachment, timeout, metadata, None, outflow)
+        began = self._new(attachment, self._method, timeout, metadata, outflow)
         if began is None:
             return None
         client, call, link, entries = began
@@ -150,38 +206,6 @@ class CarriedMethod:
         sender = RequestSender(client, call, link, self._serializer, link.traced)
         THREADS.run(partial(sender.run, requests))
         return call
-
-    def _new(
-        self,
-        attachment: RpcAttachment | None,
-        timeout: float | None,
-        metadata: Any,
-        again: Callable[[], Any] | None,
-        outflow: Outflow | None,
-    ) -> tuple[RuntimeClient, RuntimeCall, CarriedLink, Metadata] | None:
-        client = None if attachment is None else attachment.runtime
-        if attachment is None or not isinstance(client, RuntimeClient) or not client.usable:
-            return None
-        if timeout is not None and not 0 < timeout < LONGEST_S:
-            return None
-        entries = as_metadata(metadata) if metadata else ()
-        if entries is None:
-            return None  # grpcio says what is wrong with them
-        number = attachment.begin_call()
-        if number is None:
-            return None
-        deadline = None if timeout is None else time.monotonic() + timeout
-        remaining = no_deadline if deadline is None else partial(_left, deadline)
-        traced = None
-        if observed.OBSERVER is not None:
-            traced = observed.watched("client", self._arity, self._method)
-        link = CarriedLink(attachment, number, remaining, always, self._ended, traced)
-        deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
-        if traced is not None:
-            deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
-        kind = StreamCall if self._takes_stream else RuntimeCall
-        call = kind(client, number, deadline, deserialize, link.tell, again, outflow)
-        return client, call, link, entries
 
 
 class CarriedLink(CallLink):

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import grpc
 
@@ -16,8 +15,8 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import BODY, Envelope, seal
 from ..payload.outgoing import always
-from .call import RuntimeCall
-from .callbacks import Callbacks
+from .callbacks import Callbacks, Calling
+from .engine import CallState
 from .flow import Waiter
 from .frames import (
     CREDIT,
@@ -42,44 +41,21 @@ from .measuring import measure
 from .options import MessageLimits
 
 
-class ClientCall(Protocol):
-    """A call of a client, of whichever world.
-
-    Attributes:
-        number: of the call.
-        deadline: of time.monotonic, None if it has none.
-    """
-
-    number: Number
-    deadline: float | None
-
-    def head(self, initial: Metadata) -> None:
-        """Initial metadata came ahead."""
-
-    def message(self, frame: Frame) -> None:
-        """A piece of a response came."""
-
-    def granted(self, size_bytes: int) -> None:
-        """The server has taken so much of the requests."""
-
-    def answered(self, frame: Frame) -> None:
-        """The server has ended the call."""
-
-    def conclude(self, code: grpc.StatusCode, details: str) -> bool:
-        """Ends the call; False if it had ended."""
-
-
 class AnyClient:
     """The client's end of a line, of whichever world.
 
     Attributes:
         line: of the calls.
         limits: of messages.
+        mutex: guards lists of callbacks.
+        callbacks: calls them.
 
     Args:
         node, memory, other, peer, patient: as for `Line`.
         limits: of messages.
     """
+
+    callbacks: Calling
 
     def __init__(
         self,
@@ -93,7 +69,9 @@ class AnyClient:
     ) -> None:
         self.line = Line(node, memory, other, peer, self, patient=patient)
         self.limits = limits
-        self._calls: dict[int, weakref.ref[ClientCall]] = {}
+        self.mutex = threading.RLock()
+        self._calls: dict[int, weakref.ref[CallState]] = {}
+        self._kept: dict[int, CallState] = {}
         self._going_away = False
         self._closed = False
         self._attachment: RpcAttachment | None = None
@@ -111,7 +89,7 @@ class AnyClient:
 
     def begin(
         self,
-        call: ClientCall,
+        call: CallState,
         method: bytes,
         metadata: Metadata,
         message: bytes | None,
@@ -145,11 +123,23 @@ class AnyClient:
         if self.line.is_over:  # and has perhaps not seen this call
             self._conclude(call, "the connection is over")
 
-    def forget(self, call: ClientCall) -> None:
+    def forget(self, call: CallState) -> None:
         """A call has ended, or goes on by grpcio; its slot may be that of another one by now."""
         known = self._calls.get(call.number[0])
         if known is not None and known() in (call, None):
             self._calls.pop(call.number[0], None)
+
+    def keep(self, call: CallState) -> None:
+        """A call goes on though its caller may forget it."""
+        call.kept = True
+        self._kept[id(call)] = call
+        if call.finished:  # perhaps before it knew
+            self.unkeep(call)
+
+    def unkeep(self, call: CallState) -> None:
+        """A call has ended, after `finish`."""
+        if self._kept:
+            self._kept.pop(id(call), None)
 
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
@@ -251,7 +241,7 @@ class AnyClient:
                 continue
             self._conclude(call, reason)
 
-    def _conclude(self, call: ClientCall, reason: str) -> None:
+    def _conclude(self, call: CallState, reason: str) -> None:
         """Ends a call because the line is over."""
         if self._closed:
             call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
@@ -273,8 +263,6 @@ class RuntimeClient(AnyClient):
 
     Attributes:
         reader: of the line.
-        mutex: guards lists of callbacks.
-        callbacks: the thread that calls them.
 
     Args: as of `AnyClient`.
     """
@@ -284,25 +272,11 @@ class RuntimeClient(AnyClient):
     ) -> None:
         super().__init__(node, memory, other, peer, limits)
         self.reader = SharedReader(self.line)
-        self.mutex = threading.RLock()
-        self._kept: dict[int, RuntimeCall] = {}
         self.callbacks = Callbacks()
 
     def await_probe(self, waiter: Waiter, until: float) -> bool:
         """See `AnyClient`."""
         return self.reader.wait(waiter, until)
-
-    def keep(self, call: RuntimeCall) -> None:
-        """A call goes on though its caller may forget it."""
-        call.kept = True
-        self._kept[id(call)] = call
-        if call.finished:  # perhaps before it knew
-            self.unkeep(call)
-
-    def unkeep(self, call: RuntimeCall) -> None:
-        """A call has ended, after `finish`."""
-        if self._kept:
-            self._kept.pop(id(call), None)
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""

@@ -80,43 +80,24 @@ class Served(Protocol):
         """Has something called when the call has ended; False if it has."""
 
 
-class CallContext(grpc.ServicerContext):  # type: ignore[misc]
-    """The context that the servicer of one call is given. Any thread may use it.
+class AnyContext:
+    """What the contexts of servicers in threads and in tasks say in the same way.
 
     Args:
         caller: who calls.
         call: what it is of.
 
     Attributes:
-        aborted: the servicer has called `abort`.
         head_sent: initial metadata have left, or would come too late.
-        given_up: what the context itself has raised because the call does not go on.
     """
 
     head_sent = False
-    aborted = False
-    _trailing: Any = None
     _code: Any = None
-    _details: bytes | None = None
+    _trailing: Any = None
 
     def __init__(self, caller: Caller, call: Served) -> None:
         self._caller = caller
         self._call = call
-        self.given_up: list[BaseException] = []
-
-    def is_active(self) -> bool:
-        return self._call.is_active()
-
-    def time_remaining(self) -> float:
-        if self._call.deadline is None:
-            return _END_OF_TIME_S - time.time()
-        return max(self._call.deadline - time.monotonic(), 0.0)
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        return self._call.add_callback(callback)
 
     def invocation_metadata(self) -> Metadata:
         return self._call.metadata
@@ -133,19 +114,64 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
     def auth_context(self) -> Any:
         return dict(self._caller.auth_context)
 
-    def set_compression(self, compression: Any) -> None:
+    def disable_next_message_compression(self) -> None:
         """Nothing is compressed here: memory is not a network."""
 
-    def disable_next_message_compression(self) -> None:
-        """Nothing is compressed here."""
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+    def set_code(self, code: Any) -> None:
+        self._code = code
+
+    def code(self) -> Any:
+        return self._code
+
+    def _initial(self, metadata: Any) -> Metadata:
+        """Initial metadata as they travel; ValueError if they cannot."""
+        entries = as_metadata(metadata, reserved=True)
+        if entries is None:
+            raise ValueError(f"metadata was invalid: {metadata}")
+        return entries
+
+
+class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
+    """The context that the servicer of one call is given. Any thread may use it.
+
+    Args: as of `AnyContext`.
+
+    Attributes:
+        aborted: the servicer has called `abort`.
+        given_up: what the context itself has raised because the call does not go on.
+    """
+
+    aborted = False
+    _details: bytes | None = None
+
+    def __init__(self, caller: Caller, call: Served) -> None:
+        super().__init__(caller, call)
+        self.given_up: list[BaseException] = []
+
+    def is_active(self) -> bool:
+        return self._call.is_active()
+
+    def time_remaining(self) -> float:
+        if self._call.deadline is None:
+            return _END_OF_TIME_S - time.time()
+        return max(self._call.deadline - time.monotonic(), 0.0)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return self._call.add_callback(callback)
+
+    def set_compression(self, compression: Any) -> None:
+        """Nothing is compressed here: memory is not a network."""
 
     def send_initial_metadata(self, initial_metadata: Any) -> None:
         if self.head_sent:
             raise ValueError("Initial metadata no longer allowed!")
-        metadata = as_metadata(initial_metadata, reserved=True)
-        if metadata is None:
-            raise ValueError(f"metadata was invalid: {initial_metadata}")
-        if not self._call.send_head(metadata):
+        if not self._call.send_head(self._initial(initial_metadata)):
             error = grpc.RpcError()
             self.given_up.append(error)
             raise error
@@ -153,9 +179,6 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
         self._trailing = trailing_metadata
-
-    def trailing_metadata(self) -> Any:
-        return self._trailing
 
     def abort(self, code: Any, details: str) -> None:
         if code is _OK:
@@ -169,12 +192,6 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
     def abort_with_status(self, status: Any) -> None:
         self._trailing = status.trailing_metadata
         self.abort(status.code, status.details)
-
-    def set_code(self, code: Any) -> None:
-        self._code = code
-
-    def code(self) -> Any:
-        return self._code
 
     def set_details(self, details: Any) -> None:
         self._details = _encoded(details)

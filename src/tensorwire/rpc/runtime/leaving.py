@@ -49,3 +49,26 @@ def leaving(
         return data, None
     sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
     return sent.serialize(lambda _: data), sent
+
+
+def lenient(serializer: Serializer, *, text: bool = False) -> Callable[[Any], bytes]:
+    """A serializer of what `grpc.aio` sends: what it makes is bytes, and None is none of them.
+
+    It raises TypeError of what is no message for `grpc.aio` either.
+
+    Args:
+        serializer: the user's.
+        text: without one text is a message too, as in the responses of a servicer.
+    """
+
+    def serialize(message: Any) -> bytes:
+        data: Any = message if serializer is None else serializer(message)
+        if data is None:
+            return b""
+        if text and serializer is None and isinstance(data, str):
+            return data.encode()
+        if not isinstance(data, bytes):
+            raise TypeError(f"a message is bytes, not {type(data).__name__}")
+        return data
+
+    return serialize

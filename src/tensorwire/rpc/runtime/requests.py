@@ -1,22 +1,24 @@
-"""Takes a call's streamed requests from the user's iterator, in a thread, and sends them.
+"""Sends a call's streamed requests, from the user's iterator in a thread, or as they are written.
 
-The thread keeps the call only weakly, so that a call that is forgotten is cancelled, as in grpcio.
+The call is kept only weakly, so that a call that is forgotten is cancelled, as in grpcio.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
 from .. import logs
-from ..payload.outgoing import CallLink, SentMessage
+from ..payload.outgoing import CallLink, SentMessage, Serializer
 from . import observed
-from .call import ClientEnd, RuntimeCall
+from .engine import CallState
 from .flow import Outflow, Waiter
 from .frames import Number, last_frame, message_frames
+
+_Code = grpc.StatusCode
 
 
 class RequestSender:
@@ -31,7 +33,7 @@ class RequestSender:
     """
 
     def __init__(
-        self, client: ClientEnd, call: RuntimeCall, link: CallLink, serializer: Any, traced: Any
+        self, client: Any, call: CallState, link: CallLink, serializer: Serializer, traced: Any
     ) -> None:
         assert call.outflow is not None
         self._client = client
@@ -42,51 +44,78 @@ class RequestSender:
         self._serializer = serializer
         self._traced = traced
 
+    def encode(self, request: Any) -> tuple[Any, SentMessage]:
+        """The bytes of a request, and what is to `finish` when they have been sent.
+
+        Raises:
+            Exception: what the serializer raises.
+        """
+        message = SentMessage(request, self._link, last=True)
+        return observed.serialize(self._traced, message, self._serializer), message
+
+    def send(
+        self, data: bytes, message: SentMessage, new: Callable[[], Waiter] = Waiter
+    ) -> Iterator[Waiter]:
+        """Sends what `encode` has made; yields what is to be waited for before it goes on.
+
+        It ends early with the call.
+
+        Args:
+            data: the bytes.
+            message: likewise.
+            new: makes what is waited for.
+        """
+        most = self._client.limits.send_bytes
+        if 0 <= most < len(data):
+            text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
+            self.abort(_Code.RESOURCE_EXHAUSTED, text)
+            return
+        for lot in self._outflow.lots(message_frames(self._number, data), new):
+            if isinstance(lot, Waiter):
+                yield lot
+            elif self._outflow.closed:
+                return
+            else:
+                self._client.send(lot)
+        message.finish()
+
+    def is_over(self) -> bool:
+        """The call has ended."""
+        return self._outflow.closed
+
+    def send_last(self) -> None:
+        """Says that there are no more requests."""
+        if not self.is_over():
+            self._client.send((last_frame(self._number),))
+
     def run(self, requests: Iterator[Any]) -> None:
-        """Sends all of them, and that there are no more; ends early with the call."""
-        while True:
+        """Sends all of them, in a thread, and that there are no more; ends early with the call."""
+        while not self.is_over():
             try:
                 request = next(requests)
             except StopIteration:
                 break
             except Exception:
                 logs.CHANNEL.exception("Exception iterating requests!")
-                self._abort(grpc.StatusCode.UNKNOWN, "Exception iterating requests!")
+                self.abort(_Code.UNKNOWN, "Exception iterating requests!")
                 return
-            if self._outflow.closed or not self._send(request):
+            if self.is_over():
                 return
-            del request
-        if not self._outflow.closed:
-            self._client.send((last_frame(self._number),))
+            try:
+                data, message = self.encode(request)
+            except Exception:
+                logs.COMMON.exception("Exception serializing message!")
+                data = None
+            if not isinstance(data, bytes):
+                self.abort(_Code.INTERNAL, "Exception serializing request!")
+                return
+            for waiter in self.send(data, message):
+                self._client.reader.wait(waiter, None)
+            del request, data, message
+        self.send_last()
 
-    def _send(self, request: Any) -> bool:
-        """Sends one; False if the call is over."""
-        message = SentMessage(request, self._link, last=True)
-        try:
-            data = observed.serialize(self._traced, message, self._serializer)
-        except Exception:
-            logs.COMMON.exception("Exception serializing message!")
-            data = None
-        if not isinstance(data, bytes):
-            self._abort(grpc.StatusCode.INTERNAL, "Exception serializing request!")
-            return False
-        most = self._client.limits.send_bytes
-        if 0 <= most < len(data):
-            text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
-            self._abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            return False
-        outflow = self._outflow
-        for lot in outflow.lots(message_frames(self._number, data)):
-            if isinstance(lot, Waiter):
-                self._client.reader.wait(lot, None)
-            elif outflow.closed:
-                return False
-            else:
-                self._client.send(lot)
-        message.finish()
-        return True
-
-    def _abort(self, code: grpc.StatusCode, details: str) -> None:
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """Ends the call."""
         call = self._call()
         if call is not None:
             call.end_here(code, details)

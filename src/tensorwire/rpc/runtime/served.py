@@ -189,8 +189,7 @@ class IncomingCall:
         if not self.awaited:
             return
         if flags == LAST:
-            text = f'"{self.method}" requires exactly one request message.'
-            self.fail(_Code.UNIMPLEMENTED, text, reading=True)
+            self.lacks_request()
         elif flags == WHOLE and (awaited := self.take_awaited()) is not None:
             awaited()
 
@@ -200,6 +199,11 @@ class IncomingCall:
             return self.awaited.pop()
         except IndexError:
             return None
+
+    def lacks_request(self) -> None:
+        """A stream of requests for a method that takes one has ended before the first one."""
+        text = f'"{self.method}" requires exactly one request message.'
+        self.fail(_Code.UNIMPLEMENTED, text, reading=True)
 
     def too_long(self, size: int) -> None:
         """A request is longer than it may be."""
@@ -256,28 +260,23 @@ class IncomingCall:
             if not self._token:
                 self._responses.close()
 
-    def send_message(self, message: bytes) -> bool:
-        """Sends one of several responses, when there is room; False if the call is over."""
-        for lot in self.lots(message):
-            if isinstance(lot, Waiter):
-                lot.block()
-            elif not self.send_frames(lot):
-                return False
-        return True
+    def send_message(self, message: bytes, new: Callable[[], Waiter] = Waiter) -> Iterator[Waiter]:
+        """Sends one of several responses; yields what is to be waited for before it goes on.
 
-    def lots(
-        self, message: bytes, new: Callable[[], Waiter] = Waiter
-    ) -> Iterator[list[bytes] | Waiter]:
-        """The frames of a response and what they wait for, see `Outflow.lots`."""
+        It ends early with the call.
+
+        Args:
+            message: the bytes.
+            new: makes what is waited for.
+        """
         assert self._responses is not None
-        return self._responses.lots(message_frames(self.number, message), new)
-
-    def send_frames(self, frames: Sequence[bytes]) -> bool:
-        """Sends frames that have room; False if the call is over."""
-        if not self._token:
-            return False
-        self._end.send(frames)
-        return True
+        for lot in self._responses.lots(message_frames(self.number, message), new):
+            if isinstance(lot, Waiter):
+                yield lot
+            elif not self._token:
+                return
+            else:
+                self._end.send(lot)
 
     def flush(self) -> None:
         """Sends now what is held back of it: this thread goes on with what follows."""

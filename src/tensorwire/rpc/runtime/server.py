@@ -253,6 +253,8 @@ class AnyService:
         self._lock = threading.Lock()
         self._ends: weakref.WeakSet[ServerEnd] = weakref.WeakSet()
         self._stopping = False
+        self._running = 0
+        self._known: dict[str, Handled] = {}
 
     def add_generic(self, handlers: Sequence[Any]) -> None:
         """See `grpc.Server`."""
@@ -329,6 +331,41 @@ class AnyService:
             call.fail(_Code.UNAVAILABLE, "the server is stopping", reading=True)
         return self._stopping
 
+    def _admits(self, call: IncomingCall, handled: Handled) -> bool:
+        """A call may run its servicer, and `_ran` follows; else it has ended."""
+        if call.once and (handled.takes_stream or handled.gives_stream):
+            call.refuse()  # grpcio says what comes of that
+            return False
+        if self._most is not None and not self._may_run(self._most):
+            call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
+            return False
+        return True
+
+    def _may_run(self, most: int) -> bool:
+        """Counts a call, unless there are as many as there may be; `_ran` follows."""
+        with self._lock:
+            if self._running >= most:
+                return False
+            self._running += 1
+        return True
+
+    def _ran(self) -> None:
+        if self._most is not None:
+            with self._lock:
+                self._running -= 1
+
+    def _handled(self, method: str, handler: Any) -> Handled:
+        """What is known of a handler; kept of grpcio's own, which are tuples: others may change."""
+        known = self._known.get(method)
+        if known is not None and known.handler is handler:
+            return known
+        handled = Handled(handler)
+        if isinstance(handler, tuple):
+            if len(self._known) >= _MOST_KNOWN:  # a generic handler may take any
+                self._known.clear()
+            self._known[method] = handled
+        return handled
+
 
 class Service(AnyService):
     """What a synchronous server does for its calls.
@@ -347,8 +384,6 @@ class Service(AnyService):
         limits: MessageLimits,
     ) -> None:
         super().__init__(pool, handlers, most, limits)
-        self._running = 0
-        self._known: dict[str, Handled] = {}
         find: Callable[[Any], Any] = self._find
         for each in reversed(interceptors):
             find = partial(each.intercept_service, find)
@@ -374,11 +409,7 @@ class Service(AnyService):
         if handled is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!", reading=True)
             return
-        if call.once and (handled.takes_stream or handled.gives_stream):
-            call.refuse()  # grpcio says what comes of that
-            return
-        if self._most is not None and not self._may_run(self._most):
-            call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
+        if not self._admits(call, handled):
             return
         if call.deadline is not None:
             call.alarm = DEADLINES.add(call.deadline, call.deadline_passed)
@@ -412,31 +443,6 @@ class Service(AnyService):
         """The pool takes nothing any more."""
         self._ran()
         call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
-
-    def _may_run(self, most: int) -> bool:
-        """Counts a call, unless there are as many as there may be; `_ran` follows."""
-        with self._lock:
-            if self._running >= most:
-                return False
-            self._running += 1
-        return True
-
-    def _ran(self) -> None:
-        if self._most is not None:
-            with self._lock:
-                self._running -= 1
-
-    def _handled(self, method: str, handler: Any) -> Handled:
-        """What is known of a handler; kept of grpcio's own, which are tuples: others may change."""
-        known = self._known.get(method)
-        if known is not None and known.handler is handler:
-            return known
-        handled = Handled(handler)
-        if isinstance(handler, tuple):
-            if len(self._known) >= _MOST_KNOWN:  # a generic handler may take any
-                self._known.clear()
-            self._known[method] = handled
-        return handled
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """In a thread of the user's."""

@@ -24,9 +24,9 @@ import grpc.aio
 
 from .. import logs
 from ..attach.terms import REFUSED
-from ..runtime.call import TIME_IS_OVER, call_weakly
 from ..runtime.callbacks import Callbacks, call_all
 from ..runtime.deadlines import DEADLINES, Deadline
+from ..runtime.engine import TIME_IS_OVER, call_weakly
 
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""

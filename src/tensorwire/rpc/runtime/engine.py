@@ -1,0 +1,478 @@
+"""Keeps the protocol of a client's call, without I/O: what may arrive, and what ends it.
+
+Frames that arrive change the state of a call, which may send some in turn. Knows neither threads
+nor event loops: `call.py` has calls that threads wait for, `asyncio/runtime_call.py` has calls that
+tasks wait for. What becomes of a call is decided once, by what ends it first: its answer, its
+deadline, a cancellation or the end of the line.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from .. import logs
+from ..payload.envelope import MAGIC
+from ..payload.inbox import RefusedError
+from ..payload.janitor import JANITOR
+from .callbacks import Calling
+from .deadlines import Alarm
+from .flow import Inflow, Outflow, TooLongError, Waiter
+from .frames import (
+    CANCEL,
+    MORE,
+    PLAIN_END,
+    REFUSED,
+    WHOLE,
+    EndBody,
+    Frame,
+    FrameError,
+    Metadata,
+    Number,
+    credit_frame,
+    parse_end,
+    short_frame,
+)
+from .options import MessageLimits
+from .outcome import NoResponse, failure_of, status_of
+
+PLAIN_END_BYTES = len(PLAIN_END)
+TIME_IS_OVER = "Deadline Exceeded"
+"""The details of a call that has met its deadline, as grpcio writes them."""
+LOCALLY = "Locally cancelled by application!"
+
+_Code = grpc.StatusCode
+_OK = _Code.OK
+_LARGE_BYTES = 1 << 16
+"""Of a response whose making holds up others too long, as does one that travelled beside."""
+_PLAIN_BODY = EndBody(0, "", (), (), b"")
+_NOT_READ = NoResponse(_Code.INTERNAL, "Exception deserializing response!")
+_ENDED: dict[int, object] = {0: None}
+
+
+class CallClient(Protocol):
+    """What calls need of their client.
+
+    Attributes:
+        limits: of messages.
+        mutex: guards lists of callbacks.
+        callbacks: calls them.
+    """
+
+    limits: MessageLimits
+    mutex: threading.RLock
+    callbacks: Calling
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends frames; nobody waits for it."""
+
+    def forget(self, call: Any) -> None:
+        """A call has ended, or goes on by grpcio."""
+
+    def keep(self, call: Any) -> None:
+        """A call goes on though its caller may forget it; sets its `kept`, so `unkeep` follows."""
+
+    def unkeep(self, call: Any) -> None:
+        """A call has ended, after `finish`."""
+
+
+class CallState(Waiter):
+    """The state of a call with one response.
+
+    Args:
+        client: whose call it is.
+        number: of the call.
+        deadline: of time.monotonic, None if it has none.
+        deserialize: makes a response of bytes.
+        ended: told once how the call has ended: its code, None if it was not carried out.
+        outflow: of its requests, if they are a stream.
+
+    Attributes:
+        number, deadline, outflow: as given.
+        kept: its client keeps it, until it has ended.
+        refused: it has ended because the server refuses to carry it out here.
+        unparsed: the response in the place of one that cannot be deserialized.
+    """
+
+    # What is so at first stands here: a small call takes little longer than to set all of it.
+    finished = False
+    kept = False
+    refused = False
+    unparsed: Any = _NOT_READ
+    _client: Any
+    _endings: dict[int, object] = _ENDED  # of one that could not be made
+    _bytes = 0
+    _whole = False
+    _has_ended = False
+    _forgotten = False
+    _initial: Metadata | None = None
+    _trailing: Metadata = ()
+    _code: grpc.StatusCode | None = None
+    _details = ""
+    _response: Any = None
+    _cancelled = False
+    _alarm: Alarm | None = None
+
+    def __init__(
+        self,
+        client: CallClient,
+        number: Number,
+        deadline: float | None,
+        deserialize: Callable[[bytes], Any],
+        ended: Callable[[grpc.StatusCode | None], None],
+        outflow: Outflow | None = None,
+    ) -> None:
+        self.args: Any = ()  # those of an exception would keep all of the above
+        self.latches = []
+        self.number = number
+        self.outflow = outflow
+        self._client = client
+        self.deadline = deadline
+        self._deserialize = deserialize
+        self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
+        self._endings: dict[int, object] = {}  # at most one; it is that of who ends the call
+        self._pieces: list[bytes] = []
+        self._callbacks: list[Callable[[], None]] | None = []
+
+    def __del__(self) -> None:
+        # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
+        # anywhere, with any lock.
+        if not self._endings:
+            JANITOR.soon(self.cancel)
+
+    # What arrives.
+
+    def head(self, initial: Metadata) -> None:
+        """Initial metadata came ahead."""
+        if self._initial is None:
+            self._initial = initial
+
+    def message(self, frame: Frame) -> None:
+        """A piece of the response came ahead of the end."""
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        if self._whole:
+            return  # of one response too many, which grpcio does not look at either
+        self._piece(frame.body)
+        self._whole = frame.flags == WHOLE
+
+    def _piece(self, data: bytes) -> bool:
+        """A piece of the response; False if it is longer than it may be, which ends the call."""
+        self._bytes += len(data)
+        if 0 <= self._client.limits.receive_bytes < self._bytes:
+            self._too_long(self._bytes)
+            return False
+        self._pieces.append(data)
+        return True
+
+    def _too_long(self, size: int) -> None:
+        self.end_here(*self._excess(size))
+
+    def _excess(self, size: int) -> NoResponse:
+        most = self._client.limits.receive_bytes
+        text = f"CLIENT: Received message larger than max ({size} vs. {most})"
+        return NoResponse(_Code.RESOURCE_EXHAUSTED, text)
+
+    def granted(self, size_bytes: int) -> None:
+        """The server has taken so much of the requests."""
+        if self.outflow is not None:
+            self.outflow.grant(size_bytes)
+
+    def answered(self, frame: Frame) -> None:
+        """The server has ended the call."""
+        if frame.flags == WHOLE and not self._pieces and self._answered_plainly(frame.body):
+            return
+        if frame.flags & REFUSED:
+            self._refused()
+            return
+        body = parse_end(frame.body)
+        code, details = status_of(body)
+        if frame.flags & WHOLE and not self._whole:
+            if not self._piece(body.piece):
+                return
+            self._whole = True
+        if code is _OK and self._whole:
+            if self._has_ended:
+                raise FrameError("an end behind the end of a call")
+            self._has_ended = True
+            beside = self._pieces[0].startswith(MAGIC)
+            if not beside:
+                self._client.forget(self)  # what becomes of the server changes nothing any more
+                self._forgotten = True
+            self._make_soon(body, large=beside or self._bytes >= _LARGE_BYTES)
+            return
+        if code is _OK:
+            code, details = _Code.INTERNAL, "the server sent no response"
+        self.conclude(code, details, body.initial, body.trailing)
+
+    def _answered_plainly(self, body: bytes) -> bool:
+        """Ends the call, if it is the end of nearly all small ones: OK, a response, and no more."""
+        if self._whole or len(body) >= _LARGE_BYTES or not body.startswith(PLAIN_END):
+            return False
+        most = self._client.limits.receive_bytes
+        if body.startswith(MAGIC, PLAIN_END_BYTES) or 0 <= most < len(body) - PLAIN_END_BYTES:
+            return False
+        self._has_ended = self._whole = self._forgotten = True
+        self._client.forget(self)  # what becomes of the server changes nothing any more
+        self._pieces = [body[PLAIN_END_BYTES:]]
+        self._make_soon(_PLAIN_BODY, large=False)
+        return True
+
+    def _make_soon(self, body: EndBody, *, large: bool) -> None:
+        """Has `_make` called where a user's code may run; a large response takes its time."""
+        raise NotImplementedError
+
+    def _make(self, body: EndBody) -> None:
+        """Ends the call with its response, once that is had."""
+        if not self._pieces:  # it has ended otherwise
+            return
+        try:
+            self._conclude_with(body, self._message_of(self._data()))
+        except BaseException:
+            self.end_here(_Code.CANCELLED, "the thread was interrupted", cancelled=True)
+            raise
+
+    def _data(self) -> bytes:
+        """The bytes of the response."""
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _conclude_with(self, body: EndBody, response: Any) -> None:
+        """Ends the call, which has the given response, or a `NoResponse`."""
+        code, details = _OK, body.details
+        if isinstance(response, NoResponse):
+            (code, details), response = response, None
+        self.conclude(code, details, body.initial, body.trailing, response)
+
+    def _message_of(self, data: bytes) -> Any:
+        """The user's response, or a `NoResponse`."""
+        response = None
+        try:
+            response = self._deserialize(data)
+        except Exception as error:
+            if (failure := failure_of(error)) is not None:
+                return failure
+            logs.COMMON.exception("Exception deserializing message!")
+            if isinstance(error, RefusedError):
+                return _NOT_READ
+        return self.unparsed if response is None else response
+
+    # How it ends.
+
+    def conclude(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        initial: Metadata = (),
+        trailing: Metadata = (),
+        response: Any = None,
+        *,
+        cancelled: bool = False,
+    ) -> bool:
+        """Ends the call; False if it had ended. What interrupts that comes behind the end."""
+        ending = code, details, initial, trailing, response, cancelled
+        try:
+            if self._endings.setdefault(0, ending) is not ending:
+                return False
+            self._conclude(*ending)
+        except BaseException:
+            if self._endings.get(0) is ending:
+                self._conclude(*ending)  # what was done already is not done again
+            raise
+        return True
+
+    def _conclude(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        initial: Metadata,
+        trailing: Metadata,
+        response: Any,
+        cancelled: bool,
+    ) -> None:
+        if not self._forgotten:
+            self._client.forget(self)
+        if self._initial is None:
+            self._initial = initial
+        self._trailing, self._response, self._cancelled = trailing, response, cancelled
+        self._details = details
+        self._pieces = []
+        self._let_go()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(code)
+        self._code = code
+        with self._client.mutex:
+            callbacks, self._callbacks = self._callbacks, None
+        self.finish()
+        if self.kept:
+            self._client.unkeep(self)
+        if callbacks:
+            self._client.callbacks.call(callbacks)
+
+    def _let_go(self) -> None:
+        """The call has ended: lets go of what only a call needs that goes on."""
+        self._deserialize = _nothing
+        if self._alarm is not None:
+            self._alarm.action = None
+        if self.outflow is not None:
+            self.outflow.close()
+
+    def _tell(self, code: grpc.StatusCode | None) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(code)
+
+    def _refused(self) -> None:
+        """The server does not carry it out here: it has to be made by grpcio, if it can."""
+        if self.outflow is not None:  # requests cannot be sent again
+            self.conclude(_Code.UNAVAILABLE, "the server refuses the call")
+            return
+        mine = object()
+        if self._endings.setdefault(0, mine) is not mine:
+            return
+        self._client.forget(self)
+        self._let_go()
+        self._tell(None)
+        self.refused = True
+        self.finish()
+        if self.kept:
+            self._client.unkeep(self)
+
+    def end_here(self, code: grpc.StatusCode, details: str, *, cancelled: bool = False) -> bool:
+        """Ends the call at this end, and tells the server."""
+        if not self.conclude(code, details, cancelled=cancelled):
+            return False
+        self._client.send((short_frame(CANCEL, self.number),))
+        return True
+
+    def leave_to_grpcio(self) -> None:
+        """It has not begun, and will not."""
+        if not self._endings:
+            self._endings[0] = None
+            self._tell(None)
+
+    def set_alarm(self, new: Callable[[float, Callable[[], object]], Alarm]) -> None:
+        """Ends it at its deadline, unless it was forgotten.
+
+        Args:
+            new: has something called at a time of time.monotonic.
+        """
+        if self.deadline is not None:
+            late = weakref.WeakMethod(self.deadline_passed)
+            self._alarm = new(self.deadline, lambda: call_weakly(late))
+
+    def deadline_passed(self) -> None:
+        """Ends the call because its time is over."""
+        self.end_here(_Code.DEADLINE_EXCEEDED, TIME_IS_OVER)
+
+    # What calls of both worlds say in the same way.
+
+    def cancel(self) -> bool:
+        """Ends the call; False if it had ended."""
+        return self.end_here(_Code.CANCELLED, LOCALLY, cancelled=True)
+
+    def done(self) -> bool:
+        """The call has ended."""
+        return self._code is not None
+
+    def time_remaining(self) -> float | None:
+        """Seconds to the deadline, None if there is none."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+    def _error_string(self) -> str:
+        """What grpcio's objects have too: the status once more."""
+        return "" if self._code is _OK else f"tensorwire: {self._details}"
+
+
+class StreamState(CallState):
+    """The state of a call with a stream of responses.
+
+    Args: as of `CallState`.
+    """
+
+    _end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None
+
+    def __init__(self, client: CallClient, *given: Any, **named: Any) -> None:
+        super().__init__(client, *given, **named)
+        self._inflow = Inflow(client.limits.receive_bytes)
+
+    def message(self, frame: Frame) -> None:
+        """A piece of a response came."""
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        self.head(())
+        self._add(frame.body, frame.flags)
+
+    def _add(self, data: bytes, flags: int) -> bool:
+        try:
+            self._credit(self._inflow.add(data, flags))
+        except TooLongError as error:
+            self._too_long(error.args[0])
+            return False
+        return True
+
+    def _credit(self, size_bytes: int) -> None:
+        if size_bytes:
+            self._client.send((credit_frame(self.number, size_bytes),))
+
+    def _too_long(self, size: int) -> None:
+        # Behind the responses that came before it, as in grpcio.
+        if self._end is None:
+            self._client.send((short_frame(CANCEL, self.number),))
+            self._ends_with(*self._excess(size))
+
+    def answered(self, frame: Frame) -> None:
+        """The server has ended the call."""
+        if self._end is not None:
+            return  # on its way when a response was too long
+        body = parse_end(frame.body)
+        code, details = status_of(body)
+        if frame.flags & REFUSED:
+            code, details = _Code.UNAVAILABLE, "the server refuses the call"
+        elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
+            return
+        self.head(body.initial)
+        self._ends_with(code, details, body.initial, body.trailing)
+
+    def _ends_with(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        initial: Metadata = (),
+        trailing: Metadata = (),
+    ) -> None:
+        """Ends the call when all that came before its end is taken, as in grpcio."""
+        self._end = code, details, initial, trailing
+        if self._inflow.close(drop=False):
+            self.conclude(*self._end)
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._inflow.close()
+
+    def _settle(self, response: Any) -> bool:
+        """A response was taken; False: it is a `NoResponse`, and the call has ended by it."""
+        credit, was_last = self._inflow.settle()
+        if isinstance(response, NoResponse):
+            self.end_here(*response)
+            return False
+        self._credit(credit)
+        if was_last and self._end is not None:
+            self.conclude(*self._end)
+        return True
+
+
+def _nothing(data: bytes) -> None:
+    """What is made of a response to a call that has ended."""
+
+
+def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
+    """Calls a method of an object that is still there."""
+    if (strong := method()) is not None:
+        strong()
