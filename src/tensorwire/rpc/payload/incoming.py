@@ -12,7 +12,7 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
-from .envelope import BODY, MAGIC, Envelope, is_awaited, unseal
+from .envelope import BODY, MAGIC, Envelope, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .rendezvous import Rendezvous
@@ -63,7 +63,6 @@ class Reader:
         holdings: list[Holding] | None = None,
         *,
         needed: Callable[[], bool] | None = None,
-        awaited: bool = False,
     ) -> Any:
         """The message that came as itself or as an envelope.
 
@@ -73,7 +72,6 @@ class Reader:
             holdings: gets what keeps the memory of the message's Tensors.
             needed: asked while the sender lets this end wait for a message that is to be read;
                 False ends that. None: there is no such message, as in calls by grpcio.
-            awaited: its arrays, if they are under way, were waited for.
 
         Raises:
             RefusedError: what looks like an envelope is of an unknown attachment, or lies.
@@ -100,8 +98,7 @@ class Reader:
         def await_arrays() -> None:
             if envelope.awaited:
                 rendezvous, goes_on = _rendezvous_of(attachment, needed)
-                if not awaited:
-                    rendezvous.arrays(envelope, arrival, goes_on)
+                rendezvous.arrays(envelope, arrival, goes_on)
 
         holding = None
         try:
@@ -128,54 +125,6 @@ class Reader:
         finally:
             if holding is None:
                 arrival.give_back()
-
-    async def read_later(
-        self,
-        data: bytes,
-        find: Callable[[bytes], RpcAttachment | None],
-        holdings: list[Holding] | None = None,
-        *,
-        needed: Callable[[], bool],
-        traced: Any = None,
-    ) -> Any:
-        """As `read`, without blocking the event loop.
-
-        Args:
-            data: as there.
-            find: as there.
-            holdings: as there.
-            needed: as there.
-            traced: what counts messages, None if nobody does.
-        """
-        body = await self._read_offer(data, find, needed) if is_awaited(data) else None
-
-        def make(data: bytes) -> Any:
-            if body is not None:
-                return self.inside(body)
-            return self.read(data, find, holdings, needed=needed, awaited=True)
-
-        return make(data) if traced is None else traced.deserialize(make, data, protocol="runtime")
-
-    async def _read_offer(
-        self,
-        data: bytes,
-        find: Callable[[bytes], RpcAttachment | None],
-        needed: Callable[[], bool],
-    ) -> bytes | None:
-        """What an envelope offers; None: `read` says what it is, whose arrays are there."""
-        try:
-            envelope = unseal(data)
-            attachment = find(envelope.attachment)
-        except ValueError:
-            return None
-        if attachment is None or attachment.rendezvous is None or not envelope.pieces:
-            return None
-        _check_length(envelope, attachment)
-        rendezvous = attachment.rendezvous
-        if envelope.pushes_arrays:
-            await rendezvous.arrays_later(envelope, needed)
-            return None
-        return await rendezvous.read_later(envelope, needed)
 
 
 def _check_length(envelope: Envelope, attachment: RpcAttachment) -> None:

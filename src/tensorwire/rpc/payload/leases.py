@@ -163,32 +163,6 @@ class Pool(Generic[Memory]):
             except TimeoutError:
                 pass
 
-    async def take_later(
-        self,
-        size_bytes: int,
-        call: tuple[int, int],
-        patience_s: float,
-        needed: Callable[[], bool],
-        answer_s: float = 5.0,
-        most: int = SLOTS,
-    ) -> Lease[Memory] | None:
-        """As `take`; waits for credits without blocking the event loop."""
-        if (lease := self.take_idle(size_bytes, call)) is not None:
-            return lease
-        until = self._until(patience_s, call)
-        while True:
-            seen, left = self._count.value, until - time.monotonic()
-            spares = left > 0 or self._is_in_vain(call, seen)
-            lease, again = self._attempt(size_bytes, call, answer_s, most if spares else SLOTS)
-            if lease is not None or not again or left <= 0 or not needed():
-                if left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen, most, lease)
-                return lease
-            try:
-                await self._count.reached(seen + 1, min(left, _SLICE_S), peer=self._peer)
-            except TimeoutError:
-                pass
-
     def _until(self, patience_s: float, call: tuple[int, int]) -> float:
         now, seen = time.monotonic(), self._count.value
         return now if seen == self._in_vain or self._is_in_vain(call, seen) else now + patience_s

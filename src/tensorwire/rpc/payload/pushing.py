@@ -23,7 +23,7 @@ from .envelope import BODY, Envelope
 from .inbox import GivenUpError, Inbox, Landed, RefusedError
 from .leases import SLOTS, Lease, LeasePool
 from .threads import THREADS
-from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word, wait_word_later
+from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word
 
 OF_A_CALL = 2
 """Messages of a call at a time for which memory is taken: one is under way, or copied, while the
@@ -251,14 +251,6 @@ class Pushing:
         wait_word(self._board.word(place), _there(envelope.turn), self._peer, needed, self._news)
         return self._taken(envelope)
 
-    async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
-        """As `read`, without blocking the event loop."""
-        place = self._checked(envelope)
-        await wait_word_later(
-            self._board.word(place), _there(envelope.turn), self._peer, needed, self._news
-        )
-        return self._taken(envelope)
-
     def await_arrays(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
         """Waits until the arrays of an envelope are there.
 
@@ -282,14 +274,6 @@ class Pushing:
         except BaseException:
             landed.abandon()
             raise
-
-    async def await_arrays_later(self, envelope: Envelope, needed: Callable[[], bool]) -> None:
-        """As `await_arrays`, without blocking the event loop, before their memory is looked for."""
-        if envelope.slot < SLOTS and envelope.turn < 1 << 63:
-            word = self._board.word(self._place(envelope.slot))
-            value, longest_s = _there(envelope.turn), self._longest_s(envelope)
-            await wait_word_later(word, value, self._peer, needed, nothing_new, longest_s)
-            self._check_turn(word, envelope.turn)
 
     def _check_turn(self, word: Word, turn: int) -> None:
         """Refuses what is waited for, if its slot has other memory by now.

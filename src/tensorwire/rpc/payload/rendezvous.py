@@ -7,7 +7,6 @@ chunk after chunk into the message's final place. Knows neither gRPC nor message
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
 from .leases import SLOTS, AnyLease, Lease, Pool
 from .pushing import OF_A_CALL, Pushing
 from .threshold import Threshold
-from .waiting import GIVEN_UP, finish, finish_later, wait_word, wait_word_later
+from .waiting import GIVEN_UP, finish, wait_word
 
 CHUNK_BYTES = 4 << 20
 MAPPED_CHUNK_BYTES = 2 << 20
@@ -44,8 +43,6 @@ FIRST_BYTES = 1 << 16
 """Copied before the envelope leaves, of a message that is read in chunks: the rest is copied while
 that is under way and the receiver wakes up. Of one that is read at once a few times as much is
 copied before, and of a longer one nothing."""
-LOOP_CHUNK_BYTES = 1 << 20
-"""Copied at a time in an event loop."""
 AT_ONCE_BYTES = 2 << 20
 """A message that is no longer is copied before its receiver is awake, which reads it in one; where
 the receiver does not have the memory mapped, it is pushed."""
@@ -200,16 +197,6 @@ class Staging:
         except TensorwireError:
             pass
 
-    def run_some(self, needed: Callable[[], bool]) -> bool:
-        """As `run`, in an event loop: `LOOP_CHUNK_BYTES` at most; True if something is left."""
-        end = self._at + LOOP_CHUNK_BYTES
-        try:
-            while self.left and self._at < end and needed():
-                self.step(min(self._chunk_bytes, end - self._at))
-        except TensorwireError:
-            return False
-        return self.left and needed()
-
 
 class Dispatch(NamedTuple):
     """A message that the receiver is to read, or that is pushed to it.
@@ -323,17 +310,6 @@ class Rendezvous:
     def _is_pushed(self, size_bytes: int) -> bool:
         return not self.maps and size_bytes <= AT_ONCE_BYTES
 
-    async def offer_later(
-        self,
-        data: bytes,
-        call: tuple[int, int],
-        patience_s: float,
-        needed: Callable[[], bool],
-    ) -> Dispatch | None:
-        """As `offer`, without blocking the event loop, where nothing is pushed."""
-        lease = await self.offers.take_later(len(data), call, patience_s, needed, most=OF_A_CALL)
-        return None if lease is None else self._begin(lease, data, call)
-
     def _begin(self, lease: Lease[Offered], data: bytes, call: tuple[int, int]) -> Dispatch:
         try:
             size = len(data)
@@ -376,24 +352,6 @@ class Rendezvous:
                     finish(awaited, needed)
         return fresh.take()
 
-    async def read_later(self, envelope: Envelope, needed: Callable[[], bool]) -> bytes:
-        """As `read`, without blocking the event loop."""
-        if envelope.version == PUSHED_VERSION:
-            with self._telling_why(needed):
-                return await self._pusher().read_later(envelope, needed)
-        size = self._claim(envelope)
-        remote = self._known(envelope)
-        if remote is None:
-            remote = await asyncio.to_thread(self._look_up, envelope)
-        with self._reading(envelope, remote, needed):
-            fresh = FreshBytes(size)
-            for awaited in self._chunks(envelope, size, remote, fresh, needed):
-                if isinstance(awaited, int):
-                    await wait_word_later(self._staged(envelope), awaited, self._peer, needed)
-                else:
-                    await finish_later(awaited, needed)
-        return fresh.take()
-
     def arrays(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
         """Waits until the arrays of an envelope are there; raises as `read`.
 
@@ -405,12 +363,6 @@ class Rendezvous:
         self._check_mapped()
         with self._telling_why(needed):
             self.pushing.await_arrays(envelope, landed, needed)
-
-    async def arrays_later(self, envelope: Envelope, needed: Callable[[], bool]) -> None:
-        """As `arrays`, without blocking the event loop, before their memory is looked for."""
-        self._check_mapped()
-        with self._telling_why(needed):
-            await self.pushing.await_arrays_later(envelope, needed)
 
     def _check_mapped(self) -> None:
         if not self.maps:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from tensorwire._core import Transfer
 from tensorwire.errors import TimeoutError
 from tensorwire.memory import Pace, Peer, Word
-from tensorwire.memory.aio import wait_transfer
 
 from .inbox import GivenUpError, StalledError
 
@@ -56,23 +55,6 @@ def wait_word(
             patience.look()
 
 
-async def wait_word_later(
-    word: Word,
-    value: int,
-    peer: Peer,
-    needed: Callable[[], bool],
-    news: Callable[[], int] = nothing_new,
-    longest_s: float | None = None,
-) -> None:
-    """As `wait_word`, without blocking the event loop."""
-    patience = _Patience(needed, news, longest_s)
-    while word.value < value:
-        try:
-            await word.reached(value, _SLICE_S, peer=peer)
-        except TimeoutError:
-            patience.look()
-
-
 class _Patience:
     """How long a sender is waited for."""
 
@@ -103,17 +85,6 @@ def finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
     while True:
         try:
             transfer.wait(_SLICE_S)
-            return
-        except TimeoutError:
-            if not needed():
-                raise GivenUpError(GIVEN_UP) from None
-
-
-async def finish_later(transfer: Transfer, needed: Callable[[], bool]) -> None:
-    """As `finish`, without blocking the event loop."""
-    while True:
-        try:
-            await wait_transfer(transfer, _SLICE_S)
             return
         except TimeoutError:
             if not needed():
