@@ -173,6 +173,26 @@ def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
     server.stop(None).wait()
 
 
+def test_who_does_not_read_holds_the_sender_up(wire: str) -> None:
+    sent: list[int] = []
+
+    async def many(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for number in range(12):
+            sent.append(number)
+            yield message(100_000)
+
+    async def test(channel: Any, server: Any) -> None:
+        stream = channel.unary_stream("/t/us")(b"")
+        await until(lambda: len(sent) >= 3)
+        await asyncio.sleep(0.2)
+        assert len(sent) == 3  # two wait to be read, and the third holds the servicer up
+        assert [len(each) async for each in stream] == [100_000] * 12
+        await until(lambda: nothing_is_offered(channel, server))
+        assert offers(server.attachments[0]).leased_bytes < 400_000
+
+    run(wire, {"/t/us": US(many)}, test, limits=rpc.Limits(threshold_bytes=1000, patience_s=LONG_S))
+
+
 def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) -> None:
     async def test(channel: Any, server: Any) -> None:
         unary = channel.unary_unary("/t/uu")
@@ -338,8 +358,9 @@ def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
     run(wire, FOUR, test, limits=rpc.Limits())
 
 
-def test_a_loop_that_is_held_up_has_sent_what_it_began_to(wire: str) -> None:
-    """Which it does before anybody else has a turn."""
+def test_a_loop_that_is_held_up_has_sent_what_it_began_to() -> None:
+    """Where memory is mapped, which it does before anybody else has a turn."""
+    wire = "shm"
     arrived = threading.Event()
 
     def take(request: bytes, context: Any) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,14 @@ from .. import logs
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import is_awaited
 from ..payload.inbox import RefusedError
-from ..payload.outgoing import CallLink
+from ..payload.outgoing import CallLink, SentMessage
 from ..payload.tensors import Holding, drop
 from ..runtime.behavior import AnyPerformance, Performance, refuse_payload
 from ..runtime.context import Caller
+from ..runtime.flow import Waiter
 from ..runtime.leaving import lenient
 from ..runtime.served import IncomingCall
+from .encoding import encode, finish, finish_one
 from .loop import LoopWaiter, in_thread, taken, wait_each
 from .runtime_context import AioContext
 
@@ -130,14 +132,16 @@ class AioPerformance(_Unexpected):
         if self.context.code() not in (None, _Code.OK):
             self.finish(_Code.OK, "")
             return
-        data = self._serialize(response)
+        data, message = await self._serialize(response)
         if call.takes_stream:  # and gives credits
             call.stream_responses()
             await wait_each(call.send_message(data, LoopWaiter))
+            await finish(message)
             self.finish(_Code.OK, "")
         else:
             self.finish(_Code.OK, "", data)
         self.answered = True
+        await finish(message)
 
     async def _stream(self, responses: Any) -> None:
         if inspect.isawaitable(responses):
@@ -170,12 +174,14 @@ class AioPerformance(_Unexpected):
             refuse_payload(self.call, error)
             raise _EndedError from None
 
-    def _serialize(self, response: Any) -> bytes:
-        data, _ = self._encode(response)
-        assert isinstance(data, bytes)
+    async def _serialize(self, response: Any) -> tuple[bytes, SentMessage | None]:
+        """The bytes of a response, and what is to `finish` when they have been sent."""
+        data, message = await encode(
+            self._attachment, self._link, self._serializer, self._traced, response, last=True
+        )
         if self._is_too_long(data):
             raise _EndedError
-        return data
+        return data, message
 
     async def read(self) -> Any:
         """The next request, EOF behind the last one."""
@@ -198,13 +204,18 @@ class AioPerformance(_Unexpected):
         """
         async with self._turn:
             await self._finish_rest()
-            waiters = self.call.send_message(self._serialize(response), LoopWaiter)
+            data, message = await self._serialize(response)
+            sending = self.call.send_message(data, LoopWaiter), message
             try:
-                await wait_each(waiters)
+                await self._send(*sending)
             except asyncio.CancelledError:
-                self._rest = asyncio.get_running_loop().create_task(wait_each(waiters))
+                self._rest = asyncio.get_running_loop().create_task(self._send(*sending))
                 raise
         await asyncio.sleep(0)  # others have their turn, however much there is to send
+
+    async def _send(self, waiters: Iterator[Waiter], message: SentMessage | None) -> None:
+        await wait_each(waiters)
+        await finish_one(message, self.call.is_active)
 
     async def _finish_rest(self) -> None:
         """Waits until a message whose task was cancelled has left."""

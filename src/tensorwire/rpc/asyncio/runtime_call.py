@@ -17,9 +17,11 @@ import grpc.aio
 
 from .. import logs
 from ..payload.envelope import is_awaited
+from ..payload.outgoing import SentMessage
 from ..runtime.engine import CallState, StreamState
 from ..runtime.frames import EndBody
 from ..runtime.requests import RequestSender
+from .encoding import finish, finish_one
 from .loop import LoopWaiter, in_loop, in_thread, taken, wait_each
 
 _Code = grpc.StatusCode
@@ -35,6 +37,7 @@ class AioCall(LoopWaiter, CallState):
         CallState.__init__(self, *given)
         self._head = LoopWaiter()
         self._requests: RequestSender | None = None
+        self._encoded: Any = None
         self._task: asyncio.Task[None] | None = None
         self._written = self._done_writing_flag = False  # grpcio's intercepted calls look at it
         self._turn: asyncio.Lock | None = None
@@ -137,14 +140,20 @@ class AioCall(LoopWaiter, CallState):
 
     # Requests that are a stream.
 
-    def send_by(self, requests: RequestSender, iterable: Any) -> None:
+    def finish_sending(self, message: SentMessage) -> None:
+        """Has what is left of the only request copied, whose bytes have been sent."""
+        if message.staging is not None:
+            self._task = self._client.loop.create_task(finish(message))
+
+    def send_by(self, requests: RequestSender, encoded: Any, iterable: Any) -> None:
         """Sends requests, which are written or come from an iterable, synchronous or not.
 
         Args:
             requests: sends them.
+            encoded: makes what travels of one, see `encode`.
             iterable: of the user's; None: they will be written.
         """
-        self._requests, self._written = requests, iterable is None
+        self._requests, self._encoded, self._written = requests, encoded, iterable is None
         if self._written:
             self._turn = asyncio.Lock()  # of those who write: pieces of two would be one message
         else:
@@ -172,7 +181,9 @@ class AioCall(LoopWaiter, CallState):
         requests = self._requests
         if self.done() or requests is None:
             return False
-        await wait_each(requests.send(*requests.encode(request), LoopWaiter))
+        data, message = await self._encoded(request, last=True)
+        await wait_each(requests.send(data, LoopWaiter))
+        await finish_one(message, lambda: not self.done())
         sent = not self.done()
         await asyncio.sleep(0)  # others have their turn, however much there is to send
         return sent

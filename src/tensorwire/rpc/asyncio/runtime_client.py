@@ -15,12 +15,14 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
 from ..payload.attachment import RpcAttachment
+from ..payload.outgoing import SentMessage
 from ..runtime.carry import AnyMethod
 from ..runtime.client import AnyClient
 from ..runtime.flow import Outflow, Waiter
-from ..runtime.leaving import leaving, lenient
+from ..runtime.leaving import lenient
 from ..runtime.options import MessageLimits
 from ..runtime.requests import RequestSender
+from .encoding import encode
 from .loop import LoopCallbacks, LoopDeadline, in_loop
 from .runtime_call import AioCall, AioStream
 
@@ -88,7 +90,7 @@ class AioMethod(AnyMethod[AioCall]):
         super().__init__(arity, lenient(serializer), *given)
         self._sends_stream = arity.startswith("stream")
 
-    def begin(self, attachment: RpcAttachment | None, details: Any, request: Any) -> Any:
+    async def begin(self, attachment: RpcAttachment | None, details: Any, request: Any) -> Any:
         """Begins a call; None: it is one for grpcio, and nothing has been sent.
 
         Args:
@@ -113,20 +115,26 @@ class AioMethod(AnyMethod[AioCall]):
         link.in_loop = True
         if not self._takes_stream:
             client.keep(call)
+        encoded = partial(encode, attachment, lambda: link, self._serializer, link.traced)
         data: bytes | None = None
+        outgoing: SentMessage | None = None
         if not self._sends_stream:
             try:
-                data, outgoing = leaving(
-                    request, attachment, lambda: link, self._serializer, link.traced, last=False
-                )
+                data, outgoing = await encoded(request, last=False)
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
             except Exception:
                 logs.COMMON.exception("Exception serializing message!")
                 call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
                 raise
+            if call.done():  # its time has passed, or the server gone
+                return call
             if outgoing is not None:
                 link.leaves(outgoing, timed=False)
         client.begin(call, method.encode(), entries, data, streams=self._takes_stream)
+        if outgoing is not None:
+            call.finish_sending(outgoing)
         if outflow is not None:
-            sender = RequestSender(client, call, link, self._serializer, link.traced)
-            call.send_by(sender, request)
+            call.send_by(RequestSender(client, call), encoded, request)
         return call

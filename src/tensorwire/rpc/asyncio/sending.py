@@ -67,7 +67,7 @@ class AioSender:
         if method is None or not self.keeper.carries:
             return None, details
         attachment, details = await self._attach(details)
-        return method.begin(attachment, details, request), details
+        return await method.begin(attachment, details, request), details
 
     async def _begin(self, details: Any) -> tuple[CallLink, Any]:
         """The link of a new call, and its details with the mark of its attachment."""

@@ -177,9 +177,8 @@ class RpcAttachment:
         own = limits.threshold_bytes
         self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
         self.arrays_bytes = self.arrays_threshold(by_runtime=False)
-        self.small_bytes = 0
-        if limits.fixed_bytes is None:
-            self.small_bytes = min(self.threshold_bytes, _SMALL_BYTES)
+        least = _SMALL_BYTES if limits.fixed_bytes is None else limits.fixed_bytes
+        self.small_bytes = min(self.threshold_bytes, least)
         self._node = node
         self._board = board
         self._is_client = is_client

@@ -47,18 +47,19 @@ class CallLink:
     Attributes:
         attachment, call, needed: as given.
         leases: what was sent in the call, as far as this end has to take it back.
+        bodies: those of them that hold a message and no arrays: who reads it gives it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
         unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
         offers: messages may travel by rendezvous, because it is a call of the runtime.
-        in_loop: it is one of an event loop, which waits for nobody: nothing is left to be copied
-            when its messages have left.
+        in_loop: it is one of an event loop, which copies before it goes on what it can at once.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
     leases: Sequence[AnyLease] = ()
+    bodies: Sequence[AnyLease] = ()
     must_confirm = False
     patience_s: float | None = None
     foreign = False
@@ -237,12 +238,10 @@ class SentMessage:
                 return body  # what is no message, grpcio says
             if self.keeps_body:
                 self.body = body
-            offers = self.link.offers and not self.link.in_loop
-            if offers and attachment.rendezvous is not None and body:
+            rendezvous = attachment.rendezvous if self.link.offers else None
+            if body and rendezvous is not None and not (self.link.in_loop and rendezvous.maps):
                 self.size_bytes = len(body)
-                self.by_rendezvous = attachment.may_send(len(body)) and attachment.rendezvous.takes(
-                    len(body)
-                )
+                self.by_rendezvous = attachment.may_send(len(body)) and rendezvous.takes(len(body))
                 if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
                     return offered
         return self._otherwise(attachment, arrays, body, serializer)
@@ -418,6 +417,8 @@ class SentMessage:
         elif not self._wait(lease.memory.write_at(sources, offsets)):
             attachment.leases_there.retire([lease], link.call)
             return None
+        if beside.keys() == {BODY}:
+            link.bodies = [lease, *attachment.leases_there.used_of(link.bodies, link.call)]
         self.ahead = True
         pieces = tuple(zip(beside, offsets, sizes, strict=True))
         at = lease.slot, lease.serial, lease.turn

@@ -203,8 +203,8 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, None, streams=self._takes_stream)
-        sender = RequestSender(client, call, link, self._serializer, link.traced)
-        THREADS.run(partial(sender.run, requests))
+        sender = RequestSender(client, call)
+        THREADS.run(partial(sender.run, requests, link, self._serializer, link.traced))
         return call
 
 

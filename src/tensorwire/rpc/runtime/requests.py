@@ -27,42 +27,22 @@ class RequestSender:
     Args:
         client: by which it goes.
         call: with an `outflow`.
-        link: of the call.
-        serializer: the user's.
-        traced: what counts messages, None if nobody does.
     """
 
-    def __init__(
-        self, client: Any, call: CallState, link: CallLink, serializer: Serializer, traced: Any
-    ) -> None:
+    def __init__(self, client: Any, call: CallState) -> None:
         assert call.outflow is not None
         self._client = client
         self._call = weakref.ref(call)
         self._number: Number = call.number
         self._outflow: Outflow = call.outflow
-        self._link = link
-        self._serializer = serializer
-        self._traced = traced
 
-    def encode(self, request: Any) -> tuple[Any, SentMessage]:
-        """The bytes of a request, and what is to `finish` when they have been sent.
-
-        Raises:
-            Exception: what the serializer raises.
-        """
-        message = SentMessage(request, self._link, last=True)
-        return observed.serialize(self._traced, message, self._serializer), message
-
-    def send(
-        self, data: bytes, message: SentMessage, new: Callable[[], Waiter] = Waiter
-    ) -> Iterator[Waiter]:
-        """Sends what `encode` has made; yields what is to be waited for before it goes on.
+    def send(self, data: bytes, new: Callable[[], Waiter] = Waiter) -> Iterator[Waiter]:
+        """Sends the bytes of a request; yields what is to be waited for before it goes on.
 
         It ends early with the call.
 
         Args:
             data: the bytes.
-            message: likewise.
             new: makes what is waited for.
         """
         most = self._client.limits.send_bytes
@@ -77,7 +57,6 @@ class RequestSender:
                 return
             else:
                 self._client.send(lot)
-        message.finish()
 
     def is_over(self) -> bool:
         """The call has ended."""
@@ -88,8 +67,17 @@ class RequestSender:
         if not self.is_over():
             self._client.send((last_frame(self._number),))
 
-    def run(self, requests: Iterator[Any]) -> None:
-        """Sends all of them, in a thread, and that there are no more; ends early with the call."""
+    def run(
+        self, requests: Iterator[Any], link: CallLink, serializer: Serializer, traced: Any
+    ) -> None:
+        """Sends all of them, in a thread, and that there are no more; ends early with the call.
+
+        Args:
+            requests: the user's.
+            link: of the call.
+            serializer: the user's.
+            traced: what counts messages, None if nobody does.
+        """
         while not self.is_over():
             try:
                 request = next(requests)
@@ -101,16 +89,18 @@ class RequestSender:
                 return
             if self.is_over():
                 return
+            message = SentMessage(request, link, last=True)
             try:
-                data, message = self.encode(request)
+                data = observed.serialize(traced, message, serializer)
             except Exception:
                 logs.COMMON.exception("Exception serializing message!")
                 data = None
             if not isinstance(data, bytes):
                 self.abort(_Code.INTERNAL, "Exception serializing request!")
                 return
-            for waiter in self.send(data, message):
+            for waiter in self.send(data):
                 self._client.reader.wait(waiter, None)
+            message.finish()
             del request, data, message
         self.send_last()
 
