@@ -53,14 +53,15 @@ def trained(job: tw.Job, readers: int) -> dict[str, list[Any]]:
     return result
 
 
-def test_the_same_bits_for_any_workers_and_each_sample_once(team: Team) -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_same_bits_for_any_workers_and_each_sample_once(team: Team, more: bool) -> None:
+    """With two workers; or with processes that read the data, and with four."""
     one = team.alone(trained, 0, slices=4)
-    runs = [
-        [one],
-        team.run(trained, 2, slices=4),
-        team.run(trained, 0, slices=4, workers=4),
-    ]
-    for run in runs:
+    if more:
+        others = [team.run(trained, 2, slices=4), team.run(trained, 0, slices=4, workers=4)]
+    else:
+        others = [team.run(trained, 0, slices=4)]
+    for run in [[one], *others]:
         for source in SOURCES:
             assert {worker[source][0] for worker in run} == {one[source][0]}, source
             for epoch in range(2):
