@@ -173,7 +173,6 @@ def test_what_is_damaged_is_named(tmp_path: Path, name: str, harm: Any) -> None:
     [
         "[]",
         "{",
-        '{"format": 2}',
         '{"format": 1, "files": []}',
         '{"format": 1, "files": {}}',
         '{"format": 1, "files": {"state.pt": 3}}',
@@ -185,6 +184,15 @@ def test_an_index_that_makes_no_sense(tmp_path: Path, index: str) -> None:
     made = save(tmp_path)
     (made / "checkpoint.json").write_text(index)
     with pytest.raises(ValueError, match="checkpoint-000001 is"):
+        load(made)
+
+
+@pytest.mark.parametrize("index", ['{"format": 2, "files": {}}', '{"files": {}}'])
+def test_a_folder_of_an_unknown_format_is_an_error_that_says_so(tmp_path: Path, index: str) -> None:
+    made = save(tmp_path)
+    (made / "checkpoint.json").write_text(index)
+    number = json.loads(index).get("format")
+    with pytest.raises(ValueError, match=f"it has the format {number}, this version reads 1$"):
         load(made)
 
 

@@ -330,8 +330,13 @@ def _read_index(found: Path) -> dict[str, Any]:
         raise _damaged(found, f"{_INDEX} is missing") from None
     except ValueError as error:
         raise _damaged(found, f"{_INDEX} cannot be read: {error}") from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise ValueError(f"{found} is no checkpoint of this version of tensorwire")
+    if not isinstance(index, dict):
+        raise _damaged(found, f"{_INDEX} does not tell its files")
+    if index.get("format") != FORMAT:
+        raise ValueError(
+            f"{found} is no checkpoint of this version of tensorwire: it has the format "
+            f"{index.get('format')!r}, this version reads {FORMAT}"
+        )
     files = index.get("files")
     if not isinstance(files, dict) or _STATE not in files:
         raise _damaged(found, f"{_INDEX} does not tell its files")
