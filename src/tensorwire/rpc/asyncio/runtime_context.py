@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from ..runtime.context import AnyContext, CallContext, Caller
 from ..runtime.served import IncomingCall
-
-if TYPE_CHECKING:
-    from .runtime_behavior import AioPerformance
 
 _Code = grpc.StatusCode
 
@@ -25,7 +22,7 @@ class AioContext(AnyContext, grpc.aio.ServicerContext):  # type: ignore[misc,typ
     Args:
         caller: who calls.
         call: what it is of.
-        performance: reads, writes and ends the call.
+        performance: the `AioPerformance` of the call, which reads, writes and ends it.
 
     Attributes:
         abort_error: what `abort` has raised.
@@ -34,7 +31,7 @@ class AioContext(AnyContext, grpc.aio.ServicerContext):  # type: ignore[misc,typ
 
     _trailing: Any = ()
 
-    def __init__(self, caller: Caller, call: IncomingCall, performance: AioPerformance) -> None:
+    def __init__(self, caller: Caller, call: IncomingCall, performance: Any) -> None:
         super().__init__(caller, call)
         self._performance = performance
         self._details = ""
