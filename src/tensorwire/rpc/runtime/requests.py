@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..payload.outgoing import CallLink, SentMessage, Serializer
+from ..payload.encode import Serializer
+from ..payload.outgoing import CallLink, SentMessage
 from . import observed
 from .engine import CallState
 from .flow import Outflow, Waiter
