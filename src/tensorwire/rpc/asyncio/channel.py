@@ -11,7 +11,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import grpc
@@ -166,7 +166,7 @@ class _ManyRequests(_Direct):
         )
 
 
-class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
+class _Small(_OneRequest):
     """Those of its calls whose requests are small are grpcio's own, without anything of ours.
 
     Args:
@@ -211,40 +211,22 @@ class _UnaryUnary(_OneRequest, grpc.aio.UnaryUnaryMultiCallable):
         return self._in_time(call, timeout) if is_kept(small.body) else call
 
 
-class _UnaryStream(_OneRequest, grpc.aio.UnaryStreamMultiCallable):
-    pass
+def _of(arity: str, kind: type[_Method]) -> Any:
+    """A class of methods of an arity, which is one of grpc.aio's for that."""
+    name = arity.title().replace("_", "")
+    return type(name, (kind, getattr(grpc.aio, f"{name}MultiCallable")), {})
 
 
-class _StreamUnary(_ManyRequests, grpc.aio.StreamUnaryMultiCallable):
-    pass
-
-
-class _StreamStream(_ManyRequests, grpc.aio.StreamStreamMultiCallable):
-    pass
-
-
-class _InterceptedUnaryUnary(_Intercepted, grpc.aio.UnaryUnaryMultiCallable):
-    pass
-
-
-class _InterceptedUnaryStream(_Intercepted, grpc.aio.UnaryStreamMultiCallable):
-    pass
-
-
-class _InterceptedStreamUnary(_Intercepted, grpc.aio.StreamUnaryMultiCallable):
-    pass
-
-
-class _InterceptedStreamStream(_Intercepted, grpc.aio.StreamStreamMultiCallable):
-    pass
-
-
-_METHODS: dict[str, tuple[type[_Direct], type[_Intercepted]]] = {
-    "unary_unary": (_UnaryUnary, _InterceptedUnaryUnary),
-    "unary_stream": (_UnaryStream, _InterceptedUnaryStream),
-    "stream_unary": (_StreamUnary, _InterceptedStreamUnary),
-    "stream_stream": (_StreamStream, _InterceptedStreamStream),
+_METHODS = {
+    arity: (_of(arity, direct), _of(arity, _Intercepted))
+    for arity, direct in (
+        ("unary_unary", _Small),
+        ("unary_stream", _OneRequest),
+        ("stream_unary", _ManyRequests),
+        ("stream_stream", _ManyRequests),
+    )
 }
+"""By their arities, of calls that no interceptor of the user's sees, and of the others."""
 
 
 class AioRpcChannel(grpc.aio.Channel):
@@ -326,9 +308,14 @@ class AioRpcChannel(grpc.aio.Channel):
         return True
 
     def _method(
-        self, arity: str, method: str, serializer: Any, deserializer: Any, registered: Any
+        self,
+        arity: str,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
     ) -> Any:
-        reader = Reader(deserializer)
+        reader, serializer = Reader(response_deserializer), request_serializer
         keeper = self.sender.keeper
 
         def serialize(outgoing: Any) -> Any:
@@ -351,7 +338,7 @@ class AioRpcChannel(grpc.aio.Channel):
                 logs.OWN.error("the payload of a response is gone: %s", error)
                 return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
 
-        inner = getattr(self.inner, arity)(method, serialize, deserialize, registered)
+        inner = getattr(self.inner, arity)(method, serialize, deserialize, _registered_method)
         carried = None
         if keeper.carries:
             read = partial(_read, self, reader)
@@ -359,57 +346,18 @@ class AioRpcChannel(grpc.aio.Channel):
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:
             return intercepted(self, inner, carried)
-        if direct is _UnaryUnary:
+        if arity == "unary_unary":
             # `tensorwire rpc trace` counts what serializers do that grpcio calls.
             watched = hasattr(inner, "_tensorwire_trace")
             small = SmallRequests(keeper, serializer, watched=watched)
-            stock = self.inner.unary_unary(method, None, deserialize, registered)
-            return _UnaryUnary(self, inner, carried, arity, method, small, stock)
+            stock = self.inner.unary_unary(method, None, deserialize, _registered_method)
+            return direct(self, inner, carried, arity, method, small, stock)
         return direct(self, inner, carried, arity, method)
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = False,
-    ) -> Any:
-        return self._method(
-            "unary_unary", method, request_serializer, response_deserializer, _registered_method
-        )
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = False,
-    ) -> Any:
-        return self._method(
-            "unary_stream", method, request_serializer, response_deserializer, _registered_method
-        )
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = False,
-    ) -> Any:
-        return self._method(
-            "stream_unary", method, request_serializer, response_deserializer, _registered_method
-        )
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = False,
-    ) -> Any:
-        return self._method(
-            "stream_stream", method, request_serializer, response_deserializer, _registered_method
-        )
+    unary_unary: Any = partialmethod(_method, "unary_unary")
+    unary_stream: Any = partialmethod(_method, "unary_stream")
+    stream_unary: Any = partialmethod(_method, "stream_unary")
+    stream_stream: Any = partialmethod(_method, "stream_stream")
 
     async def __aenter__(self) -> AioRpcChannel:
         return self

@@ -51,7 +51,7 @@ class AioCall(LoopWaiter, CallState):
         self._head.finish()
 
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
-        if large and is_awaited(self._data()):  # others have their turn while it is read
+        if large and is_awaited(self._pieces[0]):  # others have their turn while it is read
             self._task = self._client.loop.create_task(self._make_later(body))
         else:
             self._make(body)

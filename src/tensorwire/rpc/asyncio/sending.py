@@ -27,14 +27,7 @@ from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_o
 from ..payload.tensors import delivered
 from ..threads.calls import explain, is_refused
 from ..threads.methods import call_is_confirmed
-from .calls import (
-    LaterStreamStream,
-    LaterStreamUnary,
-    LaterUnaryStream,
-    LaterUnaryUnary,
-    WrittenCall,
-    late_error,
-)
+from .calls import LATER, WrittenCall, late_error
 from .runtime_client import METHOD, AioClient
 
 _NEGOTIATE_S = 5.0
@@ -285,44 +278,6 @@ def _code_now(call: Any) -> Any:
     return None
 
 
-class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, sender: AioSender) -> None:
-        self._sender = sender
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        if details.method in _RESERVED:
-            return await continuation(details, request)
-        making = self._sender.unary_unary(continuation, details, request)
-        return LaterUnaryUnary(making, details.timeout)
-
-
-class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, sender: AioSender) -> None:
-        self._sender = sender
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        making = self._sender.unary_stream(continuation, details, request)
-        return LaterUnaryStream(making, details.timeout)
-
-
-class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
-    def __init__(self, sender: AioSender) -> None:
-        self._sender = sender
-
-    async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
-        making = self._sender.stream(continuation, details, requests)
-        return LaterStreamUnary(making, details.timeout)
-
-
-class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, sender: AioSender) -> None:
-        self._sender = sender
-
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        making = self._sender.stream(continuation, details, requests)
-        return LaterStreamStream(making, details.timeout)
-
-
 class _NotOfReserved(grpc.aio.UnaryUnaryClientInterceptor):
     """A user's interceptor, which sees nothing of the reserved method."""
 
@@ -336,12 +291,24 @@ class _NotOfReserved(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 # In the order in which grpcio asks what an interceptor is; it is of the first kind only.
-_KINDS: dict[str, tuple[Any, Any]] = {
-    "unary_unary": (grpc.aio.UnaryUnaryClientInterceptor, _UnaryUnaryPayload),
-    "unary_stream": (grpc.aio.UnaryStreamClientInterceptor, _UnaryStreamPayload),
-    "stream_unary": (grpc.aio.StreamUnaryClientInterceptor, _StreamUnaryPayload),
-    "stream_stream": (grpc.aio.StreamStreamClientInterceptor, _StreamStreamPayload),
+_KINDS: dict[str, Any] = {
+    "unary_unary": grpc.aio.UnaryUnaryClientInterceptor,
+    "unary_stream": grpc.aio.UnaryStreamClientInterceptor,
+    "stream_unary": grpc.aio.StreamUnaryClientInterceptor,
+    "stream_stream": grpc.aio.StreamStreamClientInterceptor,
 }
+
+
+def _interceptor(arity: str, sender: AioSender) -> Any:
+    """Our interceptor of the calls of an arity."""
+    send = getattr(sender, "stream" if arity.startswith("stream") else arity)
+
+    async def intercept(_: object, continuation: Any, details: Any, request: Any) -> Any:
+        if details.method in _RESERVED:
+            return await continuation(details, request)
+        return LATER[arity](send(continuation, details, request), details.timeout)
+
+    return type("Payload", (_KINDS[arity],), {f"intercept_{arity}": intercept})()
 
 
 def chained(interceptors: Sequence[Any], sender: AioSender) -> tuple[list[Any], frozenset[str]]:
@@ -352,9 +319,9 @@ def chained(interceptors: Sequence[Any], sender: AioSender) -> tuple[list[Any], 
     chain: list[Any] = []
     arities = []
     for each in interceptors:
-        found = (arity for arity, (kind, _) in _KINDS.items() if isinstance(each, kind))
+        found = (arity for arity, kind in _KINDS.items() if isinstance(each, kind))
         arity = next(found, "")  # of none, which grpcio says
         arities.append(arity)
         chain.append(_NotOfReserved(each) if arity == "unary_unary" else each)
-    chain += [ours(sender) for arity, (_, ours) in _KINDS.items() if arity in arities]
+    chain += [_interceptor(arity, sender) for arity in _KINDS if arity in arities]
     return chain, frozenset(arities)
