@@ -212,7 +212,7 @@ class _Small(_OneRequest):
 
 
 def _of(arity: str, kind: type[_Method]) -> Any:
-    """A class of methods of an arity, which is one of grpc.aio's for that."""
+    """Makes a class of methods of an arity, which is one of grpc.aio's for that."""
     name = arity.title().replace("_", "")
     return type(name, (kind, getattr(grpc.aio, f"{name}MultiCallable")), {})
 

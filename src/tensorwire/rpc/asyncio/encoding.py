@@ -25,7 +25,9 @@ async def encode(
     *,
     last: bool,
 ) -> tuple[bytes, SentMessage | None]:
-    """As `leaving`. The loop serializes; a thread finds memory for what is large, and copies it.
+    """Makes what travels of a message, as `leaving` does, without waiting in the loop.
+
+    The loop serializes. A thread sends ahead what is large and goes over a network.
 
     Arrays are copied by the loop, whose other tasks may change them.
 
@@ -45,7 +47,7 @@ async def encode(
 
 
 def _may_wait(attachment: RpcAttachment, size_bytes: int) -> bool:
-    """The loop would wait for a message of this size; near the threshold for some of them."""
+    """Returns whether sending a message of this size may wait; near the threshold some do."""
     rendezvous = attachment.rendezvous
     if rendezvous is None or rendezvous.maps:
         return False
@@ -59,7 +61,7 @@ async def finish(message: SentMessage | None) -> None:
 
 
 async def finish_one(message: SentMessage | None, needed: Callable[[], bool]) -> None:
-    """As `finish`, of several: waits until the other end has taken those before the last two.
+    """Finishes one of several messages, and waits until the other end has taken all but two.
 
     Args:
         message: was sent.

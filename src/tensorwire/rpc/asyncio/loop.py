@@ -49,7 +49,7 @@ class LoopWaiter(Waiter):
 
 
 async def taken(take: Callable[[Callable[[], Waiter]], bytes | Waiter | None]) -> bytes | None:
-    """The next message of a stream, None behind the last one; see `Inflow.take`."""
+    """Waits for the next message of a stream; None after the last one. See `Inflow.take`."""
     while isinstance(found := take(LoopWaiter), LoopWaiter):
         await found.wait()
     assert not isinstance(found, Waiter)
@@ -109,7 +109,7 @@ def in_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None
 
 
 async def in_thread(work: Callable[[], _Given]) -> _Given:
-    """Does what may wait long in a thread of no pool of the user's, and returns what it returns."""
+    """Runs what may wait long in a thread of its own, and returns what that returns."""
     done: Future[_Given] = Future()
 
     def run() -> None:

@@ -300,7 +300,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _interceptor(arity: str, sender: AioSender) -> Any:
-    """Our interceptor of the calls of an arity."""
+    """Makes our interceptor of the calls of an arity."""
     send = getattr(sender, "stream" if arity.startswith("stream") else arity)
 
     async def intercept(_: object, continuation: Any, details: Any, request: Any) -> Any:

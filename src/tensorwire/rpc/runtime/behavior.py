@@ -84,7 +84,7 @@ class AnyPerformance:
         return find_only(self._attachment, id)
 
     def _decode(self, data: bytes, holdings: list[Holding] | None) -> Any:
-        """The user's request.
+        """Returns the user's request.
 
         Raises:
             RefusedError: it names memory that is not there.
@@ -101,13 +101,13 @@ class AnyPerformance:
         return data if reader.plain is None else reader.plain(data)
 
     def _encode(self, response: Any) -> tuple[Any, SentMessage | None]:
-        """What travels of a response, see `leaving`; what the serializer raises."""
+        """Returns what travels of a response, see `leaving`; raises what the serializer does."""
         return leaving(
             response, self._attachment, self._link, self._serializer, self._traced, last=True
         )
 
     def _is_too_long(self, data: bytes) -> bool:
-        """A response is longer than it may be, and the call has ended by that."""
+        """Ends the call, if a response is longer than it may be; True if so."""
         if not 0 <= self._most_bytes < len(data):
             return False
         text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"

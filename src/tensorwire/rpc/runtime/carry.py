@@ -65,7 +65,7 @@ class AnyMethod(Generic[_Call]):
         metadata: Any,
         outflow: Outflow | None = None,
     ) -> tuple[Any, _Call, CarriedLink, Metadata] | None:
-        """The client, a call that is about to begin, its link and metadata; None: use grpcio.
+        """Returns client, call, link and metadata of a call to begin; None: it is for grpcio.
 
         Args:
             attachment: of the channel, None if there is none.

@@ -224,7 +224,7 @@ class CallState(Waiter):
         return True
 
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
-        """Has `_make` called where a user's code may run; a large response takes its time."""
+        """Calls `_make` where a user's code may run, soon; a large response takes its time."""
         raise NotImplementedError
 
     def _make(self, body: EndBody) -> None:
@@ -238,7 +238,7 @@ class CallState(Waiter):
             raise
 
     def _data(self) -> bytes:
-        """The bytes of the response."""
+        """Returns the bytes of the response."""
         pieces = self._pieces
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -250,7 +250,7 @@ class CallState(Waiter):
         self.conclude(code, details, body.initial, body.trailing, response)
 
     def _message_of(self, data: bytes) -> Any:
-        """The user's response, or a `NoResponse`."""
+        """Returns the user's response, or a `NoResponse`."""
         response = None
         try:
             response = self._deserialize(data)
@@ -457,7 +457,7 @@ class StreamState(CallState):
         self._inflow.close()
 
     def _settle(self, response: Any) -> bool:
-        """A response was taken; False: it is a `NoResponse`, and the call has ended by it."""
+        """Settles a response that was taken; False if it is a `NoResponse`, which ends the call."""
         credit, was_last = self._inflow.settle()
         if isinstance(response, NoResponse):
             self.end_here(*response)

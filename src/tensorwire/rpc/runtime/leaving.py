@@ -52,9 +52,9 @@ def leaving(
 
 
 def lenient(serializer: Serializer, *, text: bool = False) -> Callable[[Any], bytes]:
-    """A serializer of what `grpc.aio` sends: what it makes is bytes, and None is none of them.
+    """Returns a serializer that makes bytes of what `grpc.aio` sends: None is no bytes.
 
-    It raises TypeError of what is no message for `grpc.aio` either.
+    It raises TypeError for what is no message for `grpc.aio` either.
 
     Args:
         serializer: the user's.

@@ -332,7 +332,7 @@ class AnyService:
         return self._stopping
 
     def _admits(self, call: IncomingCall, handled: Handled) -> bool:
-        """A call may run its servicer, and `_ran` follows; else it has ended."""
+        """Admits a call whose servicer is to run, and `_ran` follows; False: the call has ended."""
         if call.once and (handled.takes_stream or handled.gives_stream):
             call.refuse()  # grpcio says what comes of that
             return False
