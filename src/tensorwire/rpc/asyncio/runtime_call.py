@@ -39,7 +39,7 @@ class AioCall(LoopWaiter, CallState):
         self._requests: RequestSender | None = None
         self._encoded: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._written = self._done_writing_flag = False  # grpcio's intercepted calls look at it
+        self._done_writing_flag = False  # grpcio's intercepted calls look at it
         self._turn: asyncio.Lock | None = None
 
     def head(self, initial: Any) -> None:
@@ -153,8 +153,8 @@ class AioCall(LoopWaiter, CallState):
             encoded: makes what travels of one, see `encode`.
             iterable: of the user's; None: they will be written.
         """
-        self._requests, self._encoded, self._written = requests, encoded, iterable is None
-        if self._written:
+        self._requests, self._encoded = requests, encoded
+        if iterable is None:
             self._turn = asyncio.Lock()  # of those who write: pieces of two would be one message
         else:
             self._task = self._client.loop.create_task(self._send_all(iterable))
