@@ -439,7 +439,7 @@ def test_a_message_whose_array_is_gone_is_not_sent_empty(arity: str, way: str) -
             good = rpc.pack(np.ones(1000))
             with pytest.raises(errors):
                 await attempt(call, good, written=written)
-            delivered([good.ticket])
+            delivered([good.held.ticket])
         assert all(each.shape == [1000] for each in seen)
         assert streams or not seen
 

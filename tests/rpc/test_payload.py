@@ -1,8 +1,10 @@
 """What travels ahead, what must not, and that all memory comes back."""
 
 import _thread
+import copy
 import dataclasses
 import gc
+import pickle
 import sys
 import threading
 import time
@@ -14,6 +16,8 @@ import grpc
 import numpy as np
 import pytest
 from ends import SHM, TCP, Methods, serving
+from google.protobuf import any_pb2, json_format
+from google.protobuf.message import EncodeError
 from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
@@ -23,6 +27,7 @@ from tensorwire.rpc.payload import envelope as envelopes
 from tensorwire.rpc.payload import outgoing, tensors
 from tensorwire.rpc.payload.inbox import Landed
 from tensorwire.rpc.payload.janitor import Janitor
+from tensorwire.rpc.tensor_pb2 import NEVER_SET
 
 BIG = bytes(range(256)) * 4096  # 1 MiB
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
@@ -144,7 +149,7 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
     seen = []
 
     def method(request: Any, context: Any) -> Any:
-        seen.append((len(request.data), request.ticket))
+        seen.append((len(request.data), request.held.ticket))
         return rpc.pack(rpc.unpack(request) + 1) if ours == "server" else request
 
     server = (
@@ -165,7 +170,7 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
             answer = tensor_call(channel)(rpc.Tensor(
                 dtype="float32", shape=[1 << 18], data=(sent - 1).tobytes()
             ))  # fmt: skip
-            assert answer.ticket == 0
+            assert answer.held.ticket == 0
             got = np.frombuffer(answer.data, answer.dtype)
     np.testing.assert_array_equal(got, sent)
     assert seen == [(sent.nbytes, 0)]
@@ -190,14 +195,73 @@ def test_a_message_keeps_its_memory_and_a_copy_does_not(
     server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(5000)), **TENSORS)})
     with connect(server, options) as channel:
         answer = tensor_call(channel)(rpc.Tensor())
-        copy = rpc.Tensor()
-        copy.CopyFrom(answer)
+        copied = rpc.Tensor()
+        copied.CopyFrom(answer)
         time.sleep(0.2)
-        assert rpc.unpack(copy).sum() == rpc.unpack(answer).sum() == 5000
+        assert rpc.unpack(copied).sum() == rpc.unpack(answer).sum() == 5000
         del answer
         wait_for(lambda: nothing_is_left(channel, server))
         with pytest.raises(StaleHandleError, match="gone"):
-            rpc.unpack(copy)
+            rpc.unpack(copied)
+
+
+def test_what_arrived_does_not_leave_without_its_arrays(
+    serve: Any, options: dict[str, Any]
+) -> None:
+    """It is an error at once, and not found missing when the bytes are read."""
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(5000)), **TENSORS)})
+    with connect(server, options) as channel:
+        answer = tensor_call(channel)(rpc.Tensor())
+        assert not answer.data
+        for each in (answer, copy.deepcopy(answer)):
+            for make in (
+                rpc.Tensor.SerializeToString,
+                any_pb2.Any().Pack,
+                json_format.MessageToJson,
+                json_format.MessageToDict,
+            ):
+                with pytest.raises((EncodeError, TypeError), match=r"tensorwire.rpc.embed"):
+                    make(each)
+        inside = rpc.embed(answer)
+        assert rpc.unpack(rpc.Tensor.FromString(inside.SerializeToString())).sum() == 5000
+        assert json_format.MessageToDict(inside)["data"]
+    to_be_sent = rpc.pack(np.ones(3), owner=server)
+    with (
+        grpc.insecure_channel("127.0.0.1:1") as plain,
+        pytest.raises(grpc.RpcError, match="Exception serializing request!"),
+    ):
+        tensor_call(plain)(to_be_sent, timeout=20)
+    tensors._lent.clear()
+
+
+def test_pickles_have_the_arrays(serve: Any, options: dict[str, Any]) -> None:
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(5000)), **TENSORS)})
+    with connect(server, options) as channel:
+        answer = tensor_call(channel)(rpc.Tensor())
+        deep, shallow = copy.deepcopy(answer), copy.copy(answer)
+        pickled = pickle.dumps(answer), pickle.dumps({"a": [deep]})
+        del answer
+        gc.collect()  # errors of another test, and with them its messages
+        wait_for(lambda: nothing_is_left(channel, server))
+        for kept in (pickle.loads(pickled[0]), pickle.loads(pickled[1])["a"][0], shallow):
+            assert rpc.unpack(kept).sum() == 5000
+        with pytest.raises(StaleHandleError, match="gone"):
+            pickle.dumps(deep)
+
+
+@pytest.mark.parametrize("runtime", [False, True])
+def test_serializers_of_ones_own(serve: Any, options: dict[str, Any], runtime: bool) -> None:
+    """Which protobuf would refuse a message whose arrays travel beside it."""
+    own = {
+        "request_deserializer": lambda data: rpc.Tensor.FromString(data),
+        "response_serializer": lambda message: message.SerializeToString(),
+    }
+    server = serve({"/t/m": UU(lambda r, c: rpc.pack(rpc.unpack(r) + 1), **own)}, runtime=runtime)
+    with connect(server, options, runtime=runtime) as channel:
+        call = channel.unary_unary("/t/m", own["response_serializer"], own["request_deserializer"])
+        for _ in range(2):
+            assert rpc.unpack(call(rpc.pack(np.ones(5000)))).sum() == 10_000
+        assert moved(channel.attachment) > 0
 
 
 def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any]) -> None:
@@ -376,10 +440,11 @@ def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.Monke
         return sys.getrefcount(counted) - 1  # this function has it too
 
     monkeypatch.setattr(tensors.JANITOR, "watch", lambda watched: None)
-    message = rpc.Tensor(dtype="uint8", shape=[8], ticket=tensors.new_ticket())
+    message = rpc.Tensor(dtype="uint8", shape=[8])
+    tensors.give_ticket(message, tensors.new_ticket())
     given_back: list[bool] = []
     landed = Landed(memoryview(bytearray(64)), {1: (0, 8)}, given_back.append)
-    holding = tensors.Holding(landed, {message.ticket: 1}, [message])
+    holding = tensors.Holding(landed, {message.held.ticket: 1}, [message])
     monkeypatch.setattr(tensors, "getrefcount", after_collecting)
     Last(message)
     del message
@@ -762,14 +827,15 @@ def test_a_ticket_from_outside_means_nothing(serve: Any, options: dict[str, Any]
     seen = []
 
     def method(request: Any, context: Any) -> Any:
-        seen.append(request.ticket)
+        seen.append(request.held.ticket)
         return rpc.Tensor()
 
     server = serve({"/t/m": UU(method, **TENSORS)})
-    message = rpc.Tensor(dtype="float64", shape=[5000], ticket=secret.ticket)
+    message = rpc.Tensor(dtype="float64", shape=[5000], held=secret.held)
+    setattr(message.held, NEVER_SET, True)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         tensor_call(channel)(message)
-    tensors.delivered([secret.ticket])
+    tensors.delivered([secret.held.ticket])
     assert seen == [0]
     tensors._lent.clear()
 

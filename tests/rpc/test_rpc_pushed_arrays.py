@@ -245,7 +245,7 @@ def test_memory_that_is_still_written_is_not_used_again(
     assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
     np.testing.assert_array_equal(rpc.unpack(answer), numbers(LONG))
     del answer
-    tensors.delivered([late.ticket])
+    tensors.delivered([late.held.ticket])
     wait_for(lambda: nothing_is_left(both, channel))
 
 
@@ -282,7 +282,7 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
     with pytest.raises(grpc.RpcError) as caught:
         call(first, timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    tensors.delivered([first.ticket])
+    tensors.delivered([first.held.ticket])
     for number in range(2, 6):
         assert rpc.unpack(call(rpc.pack(np.full(LONG, number, np.uint8))))[0] == number
     assert seen == [0, 2, 3, 4, 5]
@@ -325,7 +325,7 @@ def test_a_message_that_cannot_be_made_waits_for_its_arrays(
         with pytest.raises(grpc.RpcError) as caught:
             call(request)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
-        tensors.delivered([request.ticket])
+        tensors.delivered([request.held.ticket])
     wait_for(lambda: nothing_is_left(both, channel))
     fails.clear()
     np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(LONG)))), numbers(LONG))

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import EncodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from tensorwire import Node, StaleHandleError, rpc
@@ -192,8 +193,12 @@ def test_a_field_that_was_never_set() -> None:
 def test_a_message_that_left_without_its_array() -> None:
     """By plain grpcio or a file: the receiver is told what whoever wrote it forgot."""
     message = rpc.pack(np.arange(3.0))
-    stored = message.SerializeToString()
-    tensors.delivered([message.ticket])
+    with pytest.raises(EncodeError, match="put_it_in_by_tensorwire_rpc_embed"):
+        message.SerializeToString()
+    with pytest.raises(EncodeError, match="put_it_in_by_tensorwire_rpc_embed"):
+        Tree(child=Tree(many=[message])).SerializeToString()
+    stored = message.SerializePartialToString()
+    tensors.delivered([message.held.ticket])
     with pytest.raises(StaleHandleError, match=r"is made by embed\(message\)"):
         rpc.unpack(rpc.Tensor.FromString(stored))
     arrived = Reader(rpc.Tensor.FromString).inside(stored)
@@ -246,7 +251,9 @@ def test_envelopes() -> None:
 
 def test_arrays_that_go_while_the_overdue_are_looked_for() -> None:
     """A collection may begin in the middle of it, and take some with their owners."""
-    tickets = [rpc.pack(np.ones(1)).ticket for _ in range(5000)]  # more than tuples are kept for
+    tickets = [
+        rpc.pack(np.ones(1)).held.ticket for _ in range(5000)
+    ]  # more than tuples are kept for
 
     def let_one_go(phase: str, info: dict[str, int]) -> None:
         tensors.delivered([tickets.pop()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import StaleHandleError
 
+from ..tensor_pb2 import NEVER_SET, Tensor
 from .envelope import MAGIC
 from .fields import may_have_tensors, tensors
 from .tensors import sources_of
@@ -108,10 +110,10 @@ class Encoder:
 
 
 def embed(message: Any) -> Any:
-    """A copy of a message with the bytes of its Tensors in it.
+    """Returns a copy of a message with the bytes of its Tensors in it.
 
     For everything that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
-    grpcio channel, `Any.Pack`.
+    grpcio channel, JSON, `Any.Pack`.
 
     Raises:
         TypeError: it is no message.
@@ -134,11 +136,45 @@ def inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Seria
     return message if serializer is None else serializer(message)
 
 
-def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
+def without_arrays(message: Any, serializer: Serializer) -> Any:
+    """Returns what a serializer makes of a message whose arrays travel beside it.
+
+    Other serializers than ours refuse it, see `HELD`; so they get one that looks complete.
+    """
+    if serializer is None:
+        return message
+    if serializer is type(message).SerializeToString:
+        return message.SerializePartialToString()
     copy = type(message)()
     copy.CopyFrom(message)
     for each in tensors(copy):
-        if each.ticket:
-            each.data = arrays[each.ticket].tobytes()
-            each.ticket = 0
+        if each.HasField("held"):
+            setattr(each.held, NEVER_SET, True)
+    return serializer(copy)
+
+
+def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
+    """Returns a copy of a message with these bytes in its Tensors."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for each in tensors(copy):
+        if ticket := each.held.ticket:
+            each.data = arrays[ticket].tobytes()
+        each.ClearField("held")
     return copy
+
+
+def carry_in_pickles(message_type: Any) -> None:
+    """Has pickle, and what uses it, take the arrays of such messages with it."""
+    copyreg.dispatch_table.setdefault(message_type, _reduced)
+
+
+def _reduced(message: Any) -> tuple[Any, ...]:
+    return _restored, (type(message), embed(message).SerializeToString())
+
+
+def _restored(message_type: Any, data: bytes) -> Any:
+    return message_type.FromString(data)
+
+
+carry_in_pickles(Tensor)

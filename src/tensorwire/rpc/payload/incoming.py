@@ -12,11 +12,12 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from .attachment import RpcAttachment
+from .encode import carry_in_pickles
 from .envelope import BODY, MAGIC, Envelope, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .rendezvous import Rendezvous
-from .tensors import Holding, new_ticket
+from .tensors import Holding, give_ticket, new_ticket
 
 Deserializer = Callable[[bytes], Any] | None
 
@@ -52,8 +53,7 @@ class Reader:
         message = data if self._deserializer is None else self._deserializer(data)
         if self._strips:
             for each in tensors(message):
-                if each.ticket:
-                    each.ticket = 0
+                each.ClearField("held")
         return message
 
     def read(
@@ -147,20 +147,27 @@ def _redeem(message: Any, arrival: Landed) -> Holding | None:
     """Gives the Tensors of a message new tickets for their memory; None if it has none."""
     if arrival.pieces.keys() == {BODY}:
         for each in tensors(message):
-            if each.ticket:
-                each.ticket = 0
+            each.ClearField("held")
         return None
     passed: list[Any] = []
     new: dict[int, int] = {}
     for each in tensors(message, passed):
-        if not (sent := each.ticket):
+        if not (sent := each.held.ticket):
+            each.ClearField("held")
             continue
         if sent not in arrival.pieces:
             raise RefusedError("a Tensor names memory that did not come with its message")
-        each.ticket = ticket = new_ticket()
+        ticket = new_ticket()
+        give_ticket(each, ticket)
         new[ticket] = sent
     each = None
-    return Holding(arrival, new, passed) if new else None
+    if not new:
+        return None
+    for owner in passed:
+        if hasattr(owner, "DESCRIPTOR"):
+            carry_in_pickles(type(owner))
+    owner = None
+    return Holding(arrival, new, passed)
 
 
 def find_only(attachment: RpcAttachment | None, id: bytes) -> RpcAttachment | None:

@@ -18,7 +18,7 @@ from tensorwire.memory import Transfer, crowded
 
 from .. import logs
 from .attachment import RpcAttachment
-from .encode import Encoded, Encoder, Serializer, arrays_of, inside
+from .encode import Encoded, Encoder, Serializer, arrays_of, inside, without_arrays
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import AnyLease, place
@@ -179,7 +179,7 @@ class SentMessage:
         if getattr(self, "_begun", True):  # it has none if its thread was interrupted
             return
         if self.last and may_have_tensors(type(self.message)):
-            delivered([each.ticket for each in tensors(self.message)])
+            delivered([each.held.ticket for each in tensors(self.message)])
 
     def with_arrays(self) -> SentMessage:
         """Itself, with the arrays of its Tensors, which it keeps until it is serialized.
@@ -361,7 +361,7 @@ class SentMessage:
     ) -> bytes | None:
         """An envelope of these arrays, and of the rest where that is large; None: no memory."""
         if body is None:
-            body = inside(self.message, {}, serializer)
+            body = without_arrays(self.message, serializer)
         if not attachment.may_send(len(body) + sum(each.nbytes for each in arrays.values())):
             return None
         beside: dict[int, Any] = dict(arrays)

@@ -25,7 +25,7 @@ from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
 from tensorwire.memory.buffers import check_unmasked
 
-from ..tensor_pb2 import Tensor
+from ..tensor_pb2 import HELD, Tensor
 from .fields import tensors
 from .inbox import Landed
 from .janitor import JANITOR
@@ -143,7 +143,7 @@ def drop(request: list[Any], holdings: list[Holding], response: Any) -> None:
         response: a message, or anything else, which has none.
     """
     if holdings and any(
-        holding.has(each.ticket) for each in tensors(response) for holding in holdings
+        holding.has(each.held.ticket) for each in tensors(response) for holding in holdings
     ):
         return
     request.clear()
@@ -259,7 +259,8 @@ def pack(array: Any, *, owner: object = None) -> Any:
     if source.nbytes == 0:
         return Tensor(dtype=dtype, shape=shape)
     ticket = new_ticket()
-    message = Tensor(dtype=dtype, shape=shape, ticket=ticket)
+    message = Tensor(dtype=dtype, shape=shape, held=HELD)
+    message.held.ticket = ticket
     if owner is not None:
         try:
             weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
@@ -299,7 +300,7 @@ def unpack(message: Any, like: str = "numpy") -> Any:
     if like != "numpy":
         raise ValueError(f'like is "numpy" or "torch", not {like!r}')
     if isinstance(message, Tensor):  # the usual one: no check but that of its size matters
-        known, shape, ticket = _dtypes.get(message.dtype), tuple(message.shape), message.ticket
+        known, shape, ticket = _dtypes.get(message.dtype), tuple(message.shape), message.held.ticket
         if known is not None and ticket and len(shape) == 1:
             data = _found(ticket)
             if shape[0] * known.itemsize == data.nbytes:
@@ -338,7 +339,7 @@ def sources_of(message: Any) -> dict[int, NDArray[np.uint8]]:
         StaleHandleError: they are gone.
         ClosedError: they arrived in the process that this one was forked from.
     """
-    return {ticket: _found(ticket) for each in tensors(message) if (ticket := each.ticket)}
+    return {ticket: _found(ticket) for each in tensors(message) if (ticket := each.held.ticket)}
 
 
 def _found(ticket: int) -> NDArray[np.uint8]:
@@ -354,6 +355,13 @@ def _found(ticket: int) -> NDArray[np.uint8]:
             "is sent by plain grpcio, or stored, is made by embed(message)"
         )
     return data
+
+
+def give_ticket(message: Any, ticket: int) -> None:
+    """Has a Tensor stand for an array of this process."""
+    held = message.held
+    held.CopyFrom(HELD)
+    held.ticket = ticket
 
 
 def delivered(tickets: Sequence[int]) -> None:
@@ -461,7 +469,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _bytes_of(message: Any) -> NDArray[np.uint8]:
-    if ticket := message.ticket:
+    if ticket := message.held.ticket:
         return _found(ticket)
     return np.frombuffer(bytearray(message.data), np.uint8)
 
