@@ -1,5 +1,5 @@
 // Frames of calls between two processes: written into memory of the other end over and over, in
-// order, and read there. docs/rpc-wire.md has the tables.
+// order, and read there. docs/internals/rpc-wire.md has the tables.
 //
 // Each end has a ring, a region of 64 bytes and kRingBytes. Its first word counts the bytes that
 // were ever written into it, its second those that this end's own writes have had taken at the

@@ -10,7 +10,7 @@
 namespace tensorwire::fuzz {
 namespace {
 
-// Read off docs/rpc-wire.md once more; the frame's size, 0 for none.
+// Read off docs/internals/rpc-wire.md once more; the frame's size, 0 for none.
 uint32_t obvious(std::span<const uint8_t> bytes) {
   if (bytes.size() < 16) return 0;
   uint32_t size = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;

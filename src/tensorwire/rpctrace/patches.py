@@ -21,7 +21,7 @@ from .recorder import Recorder
 
 ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _RESERVED = "/tensorwire.rpc.Attachment/Open"
-# Of docs/rpc-wire.md: how an envelope begins, how many pieces it has, and whose it is.
+# Of docs/internals/rpc-wire.md: how an envelope begins, how many pieces it has, and whose it is.
 _MAGIC = b"\xff\xfftensorwire-rpc"
 _HEAD = struct.Struct("<16sB3xI16s24x")
 _PIECE = struct.Struct("<QQQ")

@@ -2,7 +2,7 @@
 
 The client calls a reserved method of the server, and connects to the Node that is named in the
 answer. A server without tensorwire does not know the method, which is an answer too.
-docs/rpc-wire.md has the messages.
+docs/internals/rpc-wire.md has the messages.
 """
 
 from __future__ import annotations

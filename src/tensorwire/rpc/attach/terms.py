@@ -1,6 +1,6 @@
 """Defines what two ends tell each other when they attach, and what each permits payload to do.
 
-docs/rpc-wire.md has the messages. Knows no gRPC objects.
+docs/internals/rpc-wire.md has the messages. Knows no gRPC objects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Encodes envelopes, which travel in the place of messages with payload beside them. Pure.
 
 It names the memory of the receiver that the payload lies in, and has the rest of the message.
-docs/rpc-wire.md has the layout as a table. No protobuf parser takes it for a message: its first
-bytes are a tag of wire type 7, which there is none of.
+docs/internals/rpc-wire.md has the layout as a table. No protobuf parser takes it for a message: its
+first bytes are a tag of wire type 7, which there is none of.
 """
 
 from __future__ import annotations

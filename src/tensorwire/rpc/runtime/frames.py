@@ -1,6 +1,6 @@
 """Encodes and decodes the frames that travel between the two ends of a line. Pure.
 
-docs/rpc-wire.md has the tables.
+docs/internals/rpc-wire.md has the tables.
 
 Everything that comes from the other end is checked here before anybody uses it.
 """
