@@ -77,4 +77,4 @@ HELD: Any = Tensor.Held()
 """What a Tensor has whose array is not in it, but for its ticket."""
 HELD.Extensions[
     _JSON.extensions_by_name["json"]
-].type_url = "the array of a Tensor is not in its message, tensorwire.rpc.embed puts it in"
+].type_url = "tensorwire.rpc.embed puts the array in"
