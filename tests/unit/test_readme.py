@@ -56,15 +56,45 @@ def test_memory_page(
     assert f"\n{transports} " in printed
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rpc.md"])
-def test_rpc_pages(repository: Path, tmp_path: Path, page: str) -> None:
+def test_rpc_in_the_readme(repository: Path, tmp_path: Path) -> None:
     """The only `python` block; what it prints is in the text behind it."""
     pytest.importorskip("grpc")
-    (block,) = blocks(repository / page)
+    (block,) = blocks(repository / "README.md")
     program = tmp_path / "rpc_page.py"
     program.write_text(block)
     printed = run(program).strip()
-    assert not printed or f"It prints `{printed}`" in (repository / page).read_text()
+    assert f"It prints `{printed}`" in (repository / "README.md").read_text()
+
+
+def test_rpc_page(repository: Path, tmp_path: Path) -> None:
+    """The `python` blocks are one program, which imports the `proto` block; the diff is made."""
+    pytest.importorskip("grpc")
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    from tensorwire import rpc
+
+    page = repository / "docs" / "rpc.md"
+    text = page.read_text()
+    fences = re.findall(r"^```(\w*)$", text, re.MULTILINE)
+    assert set(fences) == {"", "diff", "proto", "python"}
+    (proto,) = re.findall(r"^```proto\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "prediction.proto").write_text(proto)
+    ways = [f"-I{rpc.proto_path()}", f"-I{tmp_path}", f"--python_out={tmp_path}"]
+    assert protoc.main(["", *ways, "prediction.proto"]) == 0
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for sign in "-+":
+        lines = [line[1:] for line in diff.splitlines() if line.startswith(sign)]
+        assert len(lines) == 2
+        program = tmp_path / "diff.py"
+        head = "import grpc, tensorwire.rpc\nfrom concurrent import futures\n"
+        program.write_text(head + "\n".join(lines) + "\nchannel.close()")
+        run(program)
+    found = blocks(page)
+    assert len(found) == fences.count("python")
+    program = tmp_path / "rpc_page.py"
+    program.write_text(
+        "".join(f"exec(compile({block!r}, {str(page)!r}, 'exec'))\n" for block in found)
+    )
+    assert run(program).startswith("inside: no call was made yet grpcio: it was not asked for")
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
