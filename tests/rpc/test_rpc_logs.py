@@ -157,7 +157,7 @@ assert rpc.unpack(message, like="torch").tolist() == [1.0, 2.0]
 
 
 SERVER = """
-import logging, os, sys
+import logging, os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from tensorwire import rpc
@@ -165,7 +165,9 @@ from tensorwire import rpc
 def fail(request, context):
     raise ZeroDivisionError("of the servicer")
 
-logging.basicConfig()
+logging.basicConfig(filename="/dev/stderr" if sys.argv[2] == "file" else None)
+if sys.argv[2]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 server = rpc.server(ThreadPoolExecutor(1), runtime=True)
 handlers = {"fail": grpc.unary_unary_rpc_method_handler(fail)}
 server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", handlers),))
@@ -176,15 +178,19 @@ server.wait_for_termination()
 """
 
 
-@pytest.mark.parametrize("kind", ["pipe", "terminal"])
-def test_a_server_answers_while_nobody_reads_its_log(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "exits"), [("pipe", ""), ("terminal", ""), ("pipe", "stream"), ("pipe", "file")]
+)
+def test_a_server_answers_while_nobody_reads_its_log(kind: str, exits: str) -> None:
+    """And ends when it is told to, by a handler of its own too, with any handler of logging."""
     ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
     if kind == "pipe":
         fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     told, tells = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(tells)], stdout=theirs, stderr=theirs, pass_fds=[tells]
-    )
+        [sys.executable, "-c", SERVER, str(tells), exits],
+        stdout=theirs, stderr=theirs, pass_fds=[tells],
+    )  # fmt: skip
     try:
         port = int(os.read(told, 100))
         with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
@@ -194,7 +200,7 @@ def test_a_server_answers_while_nobody_reads_its_log(kind: str) -> None:
                     method(b"x", timeout=20)
                 assert caught.value.code() == grpc.StatusCode.UNKNOWN
         process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(30) == (3 if exits else -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()

@@ -7,9 +7,12 @@ write to a pipe that nobody reads.
 """
 
 import atexit
+import io
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
 
 from tensorwire.aside import Aside
 
@@ -19,6 +22,8 @@ _LAST_S = 2.0  # for records that wait when the process ends
 _FORMAT = logging.Formatter()
 
 _aside: Aside[logging.LogRecord] | None = None
+_ended = False
+"""Nothing is delivered any more: a handler has not returned in time at exit."""
 
 
 def wait(timeout_s: float) -> bool:
@@ -47,6 +52,8 @@ class _Logger(logging.Logger):
 
 def _deliver(records: Sequence[logging.LogRecord]) -> None:
     for record in records:
+        if _ended:
+            return
         try:
             logging.getLogger(record.name).handle(record)
         except Exception:  # of a user's filter or handler
@@ -61,8 +68,10 @@ def _missing(count: int) -> logging.LogRecord:
 
 def _end() -> None:
     """Waits for handlers at exit, but not for ever: `logging.shutdown` would, for their locks."""
+    global _ended
     if wait(_LAST_S):
         return
+    _ended = True  # before their locks are new ones, which the thread would take if it went on
     for logger in (COMMON, CHANNEL, SERVER, AIO_SERVER, OWN):
         real: logging.Logger | None = logger.real
         while real is not None:
@@ -74,8 +83,31 @@ def _end() -> None:
 
 
 def _abandon(handler: logging.Handler) -> None:
-    handler.createLock()
-    handler.flush = lambda: None  # type: ignore[method-assign]
+    """Has nobody wait for what the thread holds in a handler: its lock, and that of its file."""
+    handler.createLock()  # which the thread may take too, if it goes on at this moment
+    handler.acquire = handler.release = lambda: None  # type: ignore[method-assign]
+    handler.flush = handler.close = lambda: None  # type: ignore[method-assign]
+    target = getattr(handler, "target", None)  # of a MemoryHandler
+    if isinstance(target, logging.Handler):
+        _abandon(target)
+    stream = getattr(handler, "stream", None)
+    if stream is not None:
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+            if getattr(sys, name, None) is stream:
+                setattr(sys, name, _twin(stream))
+
+
+def _twin(stream: Any) -> TextIO | None:
+    """Returns another stream to the file of one, which the thread may be writing to.
+
+    Python flushes `sys.stderr` when it ends. If another thread has its lock, it waits a second,
+    then ends by a fatal error, which it writes to the same file and so waits for ever.
+    """
+    try:
+        raw = io.FileIO(stream.fileno(), "w", closefd=False)
+        return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _forked() -> None:
