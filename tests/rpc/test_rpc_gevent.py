@@ -43,8 +43,7 @@ with rpc.insecure_channel("127.0.0.1:" + sys.argv[1], runtime=True) as channel:
     before = ticks
     gevent.joinall([gevent.spawn(call, b"1", timeout=60) for _ in range(3)], raise_error=True)
     print(ticks - before)
-    print(channel.runtime)
-    print(channel.payload, flush=True)
+    print(channel.runtime, flush=True)
 """
 
 
@@ -62,10 +61,9 @@ def test_greenlets_run_while_others_wait_for_calls() -> None:
             capture_output=True, text=True, timeout=90,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    offered, ticks, runtime, payload = done.stdout.splitlines()
+    offered, ticks, runtime = done.stdout.splitlines()
     assert offered == runtime
     assert runtime.startswith("grpcio: gevent has patched this process")
-    assert payload == "shm"
     assert int(ticks) > 10  # a call by the runtime lets none of them run
 
 
