@@ -55,7 +55,7 @@ FrameHeader first_frame(std::span<const char> bytes) {
     throw FrameError("a frame of kind " + std::to_string(header.kind) + " with flags " +
                      std::to_string(header.flags) + ", " + std::to_string(header.zero));
   }
-  bool piece = header.kind == kMessage || header.kind == kProbe;
+  bool piece = header.kind == kMessage;
   if (piece && (header.flags & kMore) != 0 && header.size != sizeof header + kPieceBytes) {
     // Any number of small ones would cost far more than the bytes that are counted.
     throw FrameError("a piece of " + std::to_string(header.size - sizeof header) +

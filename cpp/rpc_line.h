@@ -39,7 +39,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 16);
 
-inline constexpr uint8_t kCall = 1, kMessage = 2, kEnd = 3, kProbe = 8, kLastKind = 10;
+inline constexpr uint8_t kCall = 1, kMessage = 2, kEnd = 3, kLastKind = 7;
 inline constexpr uint8_t kMore = 1, kAllFlags = 31;
 inline constexpr uint32_t kPieceBytes = 48 << 10;
 // At most one method, two blocks of metadata and one piece.

@@ -77,7 +77,7 @@ def serve_aio(channel: Channel, host: str) -> None:
     async def join(requests: AsyncIterator[bytes], context: Any) -> bytes:
         nonlocal offered
         (end,) = server.attachments
-        offered = end.rendezvous.offers.leased_bytes  # for the responses so far
+        offered = end.leases_there.leased_bytes  # for the responses so far
         return b"".join([each async for each in requests])
 
     async def main() -> None:
@@ -116,9 +116,9 @@ def call_aio(channel: Channel, target: str) -> dict[str, Any]:
             stream = client.unary_stream("/t/Thrice")(messages[-1])
             said["streamed"] = [len(each) async for each in stream]
             said["joined"] = len(await client.stream_unary("/t/Join")(iter(messages)))
-            said["rendezvous_bytes"] = client.rendezvous_bytes
+            said["threshold_bytes"] = client.attachment.runtime_threshold_bytes
             assert client.attachment is not None
-            said["offered"] = client.attachment.rendezvous.offers.leased_bytes
+            said["offered"] = client.attachment.leases_there.leased_bytes
         return said
 
     return asyncio.run(main())
@@ -144,6 +144,6 @@ def call(channel: Channel, target: str) -> dict[str, Any]:
         said["late"] = client.unary_unary("/t/Sleep").future(b"", timeout=2).code().name
         array = rpc.pack(np.ones(200_000))
         said["array"] = float(rpc.unpack(client.unary_unary("/t/Triple", *TYPES)(array)).sum())
-        said["rendezvous_bytes"] = client.rendezvous_bytes
-        said["offered"] = client.attachment.rendezvous.offers.leased_bytes
+        said["threshold_bytes"] = client.attachment.runtime_threshold_bytes
+        said["offered"] = client.attachment.leases_there.leased_bytes
     return said

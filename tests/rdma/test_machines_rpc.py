@@ -18,7 +18,7 @@ def test_calls_between_two_machines(machines: tuple[Machine, Machine], group: Ma
     in_a_loop = group.start_on(near, program.call_aio, target, name="client in a loop")
     said_there = in_a_loop.result(START_S)
     server.send("stop")
-    for each in ("echoed", "streamed", "joined", "rendezvous_bytes"):
+    for each in ("echoed", "streamed", "joined", "threshold_bytes"):
         assert said_there[each] == said[each]
     assert said_there["offered"] >= program.SIZES[-1]
     assert said["runtime"] == said["payload"] == "rdma"
@@ -28,7 +28,7 @@ def test_calls_between_two_machines(machines: tuple[Machine, Machine], group: Ma
     assert said["code"] == "NOT_FOUND"
     assert said["late"] == "DEADLINE_EXCEEDED"
     assert said["array"] == 3 * 200_000.0
-    assert said["rendezvous_bytes"] == program.THRESHOLD_BYTES
+    assert said["threshold_bytes"] == program.THRESHOLD_BYTES
     assert said["offered"] >= program.SIZES[-1]
 
 
@@ -45,7 +45,7 @@ def test_event_loops_in_two_machines(
     assert said["echoed"] == program.SIZES
     assert said["streamed"] == [program.SIZES[-1]] * 3
     assert said["joined"] == sum(program.SIZES)
-    assert said["rendezvous_bytes"] == program.THRESHOLD_BYTES
+    assert said["threshold_bytes"] == program.THRESHOLD_BYTES
     assert said["offered"] >= program.SIZES[-1]
 
 

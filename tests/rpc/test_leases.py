@@ -23,10 +23,10 @@ class Leasing:
         assert peer.path.transport == transport
         self.pool = LeasePool(peer, self._board, 8 * KIB64)
 
-    def take(self, size_bytes: int, patience_s: float = 1.0) -> Lease[Any] | None:
+    def take(self, size_bytes: int, patience_s: float = 1.0) -> Lease | None:
         return self.pool.take(size_bytes, (0, 1), patience_s, lambda: True)
 
-    def give_back(self, lease: Lease[Any] | None) -> None:
+    def give_back(self, lease: Lease | None) -> None:
         """As the other end does."""
         assert lease is not None
         self._words[1 + lease.slot] = lease.turn
@@ -123,7 +123,7 @@ def test_a_receiver_that_does_not_answer_is_not_asked_for_a_while(
         asked.append(answer_s)
         raise TimeoutError("no answer")
 
-    def take(size_bytes: int) -> Lease[Any] | None:
+    def take(size_bytes: int) -> Lease | None:
         return leasing.pool.take(size_bytes, (0, 1), 0.0, lambda: True, answer_s=0.05)
 
     used = leasing.take(KIB64)

@@ -13,7 +13,7 @@ from ends import EVERYTHING, RUNTIME_SHM, SHM, Ends, System
 
 from tensorwire import rpc
 from tensorwire.rpc.payload import waiting
-from tensorwire.rpc.payload.rendezvous import Staging
+from tensorwire.rpc.payload.push import Push
 from tensorwire.rpc.threads import methods
 
 POLICY = {
@@ -169,9 +169,9 @@ def test_a_request_that_cannot_be_sent_again_ends_its_future(
 def test_a_sender_that_stands_still_for_long(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """A debugger, or a machine that sleeps: its message is not one that lies."""
     monkeypatch.setattr(waiting, "STALLED_S", 0.2)
-    stage = Staging.run
+    stage = Push.run
 
-    def stage_late(self: Staging, needed: Any) -> Any:
+    def stage_late(self: Push, needed: Any) -> Any:
         time.sleep(0.8)
         return stage(self, needed)
 
@@ -190,7 +190,7 @@ def test_a_sender_that_stands_still_for_long(monkeypatch: pytest.MonkeyPatch, st
     channel = ends.serve(options=options).channel()
     one, many = channel.unary_unary("/t/one"), channel.stream_unary("/t/many")
     assert one(b"warm") == b"ok"
-    monkeypatch.setattr(Staging, "run", stage_late)
+    monkeypatch.setattr(Push, "run", stage_late)
     runs.clear()
     if stream:
         with pytest.raises(grpc.RpcError) as caught:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from ends import Ends, Methods
 from test_rpc_conformance import LONG_S, SS, UU, wait_for
-from test_rpc_rendezvous import Liar, between, pools
+from test_rpc_large import Liar, between
 
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
 from tensorwire.rpc.payload import envelope as envelopes
-from tensorwire.rpc.payload import outgoing, pushing, tensors, waiting
-from tensorwire.rpc.payload.pushing import LEAST_ARRAYS_BYTES
+from tensorwire.rpc.payload import push, route, tensors, waiting
+from tensorwire.rpc.payload.route import PUSHED_BYTES
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
 OF_TENSORS = {
@@ -43,7 +43,7 @@ def both() -> Iterator[Ends]:
 @pytest.fixture(autouse=True)
 def cores_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing is pushed; here all of them may be in use."""
-    monkeypatch.setattr(outgoing, "crowded", lambda: False)
+    monkeypatch.setattr(route, "crowded", lambda: False)
 
 
 def give_back(request: Any, context: Any) -> Any:
@@ -75,13 +75,13 @@ def nothing_is_left(both: Ends, channel: Any) -> bool:
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of what this process has pushed."""
     sizes: list[int] = []
-    push = pushing.Pushing.push_arrays
+    pushes = push.Pushing.push
 
-    def counted(itself: Any, lease: Any, sources: Any, offsets: Any) -> Any:
+    def counted(itself: Any, lease: Any, sources: Any, *given: Any, **named: Any) -> Any:
         sizes.append(sum(each.nbytes for each in sources))
-        return push(itself, lease, sources, offsets)
+        return pushes(itself, lease, sources, *given, **named)
 
-    monkeypatch.setattr(pushing.Pushing, "push_arrays", counted)
+    monkeypatch.setattr(push.Pushing, "push", counted)
     return sizes
 
 
@@ -109,8 +109,8 @@ class Held:
 
 
 SIZES = (
-    [LEAST_ARRAYS_BYTES - 64],
-    [LEAST_ARRAYS_BYTES],
+    [PUSHED_BYTES - 64],
+    [PUSHED_BYTES],
     [LONG],
     [1 << 20, 0, 8, LONG],
     [LONG, 5, 1 << 19],
@@ -144,7 +144,7 @@ def test_what_is_pushed_arrives(both: Ends, pushed: list[int], sizes: list[int])
             assert all(np.array_equal(one, other + 1) for one, other in zip(got, sent, strict=True))
         del got, answer
     total = sum(sizes)
-    assert pushed == ([total] * 12 if total >= LEAST_ARRAYS_BYTES else [])
+    assert pushed == ([total] * 12 if total >= PUSHED_BYTES else [])
     stream = channel.stream_stream("/t/ss", *FROM_TENSORS)
     sent = [numbers(max(sizes), first) for first in range(5)]
     for one, answer in zip(sent, stream(rpc.pack(each) for each in sent), strict=True):
@@ -206,10 +206,10 @@ def test_nothing_is_pushed_where_cores_are_wanted(
     """The receiver would take the core of who copies."""
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
-    monkeypatch.setattr(outgoing, "crowded", lambda: True)
+    monkeypatch.setattr(route, "crowded", lambda: True)
     np.testing.assert_array_equal(rpc.unpack(call(rpc.pack(numbers(LONG)))), numbers(LONG))
     assert not pushed
-    monkeypatch.setattr(outgoing, "crowded", lambda: False)
+    monkeypatch.setattr(route, "crowded", lambda: False)
     call(rpc.pack(numbers(LONG)))
     assert pushed == [LONG, LONG]
 
@@ -268,7 +268,7 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
     wait_for(lambda: nothing_is_left(both, channel))
     # The server's thread looks at nothing but the word, as if it had not been woken since.
     monkeypatch.setattr(waiting, "_SLICE_S", LONG_S)
-    step = pushing.PushedArrays._step
+    step = push.Push._step
 
     def half(arrays: Any, most_bytes: int) -> None:
         if arrays._sources[0][0] == 1:
@@ -277,7 +277,7 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
         else:
             step(arrays, most_bytes)
 
-    monkeypatch.setattr(pushing.PushedArrays, "_step", half)
+    monkeypatch.setattr(push.Push, "_step", half)
     first = rpc.pack(np.ones(LONG, np.uint8))
     with pytest.raises(grpc.RpcError) as caught:
         call(first, timeout=0.3)
@@ -335,12 +335,12 @@ def test_who_pushes_and_does_not_go_on_is_not_waited_for(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call is made again by grpcio, as the servicer has not run."""
-    monkeypatch.setattr(pushing, "STALLED_S", 0.3)
+    monkeypatch.setattr(push, "STALLED_S", 0.3)
     monkeypatch.setattr(waiting, "STALLED_S", 0.3)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
     call(rpc.pack(numbers(8)))
-    monkeypatch.setattr(pushing.PushedArrays, "run", lambda arrays, needed: None)
+    monkeypatch.setattr(push.Push, "run", lambda arrays, needed: None)
     began = time.monotonic()
     answer = call(rpc.pack(numbers(LONG)), timeout=LONG_S)
     np.testing.assert_array_equal(rpc.unpack(answer), numbers(LONG))
@@ -363,7 +363,7 @@ def test_a_sender_that_is_lost_meanwhile(both: Ends, monkeypatch: pytest.MonkeyP
         began.set()
         channel.attachment.close()
 
-    monkeypatch.setattr(pushing.PushedArrays, "run", lost)
+    monkeypatch.setattr(push.Push, "run", lost)
     with pytest.raises(grpc.RpcError):
         call(rpc.pack(numbers(LONG)), timeout=LONG_S)
     assert began.is_set()
@@ -397,10 +397,10 @@ def test_what_is_said_of_pushed_arrays_and_no_truth(both: Ends, asyncio_server: 
         liar, honest = Liar(connect()), connect()
 
         def envelope(*, there: bool = True, **changes: Any) -> Any:
-            lease = pools(liar.attachment)[1].take(LONG, (1023, 7), 0, lambda: True)
+            lease = liar.attachment.leases_there.take(LONG, (1023, 7), 0, lambda: True)
             if there:
-                word = liar.rendezvous.pushing._other_board.word(8 * (1025 + lease.slot))
-                word.set(2 * lease.turn)
+                word = liar.pushing._other_board.word(8 * lease.slot)
+                word.set(lease.turn - 1 + LONG)
             place = lease.slot, lease.serial, lease.turn
             made = envelopes.Envelope(
                 liar.attachment.id, *place, ((5, 0, LONG),), b"abc", envelopes.PUSHED_VERSION
@@ -480,7 +480,7 @@ def test_in_event_loops(wire: str, pushed: list[int]) -> None:
         async with rpc.aio.insecure_channel(f"127.0.0.1:{port}", **keywords) as channel:
             call = channel.unary_unary("/t/m", *FROM_TENSORS)
             await call(rpc.pack(numbers(8)))
-            for size in (LEAST_ARRAYS_BYTES, LONG, 40 << 20):
+            for size in (PUSHED_BYTES, LONG, 40 << 20):
                 answers = await asyncio.gather(
                     *(call(rpc.pack(numbers(size, first))) for first in range(4))
                 )

@@ -10,15 +10,13 @@ import grpc
 import pytest
 from ends import Ends
 from test_rpc_conformance import LONG_S, SU, UU, echo, wait_for
-from test_rpc_rendezvous import between, message, pools
+from test_rpc_large import between, message, nothing_is_used
 
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
 from tensorwire.rpc.payload import waiting
 from tensorwire.rpc.payload.inbox import RefusedError
-from tensorwire.rpc.payload.leases import LeasePool
-from tensorwire.rpc.payload.pushing import Pushing
-from tensorwire.rpc.payload.rendezvous import AT_ONCE_BYTES
+from tensorwire.rpc.payload.push import CHUNK_BYTES, Pushing
 from tensorwire.testing import node_pair
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
@@ -37,36 +35,28 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     push = Pushing.push
 
-    def counted(pushing: Any, data: bytes, *given: Any) -> Any:
-        lease = push(pushing, data, *given)
-        if lease is not None:
-            sizes.append(len(data))
-        return lease
+    def counted(pushing: Any, lease: Any, sources: Any, *given: Any, **named: Any) -> Any:
+        sizes.append(sum(each.nbytes for each in sources))
+        return push(pushing, lease, sources, *given, **named)
 
     monkeypatch.setattr(Pushing, "push", counted)
     return sizes
 
 
 def test_what_is_pushed(both: Ends, pushed: list[int]) -> None:
-    """Messages of middling size, both ways, as soon as there is memory for them."""
+    """Messages of all sizes, both ways."""
     channel = both.serve(options=UNLIMITED).channel(options=UNLIMITED)
     call = channel.unary_unary("/t/m")
-    for size in (1000, 70_000, AT_ONCE_BYTES):
-
-        def is_pushed(size: int = size) -> bool:
-            pushed.clear()
-            assert call(message(size)) == call.future(message(size)).result(LONG_S) == message(size)
-            return pushed == [size] * 4
-
-        wait_for(is_pushed)
-    for size in (999, AT_ONCE_BYTES + 1):
+    for size in (1000, 70_000, CHUNK_BYTES, CHUNK_BYTES + 1):
         pushed.clear()
-        assert call(message(size)) == message(size)
-        assert not pushed
+        assert call(message(size)) == call.future(message(size)).result(LONG_S) == message(size)
+        assert pushed == [size] * 4
+    pushed.clear()
+    assert call(message(999)) == message(999)
+    assert not pushed
     sent = [message(100_000)] * 5
     assert channel.stream_unary("/t/su")(iter(sent)) == b"".join(sent)
-    ends = (channel.attachment, *both.server.attachments)
-    wait_for(lambda: all(pool.used == 0 for each in ends for pool in pools(each)))
+    wait_for(lambda: nothing_is_used(channel, both.server))
 
 
 def test_a_servicer_does_not_begin_before_all_is_there(
@@ -74,13 +64,18 @@ def test_a_servicer_does_not_begin_before_all_is_there(
 ) -> None:
     """The envelope overtakes what it stands for."""
     size, late = 100_000, threading.Event()
-    write = RemoteRegion.write
+    write_at = RemoteRegion.write_at
     began: list[tuple[bool, bool]] = []
 
-    def held(region: Any, local: Any, **named: Any) -> Any:
-        if not isinstance(local, bytes) or len(local) != size:
-            return write(region, local, **named)
-        threading.Timer(0.3, lambda: (late.set(), write(region, local, **named))).start()
+    def held(region: Any, local: Any, *given: Any, **named: Any) -> Any:
+        if sum(each.nbytes for each in local) != size:
+            return write_at(region, local, *given, **named)
+
+        def write() -> None:
+            late.set()
+            write_at(region, local, *given, **named)
+
+        threading.Timer(0.3, write).start()
         return None
 
     def method(request: bytes, context: Any) -> bytes:
@@ -90,34 +85,9 @@ def test_a_servicer_does_not_begin_before_all_is_there(
     both.methods["/t/late"] = UU(method)
     channel = both.serve().channel()
     wait_for(lambda: channel.unary_unary("/t/m")(message(size)) and len(pushed) >= 2)
-    monkeypatch.setattr(RemoteRegion, "write", held)
+    monkeypatch.setattr(RemoteRegion, "write_at", held)
     assert channel.unary_unary("/t/late")(message(size)) == b"yes"
     assert began == [(True, True)]
-
-
-def test_nobody_waits_for_memory_of_the_receiver(
-    both: Ends, pushed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of one that stands still; messages are offered meanwhile."""
-    allocate = LeasePool._allocate
-
-    def slowly(pool: Any, *given: Any) -> Any:
-        time.sleep(1.0)
-        return allocate(pool, *given)
-
-    channel = both.serve(workers=2).channel()
-    call = channel.unary_unary("/t/m")
-    assert call(b"x") == b"x"
-    monkeypatch.setattr(LeasePool, "_allocate", slowly)
-    began = time.monotonic()
-    futures = [call.future(message(200_000)) for _ in range(8)]
-    assert time.monotonic() - began < 0.5
-    assert [each.result(LONG_S) for each in futures] == [message(200_000)] * 8
-    assert time.monotonic() - began < 0.9
-    assert not pushed
-    with pytest.raises(grpc.RpcError) as caught:
-        channel.stream_unary("/t/su")(iter([message(200_000)]), timeout=1e-4)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -124,7 +124,7 @@ def test_settings_of_numpy_and_a_generator(both: Ends) -> None:
     with rpc.insecure_channel(target, limits=limits, transports=names, runtime=True) as channel:
         assert channel.unary_unary("/t/way")(b"") == b"runtime"
         assert channel.payload == "shm"
-        assert channel.rendezvous_bytes == 1
+        assert channel.attachment.runtime_threshold_bytes == 1
 
 
 def test_names_of_options_as_bytes(runtime_of: Callable[..., str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire.rpc.payload.attachment import THRESHOLDS
+from tensorwire.rpc.payload.route import THRESHOLDS
 from tensorwire.rpctrace.figures import SHM_BITS, TCP_BITS
 
 TRACE = [sys.executable, "-m", "tensorwire", "rpc", "trace"]
@@ -216,7 +216,7 @@ def test_processes_of_plain_grpcio(tmp_path: Path) -> None:
         {"below_bytes": 1 << 19, "count": 1, "bytes": 300_000},
     ]
     assert (
-        "client: 2 of 18 messages, 900,000 of 906,029 bytes (99.3 %), would travel one-sidedly"
+        "client: 1 of 18 messages, 600,000 of 906,029 bytes (66.2 %), would travel one-sidedly"
         in done.stderr
     )
     assert "tensorwire.rpc.server, or its aio twin, for grpc.server" in done.stderr
@@ -277,22 +277,22 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
         )
         assert rpc.unpack(call(rpc.pack(np.arange(100_000.0))))[-1] == 199_998
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
-        assert size(bytes(500_000)) == b"500000"
+        assert size(bytes(600_000)) == b"600000"
         assert size(bytes(5_000)) == b"5000"
     server.stop(None).wait()
     """
     done, figures = run(tmp_path, sys.executable, script(tmp_path, "tensors.py", text))
     assert done.returncode == 0, done.stderr
     found = messages(figures)
-    assert found[("client", "Size", "sent", "shm")] == (1, 500_000, 500_000, 500_000)
+    assert found[("client", "Size", "sent", "shm")] == (1, 600_000, 600_000, 600_000)
     assert found[("client", "Size", "sent", "grpc")] == (1, 5_000, 5_000, 0)
-    assert found[("server", "Size", "received", "shm")] == (1, 500_000, 500_000, 500_000)
+    assert found[("server", "Size", "received", "shm")] == (1, 600_000, 600_000, 600_000)
     for side, direction in (("client", "sent"), ("server", "sent"), ("client", "received")):
         count, size, encoded, beside = found[(side, "Double", direction, "shm")]
         assert (count, beside, size - beside) == (1, 800_000, encoded)
         assert 0 < encoded < 100
     assert {method for _, method, _ in calls(figures)} == {"Double", "Size"}
-    assert "client: nothing by gRPC is of 256 KiB or more, 2,100,000 of" in done.stderr
+    assert "client: nothing by gRPC is of 512 KiB or more, 2,200,000 of" in done.stderr
 
 
 def test_calls_of_the_runtime(tmp_path: Path) -> None:
@@ -327,12 +327,9 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = messages(figures)
     for side, direction in (("client", "sent"), ("server", "received")):
-        assert found[(side, "Size", direction, "rendezvous")] == (1, 500_000, 500_000, 500_000)
+        assert found[(side, "Size", direction, "shm")] == (1, 500_000, 500_000, 500_000)
         assert found[(side, "Size", direction, "runtime")] == (2, 5_000, 5_000, 0)
         assert found[(side, "Size", direction, "grpc")] == (1, 5_000, 5_000, 0)
-    threshold = {"side": "client", "transport": "shm", "size_bytes": 20_000, "count": 1}
-    assert figures["thresholds"] == [threshold]
-    assert "client: the runtime over shm sent messages by rendezvous from 20,000" in done.stderr
     assert calls(figures) == {
         ("client", "Size", "OK"): 3,
         ("client", "Size", "NOT_FOUND"): 1,
@@ -419,14 +416,14 @@ def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
         size(b"first")
         server._registry._attachments.clear()
-        assert size(bytes(500_000)) == b"500000"
+        assert size(bytes(600_000)) == b"600000"
     server.stop(None).wait()
     """
     done, figures = run(tmp_path, sys.executable, script(tmp_path, "again.py", text))
     assert done.returncode == 0, done.stderr
     found = messages(figures)
     assert found[("client", "Size", "sent", "shm")][0] == 1
-    assert found[("client", "Size", "sent", "again")] == (1, 500_000, 500_000, 0)
+    assert found[("client", "Size", "sent", "again")] == (1, 600_000, 600_000, 0)
     assert calls(figures)[("client", "Size", "INVALID_ARGUMENT")] == 1
     assert calls(figures)[("client", "Size", "OK")] == 2
 

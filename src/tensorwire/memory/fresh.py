@@ -6,7 +6,11 @@ takes several times as long, nearly all of it for faults of pages.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire._core import Buffer, copied_bytes, unfilled_bytes
 
@@ -35,6 +39,16 @@ class FreshBytes:
         if not 0 <= start <= stop <= self._size_bytes or step is not None:
             raise ValueError(f"bytes [{start}:{stop}:{step}] of {self._size_bytes}")
         return FreshPiece(Buffer(self._address + start, stop - start, True, self._data))
+
+    def fill(self, at: int, memory: NDArray[np.uint8]) -> None:
+        """Copies contiguous memory of this process to the bytes from `at` on. Releases the GIL.
+
+        Raises:
+            ValueError: it does not fit there.
+        """
+        if not 0 <= at <= at + memory.nbytes <= self._size_bytes:
+            raise ValueError(f"bytes [{at}:{at + memory.nbytes}] of {self._size_bytes}")
+        ctypes.memmove(self._address + at, memory.ctypes.data, memory.nbytes)
 
     def take(self) -> bytes:
         """The bytes. Nothing may fill them from now on."""

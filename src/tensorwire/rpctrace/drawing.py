@@ -11,7 +11,7 @@ from tensorwire.rpctrace.figures import SHM_BITS, TCP_BITS, Distribution, Measur
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_ONE_SIDED = ("shm", "tcp", "rdma", "rendezvous")
+_ONE_SIDED = ("shm", "tcp", "rdma")
 
 
 def show_trace(trace: Trace, console: Console) -> None:
@@ -29,12 +29,6 @@ def show_trace(trace: Trace, console: Console) -> None:
         if sent:
             _show_sizes(side, sent, console)
             console.print(Text(gain(sent)), soft_wrap=True)
-    for each in trace.thresholds:
-        text = (
-            f"{each.side}: the runtime over {each.transport} sent messages by rendezvous from "
-            f"{each.size_bytes:,} bytes on (found {each.count:,} times)"
-        )
-        console.print(text, style="dim", highlight=False, soft_wrap=True)
     if trace.lost:
         text = f"not in the tables: {trace.lost} calls and messages of processes with many methods"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
@@ -98,9 +92,8 @@ def _show_messages(trace: Trace, console: Console) -> None:
     console.print(table)
     console.print(
         "encoded: bytes that passed through (de)serializers; left it: that travelled beside the "
-        "message; by runtime: in frames of tensorwire.rpc; by rendezvous: the receiver has read "
-        "it; by refused: an envelope that says nothing to its receiver; again: what was sent after "
-        "that, as it is",
+        "message; by runtime: in frames of tensorwire.rpc; by refused: an envelope that says "
+        "nothing to its receiver; again: what was sent after that, as it is",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -150,7 +143,7 @@ def _show_sizes(side: str, messages: list[Measured], console: Console) -> None:
                 f"{sum(sums):,}", _bar(sums, most, bits), share,
             )  # fmt: skip
     console.print(table)
-    legend = "█ one-sidedly  ░ by gRPC, from 256 KiB on (yellow) it need not"
+    legend = "█ one-sidedly  ░ by gRPC, from 512 KiB on (yellow) it need not"
     console.print(legend, style="dim", highlight=False)
 
 
@@ -172,13 +165,13 @@ def gain(messages: list[Measured]) -> str:
     count, size = inside.from_bits(SHM_BITS)
     if not count:
         gone = f", {whole.left:,} of {whole.total:,} bytes travelled one-sidedly"
-        return f"{side}: nothing by gRPC is of 256 KiB or more" + (gone if whole.left else "")
+        return f"{side}: nothing by gRPC is of 512 KiB or more" + (gone if whole.left else "")
     by_tcp = inside.from_bits(TCP_BITS)
     share = 100 * size / whole.total
     what = "insecure_channel" if side == "client" else "server"
     return (
         f"{side}: {count:,} of {whole.count:,} messages, {size:,} of {whole.total:,} bytes "
-        f"({share:.1f} %), would travel one-sidedly on one host (256 KiB or more); "
+        f"({share:.1f} %), would travel one-sidedly on one host (512 KiB or more); "
         f"{by_tcp[0]:,} of them, {by_tcp[1]:,} bytes, also by TCP (2 MiB or more). Change: "
         f"tensorwire.rpc.{what}, or its aio twin, for grpc.{what}, at both ends (docs/rpc.md, "
         f"Changing over); arrays as Tensor messages skip protobuf, too."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import add, attrgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from tensorwire.rpctrace import recorder
 
-SHM_BITS, TCP_BITS = 19, 22
+SHM_BITS, TCP_BITS = 20, 22
 """The lowest buckets of messages whose payload goes ahead by default: of 2^18, of 2^21 bytes."""
 
 
@@ -92,23 +92,6 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedThreshold:
-    """From where messages of the runtime travelled by rendezvous.
-
-    Attributes:
-        side: "client", or "server".
-        transport: of the attachment.
-        size_bytes: the threshold.
-        count: how often it was set.
-    """
-
-    side: str
-    transport: str
-    size_bytes: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """All of a command.
 
@@ -118,7 +101,6 @@ class Trace:
         users: of these the ones (and forks) with RPCs.
         lost: calls and messages in processes with too many methods.
         unknown: what this grpcio has not, so that it was not traced.
-        thresholds: of rendezvous, the lowest first.
     """
 
     rows: list[Measured]
@@ -126,7 +108,6 @@ class Trace:
     users: int
     lost: int
     unknown: list[str]
-    thresholds: list[TracedThreshold] = field(default_factory=list)
 
     def calls(self) -> list[tuple[Measured, Distribution]]:
         """For each method a row, and the times with all codes."""
@@ -143,7 +124,6 @@ class Trace:
             "processes": {"python": self.pythons, "with_rpcs": self.users},
             "lost": self.lost,
             "unknown": self.unknown,
-            "thresholds": [asdict(each) for each in self.thresholds],
             "rows": [_to_json(row) for row in self.rows],
         }
 
@@ -195,12 +175,6 @@ def read_trace(folder: Path) -> Trace:
                 found.setdefault(tuple(json.loads(key)), Distribution()).merge(row)
         users += 1
     unknown = [": ".join(key[1:]) for key in found if key[0] == "unknown"]
-    thresholds = [
-        TracedThreshold(key[1], key[2], int(key[3]), found.pop(key).count)
-        for key in list(found)
-        if key[0] == "thresholds"
-    ]
-    thresholds.sort(key=attrgetter("side", "transport", "size_bytes"))
     lost = found.pop(("lost",), Distribution()).count
     rows = [
         Measured(key[0], key[1], key[2], key[3], key[4:], values)
@@ -208,4 +182,4 @@ def read_trace(folder: Path) -> Trace:
         if key[0] != "unknown"
     ]
     pythons = len(list(folder.glob("*.python")))
-    return Trace(rows, pythons, users, lost, sorted(unknown), thresholds)
+    return Trace(rows, pythons, users, lost, sorted(unknown))

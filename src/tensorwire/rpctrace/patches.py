@@ -23,9 +23,8 @@ ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _RESERVED = "/tensorwire.rpc.Attachment/Open"
 # Of docs/internals/rpc-wire.md: how an envelope begins, how many pieces it has, and whose it is.
 _MAGIC = b"\xff\xfftensorwire-rpc"
-_HEAD = struct.Struct("<16sB3xI16s24x")
+_HEAD = struct.Struct("<16s4xI16s24x")
 _PIECE = struct.Struct("<QQQ")
-_OFFERED = 2  # the version of an envelope whose payload the receiver reads
 _MOST = 1 << 40  # what an envelope says is its sender's word
 _TRACE = "_tensorwire_trace"
 
@@ -89,11 +88,11 @@ class TracedMethod:
         size, left = len(data), 0
         encoded = 0 if by is None else size
         if data.startswith(_MAGIC) and size >= _HEAD.size:
-            _, version, count, attachment = _HEAD.unpack_from(data)
+            _, count, attachment = _HEAD.unpack_from(data)
             end = _HEAD.size + count * _PIECE.size
             if 0 < count and end <= size:
                 pieces = list(_PIECE.iter_unpack(data[_HEAD.size : end]))
-                protocol = _transport(attachment, version)
+                protocol = _transport(attachment)
                 left = sum(length for _, _, length in pieces)
                 if protocol == "refused" or left > _MOST:
                     left, protocol = 0, "refused"
@@ -118,13 +117,13 @@ def _is_again(message: Any) -> bool:
     return outgoing is not None and getattr(message, "link", None) is outgoing.AGAIN
 
 
-def _transport(attachment: bytes, version: int) -> str:
+def _transport(attachment: bytes) -> str:
     """How the payload of an envelope travelled; "refused": who gets it cannot know where."""
     module = sys.modules.get("tensorwire.rpc.payload.attachment")
     found = getattr(module, "ATTACHMENTS", {}).get(attachment)
     if found is None:
         return "refused"
-    return "rendezvous" if version == _OFFERED else str(found.transport)
+    return str(found.transport)
 
 
 class Tracer:
@@ -143,7 +142,6 @@ class Tracer:
             "grpc.aio._call": self._aio_client,
             "grpc.aio._server": self._aio_server,
             "tensorwire.rpc.runtime.observed": self._runtime,
-            "tensorwire.rpc.payload.threshold": self._thresholds,
         }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -176,13 +174,6 @@ class Tracer:
 
     def _runtime(self, module: Any) -> None:
         module.OBSERVER = self._watched
-
-    def _thresholds(self, module: Any) -> None:
-        module.OBSERVER = self._threshold
-
-    def _threshold(self, side: str, transport: str, size_bytes: int) -> None:
-        key = ("thresholds", side, transport, str(size_bytes))
-        self._recorder.add(self._recorder.row(key), size_bytes)
 
     def _sync_client(self, module: Any) -> None:
         for arity in ARITIES:

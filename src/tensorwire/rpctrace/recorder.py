@@ -28,7 +28,7 @@ _SETTLE_S = 0.1  # by so much a program may end later that has calls under way
 
 Key = tuple[str, ...]
 """("calls", side, arity, method, code); ("messages", side, arity, method, direction, protocol);
-("thresholds", side, transport, bytes); ("unknown", module, error) of grpcio."""
+("unknown", module, error) of grpcio."""
 
 
 class Recorder:

@@ -278,14 +278,6 @@ class AioRpcChannel(grpc.aio.Channel):
         return f"grpcio: {self.sender.keeper.carried_reason}"
 
     @property
-    def rendezvous_bytes(self) -> int | None:
-        """From this size messages of the runtime travel by rendezvous now; None: none does."""
-        attachment = self.attachment
-        if attachment is None or attachment.rendezvous is None:
-            return None
-        return attachment.rendezvous.threshold.size_bytes
-
-    @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self.sender.keeper.ready

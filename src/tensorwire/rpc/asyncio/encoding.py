@@ -11,7 +11,7 @@ from tensorwire.errors import TensorwireError
 from ..payload.attachment import RpcAttachment
 from ..payload.fields import may_have_tensors
 from ..payload.outgoing import CallLink, SentMessage
-from ..payload.pushing import OF_A_CALL
+from ..payload.push import OF_A_CALL
 from ..runtime.leaving import leaving
 from .loop import in_thread
 
@@ -47,11 +47,8 @@ async def encode(
 
 
 def _may_wait(attachment: RpcAttachment, size_bytes: int) -> bool:
-    """Returns whether sending a message of this size may wait; near the threshold some do."""
-    rendezvous = attachment.rendezvous
-    if rendezvous is None or rendezvous.maps:
-        return False
-    return 2 * size_bytes >= rendezvous.threshold.size_bytes
+    """Returns whether sending a message of this size may wait."""
+    return not attachment.maps and size_bytes >= attachment.runtime_threshold_bytes
 
 
 async def finish(message: SentMessage | None) -> None:

@@ -16,7 +16,7 @@ import grpc.aio
 
 from .. import logs
 from ..payload.attachment import RpcAttachment
-from ..payload.envelope import is_awaited
+from ..payload.envelope import is_pushed
 from ..payload.inbox import RefusedError
 from ..payload.outgoing import CallLink, SentMessage
 from ..payload.tensors import Holding, drop
@@ -167,7 +167,7 @@ class AioPerformance(_Unexpected):
         if data is None:
             raise _EndedError
         try:
-            if is_awaited(data):
+            if is_pushed(data):
                 return await in_thread(partial(self._decode, data, holdings))
             return self._decode(data, holdings)
         except RefusedError as error:

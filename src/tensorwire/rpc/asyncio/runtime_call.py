@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from .. import logs
-from ..payload.envelope import is_awaited
+from ..payload.envelope import is_pushed
 from ..payload.outgoing import SentMessage
 from ..runtime.engine import CallState, StreamState
 from ..runtime.frames import EndBody
@@ -51,7 +51,7 @@ class AioCall(LoopWaiter, CallState):
         self._head.finish()
 
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
-        if large and is_awaited(self._pieces[0]):  # others have their turn while it is read
+        if large and is_pushed(self._pieces[0]):  # others have their turn while it is read
             self._task = self._client.loop.create_task(self._make_later(body))
         else:
             self._make(body)
@@ -61,7 +61,7 @@ class AioCall(LoopWaiter, CallState):
 
     async def _received(self, data: bytes) -> Any:
         """As `_message_of`, without blocking the event loop."""
-        if is_awaited(data):
+        if is_pushed(data):
             return await in_thread(partial(self._message_of, data))
         return self._message_of(data)
 

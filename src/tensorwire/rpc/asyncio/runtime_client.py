@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..payload.attachment import RpcAttachment
 from ..payload.outgoing import SentMessage
 from ..runtime.carry import AnyMethod
 from ..runtime.client import AnyClient
-from ..runtime.flow import Outflow, Waiter
+from ..runtime.flow import Outflow
 from ..runtime.leaving import lenient
 from ..runtime.options import MessageLimits
 from ..runtime.requests import RequestSender
@@ -58,15 +57,6 @@ class AioClient(AnyClient):
             # Not in the context of that call, which has its method, and the channel.
             apart = contextvars.Context()
             self._reading = apart.run(self.loop.create_task, self.line.serve())
-
-    def await_probe(self, waiter: Waiter, until: float) -> bool:
-        """See `AnyClient`. In the thread that connects, before the loop reads."""
-        while not (waiter.finished or self.line.is_over):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            self.line.read(left)
-        return waiter.finished
 
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""
@@ -131,7 +121,7 @@ class AioMethod(AnyMethod[AioCall]):
             if call.done():  # its time has passed, or the server gone
                 return call
             if outgoing is not None:
-                link.leaves(outgoing, timed=False)
+                link.leaves(outgoing)
         client.begin(call, method.encode(), entries, data, streams=self._takes_stream)
         if outgoing is not None:
             call.finish_sending(outgoing)

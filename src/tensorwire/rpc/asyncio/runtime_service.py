@@ -11,17 +11,13 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..payload.envelope import unseal
-from ..payload.inbox import RefusedError
-from ..payload.rendezvous import Rendezvous
 from ..runtime import observed
 from ..runtime.context import CallDetails
-from ..runtime.frames import PROBED, FrameError, Number, short_frame
 from ..runtime.line import MOST_BACKLOG
 from ..runtime.options import MessageLimits
 from ..runtime.served import Handled, IncomingCall
-from ..runtime.server import AnyService, ServerEnd, nobody
-from .loop import LoopCallbacks, LoopDeadline, in_loop, in_thread, taken
+from ..runtime.server import AnyService, ServerEnd
+from .loop import LoopCallbacks, LoopDeadline, in_loop, taken
 from .runtime_behavior import AioPerformance, SyncPerformance
 from .runtime_context import SyncContext
 
@@ -40,7 +36,6 @@ class AioServerEnd(ServerEnd):
         self._loop = service.loop
         self.callbacks = LoopCallbacks(self._loop)
         self._serving: asyncio.Task[None] | None = None
-        self._probing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to read. Any thread."""
@@ -48,19 +43,6 @@ class AioServerEnd(ServerEnd):
 
     def _start(self) -> None:
         self._serving = self._loop.create_task(self.line.serve(MOST_BACKLOG))
-
-    def read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
-        """See `ServerEnd`. In a task; a client sends one probe at a time."""
-        if self._probing is not None and not self._probing.done():
-            raise FrameError("a probe before the answer to another one")
-        self._probing = self._loop.create_task(self._read_probe(rendezvous, data, number))
-
-    async def _read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
-        try:
-            await in_thread(partial(rendezvous.read, unseal(data), nobody))
-        except (ValueError, RefusedError):
-            pass  # the client has given it up
-        self.send((short_frame(PROBED, number),))
 
     def over(self, reason: str) -> None:
         """See `LineEnd`. Any thread."""

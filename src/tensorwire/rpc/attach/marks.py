@@ -72,16 +72,15 @@ class SmallRequests:
         if attachment is None:
             if not keeper.settled():
                 return None
-            least = least_arrays = _ANY_BYTES
+            least = _ANY_BYTES
         elif attachment.runtime is not None:
             return None
         else:
             least = attachment.threshold_bytes
-            least_arrays = attachment.arrays_bytes
         if self._watched:
             return None
         try:
-            found = self._encoder.small(request, least, least_arrays)
+            found = self._encoder.small(request, least)
         except Exception:
             return None
         tickets: Sequence[int] = ()

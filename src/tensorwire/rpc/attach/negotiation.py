@@ -18,12 +18,12 @@ from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from tensorwire.memory.handle import join_address, split_address
 
-from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_rendezvous_board
+from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_push_board
 from ..payload.envelope import VERSION
 from ..payload.host import host_id
 from ..payload.inbox import SenderGoneError
 from ..payload.janitor import JANITOR
-from ..runtime.client import AnyClient, RuntimeClient
+from ..runtime.client import RuntimeClient
 from ..runtime.options import MessageLimits
 from ..runtime.ring import RING, checked, make_ring
 from .terms import (
@@ -34,10 +34,7 @@ from .terms import (
     as_list,
     decode,
     encode,
-    least_limit,
     limits_beside,
-    read_limit,
-    told_limit,
     whole_number,
 )
 
@@ -78,7 +75,6 @@ def connect(
                 pool_bytes=terms.limits.pool_bytes,
                 beside_bytes=max(terms.messages.receive_bytes, -1),
                 runtime=0 if limits is None else RUNTIME_VERSION,
-                **(told_limit(limits) if limits else {}),
             ),
         )
     )
@@ -94,11 +90,10 @@ def connect(
         max_peers=1,
     )
     runs = limits is not None and answer.get("runtime") == RUNTIME_VERSION
-    meets = runs and "most_bytes" in answer
     try:
         board = make_board(node)
         ring = make_ring(node) if runs else None
-        meeting = make_rendezvous_board(node) if meets else None
+        words = make_push_board(node) if runs else None
         peer = _reach(node, str(answer.get("address")), terms.host, least_s)
         lent_bytes = whole_number(answer, "pool_bytes")
         beside = limits_beside(terms.messages, answer)
@@ -108,12 +103,9 @@ def connect(
         peer.wait_region(READY, timeout_s=least_s)
         if ring is not None and limits:
             other = checked(peer.region(RING, timeout_s=least_s))
-            client = attachment.runtime = new_client(node, ring, other, peer, limits)
-            if meeting is not None:
-                framed = least_limit(limits.send_bytes, read_limit(answer))
-                attachment.add_rendezvous(meeting, framed)
-                if isinstance(client, AnyClient):
-                    client.meet(attachment)
+            attachment.runtime = new_client(node, ring, other, peer, limits)
+            if words is not None:
+                attachment.add_pushing(words)
         return attachment
     except BaseException:
         node.close()

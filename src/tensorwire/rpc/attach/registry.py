@@ -14,7 +14,7 @@ from ..payload.attachment import (
     LAST_GENERATION,
     RpcAttachment,
     make_board,
-    make_rendezvous_board,
+    make_push_board,
 )
 from ..payload.envelope import VERSION, read_mark
 from ..payload.host import descriptors_are_scarce, host_id, no_way
@@ -31,10 +31,7 @@ from .terms import (
     as_list,
     decode,
     encode,
-    least_limit,
     limits_beside,
-    read_limit,
-    told_limit,
     whole_number,
 )
 
@@ -106,7 +103,6 @@ class Registry:
         """
         asked = decode(request)
         lent_bytes = whole_number(asked, "pool_bytes")
-        most_bytes = read_limit(asked) if "most_bytes" in asked else None
         beside = limits_beside(self._terms.messages, asked)
         wanted = asked.get("transports")
         if VERSION not in as_list(asked.get("versions")):
@@ -156,13 +152,10 @@ class Registry:
             runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
             service = self._service if runs and caller is not None else None
             ring = None if service is None else make_ring(node)
-            meeting = None
-            if service is not None and most_bytes is not None:
-                framed = least_limit(service.limits.send_bytes, most_bytes)
-                meeting = make_rendezvous_board(node), framed
+            words = None if service is None else make_push_board(node)
             threading.Thread(
                 target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
-                args=(id, node, board, lent_bytes, beside, service, ring, caller, meeting),
+                args=(id, node, board, lent_bytes, beside, service, ring, caller, words),
             ).start()  # fmt: skip
         except BaseException as error:
             self._give_up(id, node)
@@ -179,7 +172,6 @@ class Registry:
             pool_bytes=self._terms.limits.pool_bytes,
             beside_bytes=max(self._terms.messages.receive_bytes, -1),
             runtime=0 if service is None else RUNTIME_VERSION,
-            **({} if meeting is None or service is None else told_limit(service.limits)),
         )
 
     def _complete(
@@ -192,7 +184,7 @@ class Registry:
         service: AnyService | None,
         ring: Region | None,
         caller: Caller | None,
-        meeting: tuple[Region, int] | None,
+        words: Region | None,
     ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
@@ -209,8 +201,8 @@ class Registry:
             if service and ring and caller:
                 peer = attachment.peer
                 other = checked(peer.wait_region(RING, timeout_s=CONNECT_S))
-                if meeting is not None:
-                    attachment.add_rendezvous(*meeting)
+                if words is not None:
+                    attachment.add_pushing(words)
                 end = service.attach(attachment, caller, node, ring, other, peer)
                 attachment.runtime = end
                 end.start()

@@ -22,7 +22,7 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
-RUNTIME_VERSION = 5
+RUNTIME_VERSION = 6
 """Of the frames of `runtime`."""
 
 CONNECT_S = 5.0
@@ -88,12 +88,7 @@ def whole_number(values: dict[str, Any], name: str) -> int:
     return value
 
 
-def told_limit(limits: MessageLimits) -> dict[str, int]:
-    """What tells the other end that messages may travel by rendezvous: the longest it may frame."""
-    return {"most_bytes": limits.receive_bytes}
-
-
-def read_limit(values: dict[str, Any], name: str = "most_bytes") -> int:
+def read_limit(values: dict[str, Any], name: str) -> int:
     """Reads a limit of the other end, -1 for none; ValueError if it is no limit."""
     value = values.get(name)
     if type(value) is not int or not -1 <= value < 1 << 62:

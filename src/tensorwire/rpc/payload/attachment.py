@@ -22,32 +22,22 @@ from .. import logs
 from .envelope import mark
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
-from .leases import SLOTS, AnyLease, LeasePool
+from .leases import SLOTS, Lease, LeasePool
 from .limits import Limits
-from .pushing import Pushing
-from .rendezvous import BOARD_BYTES, PUSHED_WORDS, Rendezvous
-from .threshold import LEAST_BYTES, Threshold
-
-THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
-"""In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
-ARRAYS_THRESHOLDS = {"shm": 3 << 16, "tcp": 1 << 18, "rdma": 3 << 16}
-"""Of the arrays of a message of a call by grpcio, which otherwise pass through protobuf."""
-RUNTIME_ARRAYS_THRESHOLDS = {"shm": 3 << 15, "tcp": 1 << 17, "rdma": 3 << 15}
-"""The same of the runtime, to whose calls what goes ahead adds less."""
+from .push import BOARD_BYTES, Pushing
+from .route import RUNTIME_THRESHOLDS, THRESHOLDS
 
 CALLS = 1024
 """Calls of an attachment at a time that may have payload beside them."""
 LAST_GENERATION = (1 << 32) - 1
 """The highest of a call's number: it travels in 4 bytes."""
 
-_SMALL_BYTES = LEAST_BYTES // 2 + 1
-"""From here on messages may be near a threshold of rendezvous that is not the user's own."""
 _RECENT = 8
 _GRACE_S = 2.0
 _FREES_IDLE_EVERY_S = 1.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
-_RENDEZVOUS = "rendezvous"
+_PUSHED = "pushed"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
 """All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
@@ -117,9 +107,9 @@ def make_board(node: Node) -> Region:
     return node.allocate(_BOARD_BYTES, name=_BOARD)
 
 
-def make_rendezvous_board(node: Node) -> Region:
-    """The words that the other end raises for rendezvous; see `RpcAttachment.add_rendezvous`."""
-    return node.allocate(BOARD_BYTES, name=_RENDEZVOUS)
+def make_push_board(node: Node) -> Region:
+    """The words that the other end raises as it pushes; see `RpcAttachment.add_pushing`."""
+    return node.allocate(BOARD_BYTES, name=_PUSHED)
 
 
 class RpcAttachment:
@@ -128,16 +118,16 @@ class RpcAttachment:
     Attributes:
         id, limits, peer: as given.
         transport: by which payload travels.
-        threshold_bytes: from where messages do.
-        arrays_bytes: from where the arrays of a message of grpcio's go ahead of it.
-        small_bytes: shorter messages of the runtime can only travel inside.
+        threshold_bytes: from where payload of grpcio's calls travels beside its message.
+        runtime_threshold_bytes: the same of the runtime's calls.
+        maps: each end has the memory of the other one mapped.
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
         handlers: for the server, the handlers that serve calls of it.
         recent: what the latest messages are held by, see `look_at_recent`. A list, as copying it
             is atomic.
         runtime: what carries calls besides grpcio; None: nothing does.
-        rendezvous: for messages of the runtime; None: both ends do not have it.
+        pushing: for calls of the runtime; None: there is no runtime.
         sent_bytes, taken_bytes: as given.
 
     Args:
@@ -175,10 +165,9 @@ class RpcAttachment:
         self.peer = peer
         self.transport = peer.path.transport
         own = limits.threshold_bytes
+        self.maps = self.transport == "shm"
         self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
-        self.arrays_bytes = self.arrays_threshold(by_runtime=False)
-        least = _SMALL_BYTES if limits.fixed_bytes is None else limits.fixed_bytes
-        self.small_bytes = min(self.threshold_bytes, least)
+        self.runtime_threshold_bytes = RUNTIME_THRESHOLDS[self.transport] if own is None else own
         self._node = node
         self._board = board
         self._is_client = is_client
@@ -188,12 +177,12 @@ class RpcAttachment:
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
         self._told_full = False
-        self._late: deque[tuple[float, Sequence[AnyLease], tuple[int, int]]] = deque()
+        self._late: deque[tuple[float, Sequence[Lease], tuple[int, int]]] = deque()
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: list[Watched] = []
         self.runtime: CallCarrier | None = None
-        self.rendezvous: Rendezvous | None = None
+        self.pushing: Pushing | None = None
         self.handlers: dict[int, Any] = {}
         self._shared: SharedNumber | None = None
         self._frees_idle_at = 0.0
@@ -205,11 +194,9 @@ class RpcAttachment:
         """The other end, or the way to it, is gone; or this is a forked child."""
         return self.peer.lost or self._pid != os.getpid()
 
-    def arrays_threshold(self, *, by_runtime: bool) -> int:
-        """From how many bytes the arrays of a message go ahead of it."""
-        if (own := self.limits.threshold_bytes) is not None:
-            return own
-        return (RUNTIME_ARRAYS_THRESHOLDS if by_runtime else ARRAYS_THRESHOLDS)[self.transport]
+    def least_bytes(self, *, by_runtime: bool) -> int:
+        """Returns from how many bytes payload travels beside its message."""
+        return self.runtime_threshold_bytes if by_runtime else self.threshold_bytes
 
     def may_send(self, size_bytes: int) -> bool:
         """Whether a message so long may travel beside; if not, grpcio says what is wrong."""
@@ -222,74 +209,35 @@ class RpcAttachment:
             return False
         if not self._is_client:
             self.leases_there.retire_calls(self._call_ended)
-            if self.rendezvous is not None:
-                self.rendezvous.offers.retire_calls(self._call_ended)
-        if self.rendezvous is not None:
-            self.rendezvous.look()
         while self._late and self._late[0][0] < time.monotonic():
             _, leases, call = self._late.popleft()
             self.retire(leases, call)
         if (now := time.monotonic()) >= self._frees_idle_at:
             self._frees_idle_at = now + _FREES_IDLE_EVERY_S
             self.leases_there.free_idle()
-            if self.rendezvous is not None:
-                self.rendezvous.offers.free_idle()
         return True
 
-    def add_rendezvous(self, board: Region, framed_bytes: int) -> None:
-        """Lets messages of the runtime travel by rendezvous.
+    def add_pushing(self, board: Region) -> None:
+        """Lets payload of the runtime's calls be pushed.
 
         Args:
-            board: of `make_rendezvous_board`; the other end has made one too.
-            framed_bytes: the longest message in frames that this end sends and the other takes;
-                negative for no limit.
+            board: of `make_push_board`; the other end has made one too.
 
         Raises:
             TensorwireError: the other end is gone, or has not.
         """
-        other = self.peer.wait_region(_RENDEZVOUS, timeout_s=5)
-        fixed = self.limits.fixed_bytes
-        leases = self.leases_there, self.leases_here
-        most_bytes = self.limits.pool_bytes
-        pushing = Pushing(self._node, self.peer, *leases, board, other, PUSHED_WORDS, most_bytes)
-        threshold = Threshold(
-            self.threshold_bytes if fixed is None else fixed,
-            fixed=fixed is not None,
-            about=("client" if self._is_client else "server", self.transport),
-        )
-        self.rendezvous = Rendezvous(
-            self._node,
-            self.peer,
-            board,
-            other,
-            offered_bytes=min(self.limits.pool_bytes, self._lent_bytes),
-            read_bytes=self.limits.pool_bytes,
-            threshold=threshold,
-            framed_bytes=framed_bytes,
-            pushing=pushing,
-        )
+        other = self.peer.wait_region(_PUSHED, timeout_s=5)
+        self.pushing = Pushing(self._node, self.peer, board, other)
 
     @property
     def awaited(self) -> bool:
         """The other end has not given back payload that it was sent."""
-        if self.leases_there.used:
-            return True
-        return self.rendezvous is not None and bool(self.rendezvous.offers.used)
+        return bool(self.leases_there.used)
 
-    def used_of(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> list[AnyLease]:
-        """Which of this memory is used for a call, and not given back yet."""
-        used = self.leases_there.used_of(leases, call)
-        if self.rendezvous is not None and len(used) < len(leases):
-            used += self.rendezvous.offers.used_of(leases, call)
-        return used
-
-    def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
-        """Gives up uses by a call that the other end may never see; see `Pool.retire`."""
-        if self._pid != os.getpid():
-            return  # the memory is the parent's, and not mapped here
-        self.leases_there.retire(leases, call)
-        if self.rendezvous is not None:
-            self.rendezvous.offers.retire(leases, call)
+    def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
+        """Gives up uses by a call that the other end may never see; see `LeasePool.retire`."""
+        if self._pid == os.getpid():  # else the memory is the parent's, and not mapped here
+            self.leases_there.retire(leases, call)
 
     def remember(self, holding: Watched) -> None:
         """The memory of a message is looked at before the next ones."""
@@ -328,8 +276,6 @@ class RpcAttachment:
         if self._pid == os.getpid():  # a lock may be held for ever in a forked child
             if self.runtime is not None:
                 self.runtime.close(lost=self.peer.lost)
-            if self.rendezvous is not None:
-                self.rendezvous.offers.close()
         self._node.close()
 
     # The client numbers its calls: what one raises for another has to name it.
@@ -344,7 +290,7 @@ class RpcAttachment:
         self._generations[slot] += 1
         return slot, self._generations[slot]
 
-    def end_call(self, call: tuple[int, int], leases: Sequence[AnyLease], complete: bool) -> None:
+    def end_call(self, call: tuple[int, int], leases: Sequence[Lease], complete: bool) -> None:
         """Gives a number back, and takes back what was sent in the call and not seen.
 
         Args:

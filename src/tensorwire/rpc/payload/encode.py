@@ -68,14 +68,13 @@ class Encoder:
         self._plain: type = bytes
 
     def small(
-        self, message: Any, least_bytes: int, least_arrays_bytes: int
+        self, message: Any, least_bytes: int
     ) -> bytes | tuple[bytes, Sequence[int]] | Encoded | None:
         """Encodes a message if it is small.
 
         Args:
             message: the user's.
-            least_bytes: a message of so many bytes is not small.
-            least_arrays_bytes: a message with arrays of so many bytes is not small either.
+            least_bytes: a message of so many bytes, or with arrays of so many, is not small.
 
         Returns:
             Its bytes, with the tickets of its arrays if it has some. What is not small is returned
@@ -87,21 +86,19 @@ class Encoder:
         kind, serializer = type(message), self._serializer
         if kind is not self._plain:
             if may_have_tensors(kind):
-                return self._small_arrays(message, least_bytes, least_arrays_bytes)
+                return self._small_arrays(message, least_bytes)
             self._plain = kind
         body = message if serializer is None else serializer(message)
         if type(body) is bytes and len(body) < least_bytes and not body.startswith(MAGIC):
             return body
         return None if serializer is None else Encoded(message, serializer, body)
 
-    def _small_arrays(
-        self, message: Any, least_bytes: int, least_arrays_bytes: int
-    ) -> tuple[bytes, Sequence[int]] | None:
+    def _small_arrays(self, message: Any, least_bytes: int) -> tuple[bytes, Sequence[int]] | None:
         try:
             arrays = sources_of(message)
         except StaleHandleError:
             return None  # whoever sends it finds out, and says so
-        if sum([each.nbytes for each in arrays.values()]) >= least_arrays_bytes:
+        if sum([each.nbytes for each in arrays.values()]) >= least_bytes:
             return None
         body = inside(message, arrays, self._serializer)
         if type(body) is bytes and len(body) < least_bytes and not body.startswith(MAGIC):

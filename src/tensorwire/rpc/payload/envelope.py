@@ -11,11 +11,9 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"\xff\xfftensorwire-rpc"
-VERSION, OFFERED_VERSION, PUSHED_VERSION = 1, 2, 3
-"""Of an envelope whose payload went ahead; of one whose payload lies at the sender, to be read; of
-one whose payload is under way as itself is."""
+VERSION, PUSHED_VERSION = 1, 3
+"""Of an envelope whose payload went ahead; of one whose payload is under way as itself is."""
 MAX_PIECES = 1 << 16
-_AWAITED = frozenset((OFFERED_VERSION, PUSHED_VERSION))
 BODY = 0
 """The ticket of the piece that is the message itself."""
 
@@ -39,8 +37,7 @@ class Envelope:
         pieces: what lies in the memory, and where. Without any the body is a message that only
             looks like an envelope.
         body: the message, unless a piece is it.
-        version: VERSION, OFFERED_VERSION or PUSHED_VERSION: whose memory it is, and whether the
-            payload is there.
+        version: VERSION or PUSHED_VERSION: whether the payload is there.
     """
 
     attachment: bytes
@@ -52,24 +49,19 @@ class Envelope:
     version: int = VERSION
 
     @property
-    def awaited(self) -> bool:
-        """Its payload may not be there yet, or is to be read."""
-        return self.version in _AWAITED
+    def is_pushed(self) -> bool:
+        """Its payload may not be there yet."""
+        return self.version == PUSHED_VERSION
 
     @property
-    def pushes_arrays(self) -> bool:
-        """Arrays are under way into memory of the receiver, and not a message alone."""
-        return self.version == PUSHED_VERSION and [each[0] for each in self.pieces] != [BODY]
+    def is_message(self) -> bool:
+        """Its payload is a message, and nothing else."""
+        return len(self.pieces) == 1 and self.pieces[0][0] == BODY
 
 
 def lease_name(serial: int) -> str:
     """The name of the region that an envelope calls `serial`."""
     return f"lease-{serial}"
-
-
-def offer_name(serial: int) -> str:
-    """The name of the region that an envelope whose payload is to be read calls `serial`."""
-    return f"offer-{serial}"
 
 
 def seal(envelope: Envelope) -> bytes:
@@ -92,9 +84,9 @@ def escape(attachment: bytes, message: bytes) -> bytes:
     return seal(Envelope(attachment, 0, 0, 0, (), message))
 
 
-def is_awaited(data: bytes) -> bool:
-    """Whether what came looks like an envelope whose payload is to be waited for, or read."""
-    return data.startswith(MAGIC) and len(data) > len(MAGIC) and data[len(MAGIC)] in _AWAITED
+def is_pushed(data: bytes) -> bool:
+    """Whether what came looks like an envelope whose payload is to be waited for."""
+    return data.startswith(MAGIC) and data[len(MAGIC) : len(MAGIC) + 1] == b"\x03"
 
 
 def unseal(data: bytes) -> Envelope:
@@ -106,8 +98,8 @@ def unseal(data: bytes) -> Envelope:
     if len(data) < _HEAD.size:
         raise ValueError("an envelope that is shorter than its header")
     _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
-    if version != VERSION and version not in _AWAITED:
-        raise ValueError(f"an envelope of version {version}, and this side knows 1 to 3")
+    if version not in (VERSION, PUSHED_VERSION):
+        raise ValueError(f"an envelope of version {version}, and this side knows 1 and 3")
     end = _HEAD.size + count * _PIECE.size
     if count > MAX_PIECES or end > len(data):
         raise ValueError(f"an envelope that announces {count} pieces and has not so many")

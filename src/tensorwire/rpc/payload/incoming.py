@@ -16,7 +16,7 @@ from .encode import carry_in_pickles
 from .envelope import BODY, MAGIC, Envelope, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
-from .rendezvous import Rendezvous
+from .push import Pushing
 from .tensors import Holding, give_ticket, new_ticket
 
 Deserializer = Callable[[bytes], Any] | None
@@ -64,14 +64,14 @@ class Reader:
         *,
         needed: Callable[[], bool] | None = None,
     ) -> Any:
-        """The message that came as itself or as an envelope.
+        """Returns the message that came as itself or as an envelope.
 
         Args:
             data: what grpcio has received.
             find: the attachment of an id, if there is one that may send this.
             holdings: gets what keeps the memory of the message's Tensors.
-            needed: asked while the sender lets this end wait for a message that is to be read;
-                False ends that. None: there is no such message, as in calls by grpcio.
+            needed: asked while payload is waited for; False ends that. None: there is nothing to be
+                waited for, as in calls by grpcio.
 
         Raises:
             RefusedError: what looks like an envelope is of an unknown attachment, or lies.
@@ -79,44 +79,36 @@ class Reader:
         """
         if not data.startswith(MAGIC):
             return self.inside(data)
-        try:
-            envelope = unseal(data)
-            attachment = find(envelope.attachment)
-            if attachment is None:
-                raise ValueError("an envelope of an attachment that is not known here")
-        except ValueError as error:
-            raise RefusedError(str(error)) from None
+        envelope, attachment = _opened(data, find)
         if not envelope.pieces:
             return self.inside(envelope.body)
-        _check_length(envelope, attachment)
         attachment.look_at_recent()
-        if envelope.awaited and not envelope.pushes_arrays:
-            rendezvous, goes_on = _rendezvous_of(attachment, needed)
-            return self.inside(rendezvous.read(envelope, goes_on))
-        arrival = attachment.leases_here.arrive(envelope)
+        pushing = _pushing(envelope, attachment, needed)
+        landed = attachment.leases_here.arrive(envelope)
+        if envelope.is_message:
+            return self.inside(_body(envelope, landed, pushing, needed or _never))
 
-        def await_arrays() -> None:
-            if envelope.awaited:
-                rendezvous, goes_on = _rendezvous_of(attachment, needed)
-                rendezvous.arrays(envelope, arrival, goes_on)
+        def wait() -> None:
+            if pushing is not None:
+                pushing.wait(envelope, landed, needed or _never)
 
         holding = None
         try:
             try:
                 body = envelope.body
-                if BODY in arrival.pieces:
-                    await_arrays()
-                    body = copied(arrival.piece(BODY))
+                if BODY in landed.pieces:
+                    wait()
+                    body = copied(landed.piece(BODY))
                 message = body if self._deserializer is None else self._deserializer(body)
-                holding = _redeem(message, arrival)
+                holding = _redeem(message, landed)
             except Exception:
-                await_arrays()  # the sender may write there until then
+                wait()  # the sender may write there until then
                 raise
             except BaseException:
-                if envelope.awaited:
-                    arrival.abandon()
+                if pushing is not None:
+                    landed.abandon()
                 raise
-            await_arrays()
+            wait()
             if holding is not None:
                 attachment.remember(holding)
                 if holdings is not None:
@@ -124,7 +116,53 @@ class Reader:
             return message
         finally:
             if holding is None:
-                arrival.give_back()
+                landed.give_back()
+
+
+def _opened(
+    data: bytes, find: Callable[[bytes], RpcAttachment | None]
+) -> tuple[Envelope, RpcAttachment]:
+    """The envelope that came, and its attachment."""
+    try:
+        envelope = unseal(data)
+        attachment = find(envelope.attachment)
+        if attachment is None:
+            raise ValueError("an envelope of an attachment that is not known here")
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    if envelope.pieces:
+        _check_length(envelope, attachment)
+    return envelope, attachment
+
+
+def _pushing(
+    envelope: Envelope, attachment: RpcAttachment, needed: Callable[[], bool] | None
+) -> Pushing | None:
+    """What waits for the payload of an envelope; None: it is there."""
+    if not envelope.is_pushed:
+        return None
+    pushing = attachment.pushing
+    if pushing is None or needed is None:
+        raise RefusedError("nothing was agreed on messages that are to be waited for")
+    if not pushing.maps and not envelope.is_message:
+        raise RefusedError("arrays are pushed where memory is mapped, and not here")
+    return pushing
+
+
+def _body(
+    envelope: Envelope, landed: Landed, pushing: Pushing | None, needed: Callable[[], bool]
+) -> bytes:
+    """The message of an envelope, whose memory is given back."""
+    if pushing is not None:
+        return pushing.read(envelope, landed, needed)
+    try:
+        return copied(landed.piece(BODY))
+    finally:
+        landed.give_back()
+
+
+def _never() -> bool:
+    return False
 
 
 def _check_length(envelope: Envelope, attachment: RpcAttachment) -> None:
@@ -135,20 +173,8 @@ def _check_length(envelope: Envelope, attachment: RpcAttachment) -> None:
         raise RefusedError(f"a message larger than max ({size} vs. {most})")
 
 
-def _rendezvous_of(
-    attachment: RpcAttachment, needed: Callable[[], bool] | None
-) -> tuple[Rendezvous, Callable[[], bool]]:
-    if attachment.rendezvous is None or needed is None:
-        raise RefusedError("nothing was agreed on messages that are to be waited for")
-    return attachment.rendezvous, needed
-
-
 def _redeem(message: Any, arrival: Landed) -> Holding | None:
     """Gives the Tensors of a message new tickets for their memory; None if it has none."""
-    if arrival.pieces.keys() == {BODY}:
-        for each in tensors(message):
-            each.ClearField("held")
-        return None
     passed: list[Any] = []
     new: dict[int, int] = {}
     for each in tensors(message, passed):

@@ -1,8 +1,9 @@
 """Manages leases: the memory at the peer into which this side writes payload.
 
-A lease is a region of the receiver that the sender allocated there, or one of the sender that the
-receiver reads (`rendezvous.py`). It is used over and over: the receiver raises a word when nobody
-looks at a use any more, which is the credit for the next one. Knows neither gRPC nor messages.
+A lease is a region of the receiver that the sender allocated there. It is used over and over: the
+receiver raises a word when nobody looks at a use any more, which is the credit for the next one.
+A turn of a lease counts bytes: all that its slot was used for before, and one more. Knows neither
+gRPC nor messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +37,7 @@ _PAUSES = 10
 of which one second counts at most."""
 
 
-class Leased(Protocol):
-    """Memory of either side, as far as it matters to a pool."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Its length."""
-
-
-Memory = TypeVar("Memory", bound=Leased)
-
-
-class Lease(Generic[Memory]):
+class Lease:
     """Memory, and the use that is made of it. Its pool's lock guards it.
 
     Attributes:
@@ -57,12 +46,12 @@ class Lease(Generic[Memory]):
         memory: where to write.
         turn: of the use; higher than any before in this slot.
         call: for whom it is used, None while it is idle.
-        seen: its turn when `Pool.free_idle` first found it idle after that, and when that was.
+        seen: its turn when `LeasePool.free_idle` first found it idle after that, and when that was.
     """
 
     __slots__ = ("call", "memory", "seen", "serial", "slot", "turn")
 
-    def __init__(self, slot: int, serial: int, memory: Memory) -> None:
+    def __init__(self, slot: int, serial: int, memory: RemoteRegion) -> None:
         self.slot = slot
         self.serial = serial
         self.memory = memory
@@ -71,11 +60,8 @@ class Lease(Generic[Memory]):
         self.seen = (-1, 0.0)
 
 
-AnyLease = Lease[Any]
-
-
-class Pool(Generic[Memory]):
-    """All memory of one kind that one side of an attachment writes into. Any thread may use it.
+class LeasePool:
+    """All memory of the receiver that one side of an attachment writes into. Any thread may use it.
 
     Args:
         peer: the receiver.
@@ -103,8 +89,8 @@ class Pool(Generic[Memory]):
         self._calls_in_vain: tuple[int, set[tuple[int, int]]] = (-1, set())
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
-        self._idle: list[Lease[Memory]] = []
-        self._used: dict[int, Lease[Memory]] = {}
+        self._idle: list[Lease] = []
+        self._used: dict[int, Lease] = {}
 
     @property
     def used(self) -> int:
@@ -126,7 +112,7 @@ class Pool(Generic[Memory]):
         needed: Callable[[], bool],
         answer_s: float = 5.0,
         most: int = SLOTS,
-    ) -> Lease[Memory] | None:
+    ) -> Lease | None:
         """Takes memory for one message.
 
         Waits for credits where the limit is reached and the receiver has some to give; not if
@@ -173,7 +159,7 @@ class Pool(Generic[Memory]):
             return seen == at and call in calls
 
     def _waited_in_vain(
-        self, call: tuple[int, int], seen: int, most: int, lease: Lease[Memory] | None
+        self, call: tuple[int, int], seen: int, most: int, lease: Lease | None
     ) -> None:
         with self._lock:
             if self.uses(call) >= most:
@@ -184,13 +170,13 @@ class Pool(Generic[Memory]):
 
     def _attempt(
         self, size_bytes: int, call: tuple[int, int], answer_s: float, most: int
-    ) -> tuple[Lease[Memory] | None, bool]:
+    ) -> tuple[Lease | None, bool]:
         """Memory if there is some now, and whether there may be if the receiver gives some back."""
         wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
         if size_bytes > self._limit_bytes:
             return None, False
         slot: int | None = None
-        freed: list[Memory] = []
+        freed: list[RemoteRegion] = []
         with self._lock:
             self._collect()
             lease = self._pick(size_bytes)
@@ -211,9 +197,7 @@ class Pool(Generic[Memory]):
             return None, bool(self._used or freed)
         return self._use(new, call, wanted_bytes), False
 
-    def _make(
-        self, slot: int, serial: int, size_bytes: int, answer_s: float
-    ) -> Lease[Memory] | None:
+    def _make(self, slot: int, serial: int, size_bytes: int, answer_s: float) -> Lease | None:
         """New memory for a slot that is reserved; None: there is none, and it is free again."""
         seen, until = self._silent
         try:
@@ -232,85 +216,21 @@ class Pool(Generic[Memory]):
                 self._slots.append(slot)
             return None
 
-    def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease[Memory] | None:
+    def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease | None:
         """As `take`, of memory that is there already; None: there is none that fits."""
         with self._lock:
             self._collect()
             lease = self._pick(_rounded(size_bytes))
         return None if lease is None else self._use(lease, call, size_bytes)
 
-    def has_idle(self, size_bytes: int) -> bool:
-        """Whether `take_idle` has some now."""
-        with self._lock:
-            self._collect()
-            lease = self._pick(_rounded(size_bytes))
-            if lease is not None:
-                self._idle.append(lease)
-        return lease is not None
+    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> RemoteRegion:
+        return self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
 
-    def grow(self, size_bytes: int, answer_s: float) -> bool:
-        """Makes memory for a later message; False: there is none.
-
-        Args:
-            size_bytes: at least so much.
-            answer_s: how long the receiver may take to allocate.
-
-        Raises:
-            PeerLostError, ClosedError: the attachment is over.
-        """
-        size_bytes = _rounded(size_bytes)
-        freed: list[Memory] = []
-        slot: int | None = None
-        with self._lock:
-            self._collect()
-            if size_bytes <= self._limit_bytes:
-                slot = self._reserve(size_bytes, freed)
-            if slot is not None:
-                self._serial += 1
-            serial = self._serial
-        for each in freed:  # first, as the new memory is to be where it was
-            self._free(each)
-        new = None if slot is None else self._make(slot, serial, size_bytes, answer_s)
-        if new is None:
-            return False
-        with self._lock:
-            self._idle.append(new)
-        return True
-
-    def await_credit(
-        self, call: tuple[int, int], most: int, until: float, needed: Callable[[], bool]
-    ) -> None:
-        """Waits until fewer than so many are used for a call, or a time of time.monotonic.
-
-        Args:
-            call: the number of the call.
-            most: as above.
-            until: when it ends.
-            needed: asked meanwhile; False ends it.
-
-        Raises:
-            PeerLostError, ClosedError: the attachment is over.
-        """
-        while True:
-            seen, left = self._count.value, until - time.monotonic()
-            if self.uses(call) < most or left <= 0 or not needed():
-                return
-            try:
-                self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
-            except TimeoutError:
-                pass
-
-    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> Memory:
-        """New memory; a TensorwireError or MemoryError if there is none."""
-        raise NotImplementedError
-
-    def _free(self, memory: Memory) -> None:
-        """Gives memory back to where it is."""
-        raise NotImplementedError
-
-    def _turns_of(self, size_bytes: int) -> int:
-        """By how much a use of so many bytes raises the turn of its slot."""
-        return 1
+    def _free(self, memory: RemoteRegion) -> None:
+        try:
+            memory.free(timeout_s=0.05)
+        except TensorwireError:
+            pass  # it will do so when it can, or the attachment is over and the memory gone with it
 
     def uses(self, call: tuple[int, int]) -> int:
         """How many are used for a call, and not given back yet."""
@@ -318,12 +238,12 @@ class Pool(Generic[Memory]):
             self._collect()
             return sum(each.call == call for each in self._used.values())
 
-    def all(self) -> list[Lease[Memory]]:
+    def all(self) -> list[Lease]:
         """All there are, used and idle."""
         with self._lock:
             return [*self._used.values(), *self._idle]
 
-    def used_of(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> list[AnyLease]:
+    def used_of(self, leases: Sequence[Lease], call: tuple[int, int]) -> list[Lease]:
         """Which of these leases are used for a call, and not given back yet."""
         if not leases:
             return []
@@ -334,7 +254,7 @@ class Pool(Generic[Memory]):
 
     async def wait_given_back(
         self,
-        leases: Sequence[AnyLease],
+        leases: Sequence[Lease],
         call: tuple[int, int],
         most: int,
         needed: Callable[[], bool],
@@ -359,7 +279,7 @@ class Pool(Generic[Memory]):
             except TimeoutError:
                 pass
 
-    def retire(self, leases: Sequence[AnyLease], call: tuple[int, int]) -> None:
+    def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the receiver may never see, with their memory.
 
         It is freed: should the receiver still come to it, the name is unknown; what it looks at
@@ -392,7 +312,7 @@ class Pool(Generic[Memory]):
         The receiver may have stopped, and takes up to 0.05 s for each then, so these are few.
         """
         now = time.monotonic()
-        gone: list[Lease[Memory]] = []
+        gone: list[Lease] = []
         with self._lock:
             self._collect()
             for lease in list(self._idle):
@@ -407,10 +327,10 @@ class Pool(Generic[Memory]):
         for lease in gone:
             self._free(lease.memory)
 
-    def _use(self, lease: Lease[Memory], call: tuple[int, int], size_bytes: int) -> Lease[Memory]:
+    def _use(self, lease: Lease, call: tuple[int, int], size_bytes: int) -> Lease:
         with self._lock:
             lease.turn = self._turns[lease.slot] + 1
-            self._turns[lease.slot] += self._turns_of(size_bytes)
+            self._turns[lease.slot] += size_bytes
             lease.call = call
             self._used[lease.slot] = lease
         return lease
@@ -423,7 +343,7 @@ class Pool(Generic[Memory]):
                     lease.call = None
                     self._idle.append(lease)
 
-    def _pick(self, size_bytes: int) -> Lease[Memory] | None:
+    def _pick(self, size_bytes: int) -> Lease | None:
         """The smallest idle lease that is large enough and not wastefully so; the last used."""
         best = None
         for lease in self._idle:
@@ -437,7 +357,7 @@ class Pool(Generic[Memory]):
             return best
         return None
 
-    def _reserve(self, size_bytes: int, freed: list[Memory]) -> int | None:
+    def _reserve(self, size_bytes: int, freed: list[RemoteRegion]) -> int | None:
         """A slot for new memory; None: wait for credits.
 
         Idle memory that has to make room for it is added to `freed`, to be freed by who calls.
@@ -451,7 +371,7 @@ class Pool(Generic[Memory]):
         self._bytes += size_bytes
         return self._slots.pop()
 
-    def _forget(self, lease: Lease[Memory]) -> None:
+    def _forget(self, lease: Lease) -> None:
         self._bytes -= lease.memory.size_bytes
         self._slots.append(lease.slot)
 
@@ -460,19 +380,6 @@ def _rounded(size_bytes: int) -> int:
     """Sizes of leases: so few that one serves messages of similar length."""
     step = max(_SMALLEST_STEP, 1 << max(size_bytes.bit_length() - 4, 0))
     return -(-size_bytes // step) * step
-
-
-class LeasePool(Pool[RemoteRegion]):
-    """Memory of the receiver. Args: as of `Pool`."""
-
-    def _allocate(self, size_bytes: int, serial: int, answer_s: float) -> RemoteRegion:
-        return self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
-
-    def _free(self, memory: RemoteRegion) -> None:
-        try:
-            memory.free(timeout_s=0.05)
-        except TensorwireError:
-            pass  # it will do so when it can, or the attachment is over and the memory gone with it
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -6,11 +6,11 @@ The only object of limits that users make. Knows no channels and no servers.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from .threshold import chosen_threshold
+from .route import chosen_threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +18,12 @@ class Limits:
     """What a channel or server grants to the other end, and when its own payload travels beside.
 
     Attributes:
-        threshold_bytes: a message whose payload is smaller travels as it is. None: what pays on the
-            transport (docs/rpc.md).
+        threshold_bytes: a message whose payload is smaller travels as it is. None: what
+            TENSORWIRE_RPC_THRESHOLD_BYTES says, else what pays on the transport (docs/rpc.md).
         pool_bytes: memory here that the other end, of a server each client, may write into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         max_attachments: of a server: clients at a time whose payload travels beside messages;
             others get plain gRPC. A channel does not heed it.
-        fixed_bytes: from where messages of the runtime travel otherwise than in frames; None: what
-            is measured. Follows from threshold_bytes and TENSORWIRE_RPC_THRESHOLD_BYTES.
 
     Raises:
         ValueError: a value, or the variable, is not what it can be.
@@ -35,7 +33,6 @@ class Limits:
     pool_bytes: int = 1 << 30
     patience_s: float = 1.0
     max_attachments: int = 64
-    fixed_bytes: int | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.threshold_bytes is not None:
@@ -46,7 +43,7 @@ class Limits:
         if not isinstance(patience, Real) or not float(patience) >= 0:
             raise ValueError(f"patience_s is a number of seconds from 0 up, not {patience!r}")
         self._keep("patience_s", float(patience))
-        self._keep("fixed_bytes", chosen_threshold(self.threshold_bytes))
+        self._keep("threshold_bytes", chosen_threshold(self.threshold_bytes))
 
     def _keep(self, name: str, value: float | None) -> None:
         object.__setattr__(self, name, value)

@@ -1,7 +1,7 @@
-"""gRPC: decides what of a leaving message travels beside it, and makes the bytes for grpcio.
+"""gRPC: sends the payload of a message as `route` decides, and makes the bytes for grpcio.
 
-The same for requests and responses. Whatever cannot go ahead travels inside, as without
-tensorwire: no attachment, no memory at the receiver, a payload that is too small to be worth it.
+The same for requests and responses. Whatever cannot travel beside its message travels inside, as
+without tensorwire: no attachment, no memory at the receiver, a payload that is too small.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
-from tensorwire.memory import Transfer, crowded
+from tensorwire.memory import Transfer
 
 from .. import logs
 from .attachment import RpcAttachment
 from .encode import Encoded, Encoder, Serializer, arrays_of, inside, without_arrays
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
-from .leases import AnyLease, place
-from .pushing import LEAST_ARRAYS_BYTES, PushedArrays
-from .rendezvous import Dispatch, Staging
+from .leases import SLOTS, Lease, place
+from .push import OF_A_CALL, Push
+from .route import Way, route
 from .tensors import delivered
 
 _AT_ONCE_S = 0.1
@@ -53,13 +53,13 @@ class CallLink:
         unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
-        offers: messages may travel by rendezvous, because it is a call of the runtime.
+        offers: it is a call of the runtime, whose payload may be pushed.
         in_loop: it is one of an event loop, which copies before it goes on what it can at once.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
-    leases: Sequence[AnyLease] = ()
-    bodies: Sequence[AnyLease] = ()
+    leases: Sequence[Lease] = ()
+    bodies: Sequence[Lease] = ()
     must_confirm = False
     patience_s: float | None = None
     foreign = False
@@ -129,12 +129,10 @@ class SentMessage:
         tickets: of the arrays that it stands for, when it was serialized.
         ahead: its payload went ahead of it.
         last: the arrays are let go when it has left, and not when the call has ended well.
-        staging: what is left of the message to be copied when its bytes have been sent, if
+        staging: what is left of the payload to be pushed when the bytes have been sent, if
             anything: whoever sends them calls `finish`.
-        by_rendezvous: it travels so.
         is_kept: it was prepared, and `is_kept` says so of its bytes.
         kept: keeps the memory of its arrays, where they are those of a request.
-        size_bytes: of the message, if it was asked whether it is to; else 0.
     """
 
     __slots__ = (
@@ -143,14 +141,12 @@ class SentMessage:
         "_made",
         "ahead",
         "body",
-        "by_rendezvous",
         "is_kept",
         "keeps_body",
         "kept",
         "last",
         "link",
         "message",
-        "size_bytes",
         "staging",
         "tickets",
     )
@@ -164,11 +160,9 @@ class SentMessage:
         self.last = last
         self.ahead = False
         self.tickets: list[int] = []
-        self.staging: Staging | PushedArrays | None = None
-        self.by_rendezvous = False
+        self.staging: Push | None = None
         self.is_kept = False
         self.kept: Any = None
-        self.size_bytes = 0
         self.body: bytes | None = None
         self._arrays: dict[int, NDArray[np.uint8]] | None = None
         self._made: bytes | Exception | None = None
@@ -215,70 +209,175 @@ class SentMessage:
         if made is not None:
             return made
         self._begun = True
-        attachment = None if self.link.foreign else self.link.attachment
-        arrays, self._arrays = self._arrays, None
-        if arrays is None:
-            try:
-                arrays = arrays_of(self.message)
-            except StaleHandleError as error:
-                self._tell(error)
-                raise
+        link = self.link
+        attachment = None if link.foreign else link.attachment
+        arrays = self._take_arrays()
         self.tickets = list(arrays)
-        body = None
+        body: Any = None
         if not arrays:
-            if attachment is not None and attachment.recent:
-                # The other end writes into the same memory again, which caches still have.
-                attachment.look_at_recent()
-            message = self.message
-            if type(message) is Encoded:
-                body = message.take()
-            else:
-                body = message if serializer is None else serializer(message)
-            if attachment is None or not isinstance(body, bytes):
-                return body  # what is no message, grpcio says
-            if self.keeps_body:
-                self.body = body
-            rendezvous = attachment.rendezvous if self.link.offers else None
-            if body and rendezvous is not None and not (self.link.in_loop and rendezvous.maps):
-                self.size_bytes = len(body)
-                self.by_rendezvous = attachment.may_send(len(body)) and rendezvous.takes(len(body))
-                if self.by_rendezvous and (offered := self._offer(attachment, body)) is not None:
-                    return offered
-        return self._otherwise(attachment, arrays, body, serializer)
-
-    def _otherwise(
-        self,
-        attachment: RpcAttachment | None,
-        arrays: dict[int, NDArray[np.uint8]],
-        body: bytes | None,
-        serializer: Serializer,
-    ) -> bytes:
-        """What travels of a message that is not read by the other end."""
-        self.by_rendezvous = False
-        beside: dict[int, NDArray[np.uint8]] = {}
-        if attachment is not None and body is None:
-            least = attachment.arrays_threshold(by_runtime=self.link.offers)
-            if sum(each.nbytes for each in arrays.values()) >= least and len(arrays) < MAX_PIECES:
-                beside = arrays
-        if body is None and not beside:
+            body = self._encode(attachment, serializer)
+            if not isinstance(body, bytes):
+                return body  # type: ignore[no-any-return]  # grpcio says that it is no message
+        if self.keeps_body:
+            self.body = body
+        size = sum(each.nbytes for each in arrays.values()) if body is None else len(body)
+        way = route(
+            size,
+            attachment if len(arrays) < MAX_PIECES else None,
+            arrays=body is None,
+            by_runtime=link.offers,
+            in_loop=link.in_loop,
+        )
+        if way is Way.INSIDE and body is None:
             body = self._whole(arrays, serializer)
-        data: bytes | None = None
-        if attachment is not None and (
-            beside or (isinstance(body, bytes) and len(body) >= attachment.threshold_bytes)
-        ):
-            try:
-                data = self._ahead(attachment, beside, body, serializer)
-            except TensorwireError:
-                pass  # the attachment is over; the call is not
+            # The rest of the message may be large itself.
+            arrays, way = (
+                {},
+                route(
+                    len(body),
+                    attachment,
+                    arrays=False,
+                    by_runtime=link.offers,
+                    in_loop=link.in_loop,
+                ),
+            )
+        data = None
+        if attachment is not None and way is not Way.INSIDE:
+            rest = without_arrays(self.message, serializer) if body is None else body
+            data = self._beside(attachment, arrays, rest, way)
         if data is None:
-            whole: bytes = self._whole(arrays, serializer) if body is None else body
-            data = whole
-            if attachment is not None and isinstance(data, bytes) and data.startswith(MAGIC):
-                if not self.link.foreign:
-                    data = escape(attachment.id, data)
-        if self.last and arrays:
+            whole = self._whole(arrays, serializer) if body is None else body
+            data = self._plain(attachment, whole)
+        return self._left(data)
+
+    def _take_arrays(self) -> dict[int, NDArray[np.uint8]]:
+        """The arrays of the message's Tensors, which it keeps no longer."""
+        arrays, self._arrays = self._arrays, None
+        if arrays is not None:
+            return arrays
+        try:
+            return arrays_of(self.message)
+        except StaleHandleError as error:
+            self._tell(error)
+            raise
+
+    def _encode(self, attachment: RpcAttachment | None, serializer: Serializer) -> Any:
+        """What the serializer makes of a message without arrays."""
+        if attachment is not None and attachment.recent:
+            # The other end writes into the same memory again, which caches still have.
+            attachment.look_at_recent()
+        message = self.message
+        if type(message) is Encoded:
+            return message.take()
+        return message if serializer is None else serializer(message)
+
+    def _beside(
+        self,
+        attachment: RpcAttachment,
+        arrays: dict[int, NDArray[np.uint8]],
+        rest: bytes,
+        way: Way,
+    ) -> bytes | None:
+        """The envelope of a message whose payload travels beside it; None: it cannot.
+
+        Args:
+            attachment: of the call.
+            arrays: of the message.
+            rest: the message without them; where that is large, it travels beside too.
+            way: how.
+        """
+        beside = dict(arrays)
+        if not arrays or len(rest) >= attachment.least_bytes(by_runtime=self.link.offers):
+            beside[BODY] = np.frombuffer(rest, np.uint8)
+            rest = b""
+        if not attachment.may_send(len(rest) + sum(each.nbytes for each in beside.values())):
+            return None
+        try:
+            if not self._is_ours(attachment):
+                return None
+            lease = self._take(attachment, place([each.nbytes for each in beside.values()])[1])
+            return None if lease is None else self._sent(attachment, lease, beside, rest, way)
+        except TensorwireError:
+            return None  # the attachment is over; the call is not
+
+    def _is_ours(self, attachment: RpcAttachment) -> bool:
+        """Whether the other end of the attachment has the call, as far as that has to be known."""
+        link = self.link
+        if not link.must_confirm:
+            return True
+        patience_s = self._patience_s(attachment)
+        wait_s = link.left_s(2 * patience_s) / 2  # the rest is for the message itself
+        link.foreign = not self._confirmed(attachment, wait_s)
+        if link.foreign:
+            link.unsure = wait_s < min(patience_s, _SURE_S) or not link.needed()
+        else:
+            link.must_confirm = False
+        return not link.foreign
+
+    def _patience_s(self, attachment: RpcAttachment) -> float:
+        own = self.link.patience_s
+        return attachment.limits.patience_s if own is None else own
+
+    def _take(self, attachment: RpcAttachment, size: int) -> Lease | None:
+        """Memory of the receiver; None: there is none in time."""
+        link, pool = self.link, attachment.leases_there
+        patience_s = self._patience_s(attachment)
+        # Where a call of the runtime has some already, the receiver is behind.
+        most = OF_A_CALL if link.offers and not link.in_loop else SLOTS
+        lease = pool.take_idle(size, link.call)
+        if lease is None:
+            attachment.look_at_recent()  # the other end may wait for memory, too
+            answer_s = link.left_s(min(_ANSWER_S, max(patience_s, 1.0)))
+            left_s = link.left_s(patience_s)
+            lease = pool.take(size, link.call, left_s, link.needed, answer_s, most)
+        if lease is None:
+            self._tell_full(attachment, size)
+        return lease
+
+    def _tell_full(self, attachment: RpcAttachment, size: int) -> None:
+        if self.link.needed():
+            attachment.tell_full(size, attachment.leases_there.failure)
+
+    def _sent(
+        self,
+        attachment: RpcAttachment,
+        lease: Lease,
+        beside: dict[int, NDArray[np.uint8]],
+        rest: bytes,
+        way: Way,
+    ) -> bytes | None:
+        """The envelope of payload that is in this memory, or on its way there."""
+        link, sources = self.link, list(beside.values())
+        sizes = [each.nbytes for each in sources]
+        offsets, _ = place(sizes)
+        pieces = tuple(zip(beside, offsets, sizes, strict=True))
+        self._own(attachment, lease)
+        if link.ended:
+            attachment.retire([lease], link.call)
+            return None
+        version = VERSION
+        if way is Way.PUSHED and attachment.pushing is not None:
+            version, chunked = PUSHED_VERSION, beside.keys() == {BODY}
+            self.staging = attachment.pushing.push(lease, sources, offsets, chunked=chunked)
+        elif not self._wait(lease.memory.write_at(sources, offsets)):
+            attachment.retire([lease], link.call)
+            return None
+        if beside.keys() == {BODY}:
+            link.bodies = [lease, *attachment.leases_there.used_of(link.bodies, link.call)]
+        self.ahead = True
+        at = lease.slot, lease.serial, lease.turn
+        return seal(Envelope(attachment.id, *at, pieces, rest, version))
+
+    def _plain(self, attachment: RpcAttachment | None, data: Any) -> Any:
+        """What travels of a message that is not an envelope."""
+        if attachment is None or self.link.foreign or not isinstance(data, bytes):
+            return data
+        return escape(attachment.id, data) if data.startswith(MAGIC) else data
+
+    def _left(self, data: bytes) -> bytes:
+        """The bytes of a message that leaves; lets go of its arrays."""
+        if self.last and self.tickets:
             delivered(self.tickets)
-            arrays.clear()
         if self.staging is None:
             self._let_go()
         return data
@@ -316,113 +415,11 @@ class SentMessage:
             del staging
             self._let_go()
 
-    def _offer(self, attachment: RpcAttachment, body: bytes) -> bytes | None:
-        """An envelope of a message that the other end reads; None: there is no memory for it."""
-        link, rendezvous = self.link, attachment.rendezvous
-        assert rendezvous is not None
-        patience_s = link.left_s(attachment.limits.patience_s)
-        try:
-            offer = rendezvous.offer(body, link.call, patience_s, link.needed)
-        except TensorwireError:
-            return None  # the attachment is over; the call is not
-        return self._offered(attachment, offer, len(body))
-
-    def _offered(
-        self, attachment: RpcAttachment, offer: Dispatch | None, size_bytes: int
-    ) -> bytes | None:
-        if offer is None:
-            if self.link.needed():
-                rendezvous = attachment.rendezvous
-                assert rendezvous is not None
-                attachment.tell_full(size_bytes, rendezvous.offers.failure)
-            return None
-        link, lease = self.link, offer.lease
-        self._own(attachment, lease)
-        if link.ended:
-            attachment.retire([lease], link.call)
-            return None
-        self.ahead = True
-        self.staging = offer.staging
-        pieces, place = ((BODY, 0, size_bytes),), (lease.slot, lease.serial, lease.turn)
-        return seal(Envelope(attachment.id, *place, pieces, b"", offer.version))
-
-    def _own(self, attachment: RpcAttachment, lease: AnyLease) -> None:
+    def _own(self, attachment: RpcAttachment, lease: Lease) -> None:
         """Memory is used for this call, whose end takes it back."""
         link = self.link
         leases = [each for each in link.leases if each is not lease]
-        link.leases = [lease, *attachment.used_of(leases, link.call)]
-
-    def _ahead(
-        self,
-        attachment: RpcAttachment,
-        arrays: dict[int, NDArray[np.uint8]],
-        body: bytes | None,
-        serializer: Serializer,
-    ) -> bytes | None:
-        """An envelope of these arrays, and of the rest where that is large; None: no memory."""
-        if body is None:
-            body = without_arrays(self.message, serializer)
-        if not attachment.may_send(len(body) + sum(each.nbytes for each in arrays.values())):
-            return None
-        beside: dict[int, Any] = dict(arrays)
-        if len(body) >= attachment.threshold_bytes:
-            beside[BODY] = body
-        return self._place(attachment, beside, b"" if BODY in beside else body)
-
-    def _place(
-        self, attachment: RpcAttachment, beside: dict[int, Any], body: bytes
-    ) -> bytes | None:
-        link = self.link
-        patience_s = attachment.limits.patience_s if link.patience_s is None else link.patience_s
-        if link.must_confirm:
-            wait_s = link.left_s(2 * patience_s) / 2  # the rest is for the message itself
-            if not self._confirmed(attachment, wait_s):
-                link.foreign = True
-                link.unsure = wait_s < min(patience_s, _SURE_S) or not link.needed()
-                return None
-            link.must_confirm = False
-        if BODY in beside:
-            beside[BODY] = np.frombuffer(beside[BODY], np.uint8)
-        sources: list[NDArray[np.uint8]] = list(beside.values())
-        sizes = [each.nbytes for each in sources]
-        offsets, size = place(sizes)
-        answer_s = min(_ANSWER_S, max(patience_s, 1.0))
-        lease = attachment.leases_there.take_idle(size, link.call)
-        if lease is None:
-            attachment.look_at_recent()  # the other end may wait for memory, too
-            lease = attachment.leases_there.take(
-                size, link.call, link.left_s(patience_s), link.needed, link.left_s(answer_s)
-            )
-        if lease is None:
-            if link.needed():
-                attachment.tell_full(size, attachment.leases_there.failure)
-            return None
-        self._own(attachment, lease)
-        if link.ended:
-            attachment.retire([lease], link.call)
-            return None
-        version, rendezvous = VERSION, attachment.rendezvous
-        if (
-            link.offers
-            and not link.in_loop  # where others may change them before all are copied
-            and size >= LEAST_ARRAYS_BYTES
-            and rendezvous is not None
-            and rendezvous.maps
-            and beside.keys() != {BODY}
-            and not crowded()  # whom this thread wakes might take its core before all are copied
-        ):
-            # The receiver wakes up, and makes the message, while they are copied.
-            self.staging = rendezvous.pushing.push_arrays(lease, sources, offsets)
-            version = PUSHED_VERSION
-        elif not self._wait(lease.memory.write_at(sources, offsets)):
-            attachment.leases_there.retire([lease], link.call)
-            return None
-        if beside.keys() == {BODY}:
-            link.bodies = [lease, *attachment.leases_there.used_of(link.bodies, link.call)]
-        self.ahead = True
-        pieces = tuple(zip(beside, offsets, sizes, strict=True))
-        at = lease.slot, lease.serial, lease.turn
-        return seal(Envelope(attachment.id, *at, pieces, body, version))
+        link.leases = [lease, *attachment.leases_there.used_of(leases, link.call)]
 
     def _confirmed(self, attachment: RpcAttachment, patience_s: float) -> bool:
         until = time.monotonic() + patience_s
@@ -450,15 +447,12 @@ class Responses:
         attachment: of the calls, None if they have none.
     """
 
-    __slots__ = ("_encoder", "_least", "_least_arrays", "_serializer")
+    __slots__ = ("_encoder", "_least", "_serializer")
 
     def __init__(self, serializer: Serializer, attachment: RpcAttachment | None) -> None:
         self._serializer = serializer
         self._encoder = Encoder(serializer)
-        self._least = self._least_arrays = _MOST_BYTES
-        if attachment is not None:
-            self._least = attachment.threshold_bytes
-            self._least_arrays = attachment.arrays_bytes
+        self._least = _MOST_BYTES if attachment is None else attachment.threshold_bytes
 
     def encode(self, response: Any, link: Callable[..., CallLink], *call: Any) -> bytes:
         """Returns the bytes of a response; raises as `SentMessage.serialize`.
@@ -468,7 +462,7 @@ class Responses:
             link: gives that of the call, for a response that is not small.
             call: what it takes.
         """
-        found = self._encoder.small(response, self._least, self._least_arrays)
+        found = self._encoder.small(response, self._least)
         if type(found) is bytes:
             return found
         if isinstance(found, tuple):

@@ -1,11 +1,10 @@
-"""Waits for a sender: for a word that it raises, or for a read of its memory."""
+"""Waits for a word that a sender raises."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from tensorwire._core import Transfer
 from tensorwire.errors import TimeoutError
 from tensorwire.memory import Pace, Peer, Word
 
@@ -78,14 +77,3 @@ class _Patience:
             raise StalledError(
                 f"the sender has not come further for {self._longest_s:.3g} s"
             ) from None
-
-
-def finish(transfer: Transfer, needed: Callable[[], bool]) -> None:
-    """Waits for what is read of the sender's memory; raises as `wait_word`."""
-    while True:
-        try:
-            transfer.wait(_SLICE_S)
-            return
-        except TimeoutError:
-            if not needed():
-                raise GivenUpError(GIVEN_UP) from None

@@ -15,7 +15,6 @@ from ..payload.encode import as_sent
 from ..payload.outgoing import CallLink, SentMessage, always, no_deadline
 from ..payload.tensors import delivered
 from ..payload.threads import THREADS
-from ..payload.threshold import LEAST_BYTES
 from . import observed
 from .call import RuntimeCall, StreamCall
 from .engine import TIME_IS_OVER, CallState
@@ -164,7 +163,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             sent = as_sent(request, data if outgoing is None else outgoing.body)
             call.sends_again(partial(again, sent))
         if outgoing is not None:
-            link.leaves(outgoing, timed=not self._takes_stream)
+            link.leaves(outgoing)
         if again is not None or self._takes_stream:
             call.leave_unattended()
         client.begin(call, self._name, entries, data, streams=self._takes_stream)
@@ -222,7 +221,6 @@ class CarriedLink(CallLink):
 
     offers = True
     _tickets: Sequence[int] = ()
-    _timed: tuple[int, bool, float] | None = None
 
     def __init__(
         self,
@@ -242,16 +240,9 @@ class CarriedLink(CallLink):
         self.traced = traced
         self._began_ns = 0 if traced is None else traced.begin()
 
-    def leaves(self, request: SentMessage, *, timed: bool) -> None:
-        """The bytes of the request are there. It is not kept: it has this link, and the payload.
-
-        Args:
-            request: that may be beside the call.
-            timed: what the call takes tells what suits requests of its size.
-        """
+    def leaves(self, request: SentMessage) -> None:
+        """The bytes of the request are there. It is not kept: it has this link, and the payload."""
         self._tickets = request.tickets
-        if timed and request.size_bytes >= LEAST_BYTES:
-            self._timed = request.size_bytes, request.by_rendezvous, time.monotonic()
 
     def tell(self, code: grpc.StatusCode | None) -> None:
         """Tells how it has ended; None: it was not carried out."""
@@ -259,19 +250,11 @@ class CarriedLink(CallLink):
         self._ended(self, ok, code)
         if ok and self._tickets:
             delivered(self._tickets)
-        if ok and self._timed is not None:
-            self._observe(*self._timed)
         if self.traced is not None:
             if code is None:
                 self.traced.not_begun()
             else:
                 self.traced.ended(self._began_ns, code.name)
-
-    def _observe(self, size_bytes: int, by_rendezvous: bool, began_s: float) -> None:
-        attachment = self.attachment
-        if attachment is not None and attachment.rendezvous is not None:
-            threshold = attachment.rendezvous.threshold
-            threshold.observe(size_bytes, by_rendezvous, time.monotonic() - began_s)
 
 
 def _left(deadline: float) -> float:

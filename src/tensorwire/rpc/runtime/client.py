@@ -12,12 +12,8 @@ import grpc
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
-from ..payload.attachment import RpcAttachment
-from ..payload.envelope import BODY, Envelope, seal
-from ..payload.outgoing import always
 from .callbacks import Callbacks, Calling
 from .engine import CallState
-from .flow import Waiter
 from .frames import (
     CREDIT,
     END,
@@ -25,19 +21,14 @@ from .frames import (
     HEAD,
     MESSAGE,
     NO_DEADLINE,
-    PROBED,
     Frame,
     FrameError,
     Metadata,
-    Number,
     call_frames,
     parse_credit,
     parse_head,
-    probe_frames,
-    threshold_frame,
 )
 from .line import Line, SharedReader
-from .measuring import measure
 from .options import MessageLimits
 
 
@@ -74,9 +65,6 @@ class AnyClient:
         self._kept: dict[int, CallState] = {}
         self._going_away = False
         self._closed = False
-        self._attachment: RpcAttachment | None = None
-        self._probe: Waiter | None = None
-        self._probes = 0
 
     @property
     def usable(self) -> bool:
@@ -146,9 +134,6 @@ class AnyClient:
         if frame.kind == GOAWAY:
             self._going_away = True
             return
-        if frame.kind == PROBED:
-            self.probed(frame.number)
-            return
         known = self._calls.get(frame.number[0])
         call = None if known is None else known()
         if call is None or call.number != frame.number:
@@ -169,69 +154,6 @@ class AnyClient:
             call.head(parse_head(frame.body))
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a client")
-
-    def meet(self, attachment: RpcAttachment) -> None:
-        """Measures from where rendezvous pays, unless the user has said so, and tells the server.
-
-        To be called before calls begin, of an attachment that has it.
-        """
-        assert attachment.rendezvous is not None
-        threshold = attachment.rendezvous.threshold
-        if threshold.fixed:
-            return
-        threshold.changed = self._tell_threshold
-        self._attachment = attachment
-        try:
-            found = measure(self, threshold.most_bytes)
-        finally:
-            self._attachment = None  # which has this client
-        # A probe that the server has given up is answered too, and its memory never given back.
-        attachment.rendezvous.offers.retire_calls(lambda number: True)
-        attachment.leases_there.retire_calls(lambda number: True)
-        if found is not None:
-            threshold.measured(found)
-
-    def _tell_threshold(self, size_bytes: int) -> None:
-        self.send((threshold_frame(size_bytes),))
-
-    def probe(self, size_bytes: int, *, offered: bool, timeout_s: float) -> bool:
-        """See `Probing`. One thread at a time."""
-        attachment = self._attachment
-        assert attachment is not None
-        assert attachment.rendezvous is not None
-        until = time.monotonic() + timeout_s
-        self._probes += 1
-        number = 0, self._probes
-        data, offer = bytes(size_bytes), None
-        if offered:
-            attachment.rendezvous.prepare(size_bytes, timeout_s)
-            offer = attachment.rendezvous.offer(data, number, 0.0, always)
-            if offer is None:
-                return False
-            lease, pieces = offer.lease, ((BODY, 0, size_bytes),)
-            place = lease.slot, lease.serial, lease.turn
-            data = seal(Envelope(attachment.id, *place, pieces, b"", offer.version))
-        waiter = self._probe = Waiter()
-        self.send(probe_frames(number, data))
-        if offer is not None and offer.staging is not None:
-            offer.staging.run(always)
-        if self.await_probe(waiter, until):
-            return not self.line.is_over
-        if offer is not None:
-            attachment.retire([offer.lease], number)
-        return False
-
-    def probed(self, number: Number) -> None:
-        """A message that was measured is at the server."""
-        waiter = self._probe
-        if number[0] or not 0 < number[1] <= self._probes or waiter is None:
-            raise FrameError(f"an answer to the probe {number}, which nobody has sent")
-        if number[1] == self._probes:
-            waiter.finish()
-
-    def await_probe(self, waiter: Waiter, until: float) -> bool:
-        """Waits for the answer to a probe, until a time of time.monotonic; True if it came."""
-        raise NotImplementedError
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
@@ -274,14 +196,8 @@ class RuntimeClient(AnyClient):
         self.reader = SharedReader(self.line)
         self.callbacks = Callbacks()
 
-    def await_probe(self, waiter: Waiter, until: float) -> bool:
-        """See `AnyClient`."""
-        return self.reader.wait(waiter, until)
-
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
         super().over(reason)
-        if self._probe is not None:
-            self._probe.finish()
         self.reader.stop()
         self.callbacks.stop()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tensorwire._core import rpc as core
 
-CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT, PROBE, PROBED, THRESHOLD = range(1, 11)
+CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT = range(1, 8)
 MORE, WHOLE, REFUSED, LAST, STREAM = 1, 2, 4, 8, 16
 """Flags: the message goes on in a later frame; this is its end (of an END: it has a message); the
 servicer has not run and will not; there are no more messages; the client of a CALL takes any number
@@ -209,21 +209,8 @@ def credit_frame(number: Number, size_bytes: int) -> bytes:
     return _frame(CREDIT, 0, number, (_CREDIT.pack(size_bytes),))
 
 
-def probe_frames(number: Number, message: bytes) -> list[bytes]:
-    """A message that is measured; the other end drops it and says so by a PROBED."""
-    first, others = _pieces(message)
-    flags = [MORE] * len(others) + [WHOLE]
-    pieces = zip(flags, (first, *others), strict=True)
-    return [_frame(PROBE, flag, number, (piece,)) for flag, piece in pieces]
-
-
-def threshold_frame(size_bytes: int) -> bytes:
-    """From where messages had better travel by rendezvous."""
-    return _frame(THRESHOLD, 0, (0, 0), (_CREDIT.pack(size_bytes),))
-
-
 def parse_credit(body: bytes) -> int:
-    """Decodes the body of a CREDIT or a THRESHOLD; FrameError if it is none."""
+    """Decodes the body of a CREDIT; FrameError if it is none."""
     if len(body) != _CREDIT.size:
         raise FrameError(f"a number of {len(body)} bytes")
     size: int = _CREDIT.unpack(body)[0]

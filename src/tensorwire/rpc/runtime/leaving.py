@@ -45,7 +45,8 @@ def leaving(
         return observed.serialize(traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
     # What is small can only travel inside, in frames.
-    if type(data) is bytes and len(data) < attachment.small_bytes and not data.startswith(MAGIC):
+    least = attachment.runtime_threshold_bytes
+    if type(data) is bytes and len(data) < least and not data.startswith(MAGIC):
         return data, None
     sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
     return sent.serialize(lambda _: data), sent

@@ -19,9 +19,6 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
 from ..payload.attachment import CALLS, RpcAttachment
-from ..payload.envelope import is_awaited, unseal
-from ..payload.inbox import RefusedError
-from ..payload.rendezvous import Rendezvous
 from . import observed
 from .behavior import Performance
 from .callbacks import Callbacks, Calling
@@ -34,14 +31,10 @@ from .frames import (
     GOAWAY,
     MESSAGE,
     MORE,
-    PROBE,
-    PROBED,
     STREAM,
-    THRESHOLD,
     WHOLE,
     Frame,
     FrameError,
-    Number,
     parse_call,
     parse_credit,
     short_frame,
@@ -52,7 +45,6 @@ from .runner import Runner
 from .served import Handled, IncomingCall
 
 _Code = grpc.StatusCode
-_MOST_PROBE_BYTES = 8 << 20
 _MOST_KNOWN = 1024
 
 
@@ -92,7 +84,6 @@ class ServerEnd:
         self.callbacks: Calling = Callbacks()
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
-        self._probe: list[bytes] = []
         self.line = Line(node, memory, other, peer, self, patient=patient)
         self.runner = Runner(self.line, service.pool)
 
@@ -139,40 +130,8 @@ class ServerEnd:
         elif frame.kind == CREDIT:
             if known is not None:
                 known.granted(parse_credit(frame.body))
-        elif frame.kind in (PROBE, THRESHOLD):
-            self._meet(frame)
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a server")
-
-    def _meet(self, frame: Frame) -> None:
-        """The client measures from where rendezvous pays, or says it."""
-        rendezvous = self.attachment.rendezvous
-        if rendezvous is None:
-            raise FrameError(f"a frame of kind {frame.kind}, and no rendezvous was agreed on")
-        if frame.kind == THRESHOLD:
-            rendezvous.threshold.measured(parse_credit(frame.body))
-            return
-        if frame.flags not in (MORE, WHOLE):
-            raise FrameError(f"a probe with the flags {frame.flags}")
-        self._probe.append(frame.body)
-        if sum(map(len, self._probe)) > _MOST_PROBE_BYTES:
-            raise FrameError("a probe that is longer than any threshold")
-        if frame.flags == MORE:
-            return
-        data = b"".join(self._probe)  # as with a message
-        self._probe = []
-        if is_awaited(data):
-            self.read_probe(rendezvous, data, frame.number)
-        else:
-            self.send((short_frame(PROBED, frame.number),))
-
-    def read_probe(self, rendezvous: Rendezvous, data: bytes, number: Number) -> None:
-        """Reads a message that is measured, and says so."""
-        try:
-            rendezvous.read(unseal(data), nobody)
-        except (ValueError, RefusedError):
-            pass  # the client has given it up
-        self.send((short_frame(PROBED, number),))
 
     def _begins(self, frame: Frame) -> None:
         slot = frame.number[0]
@@ -468,8 +427,3 @@ class Service(AnyService):
                 traced.ended(began_ns, "over" if handled.gives_stream else outcome)
             if self._most is not None:
                 self._ran()
-
-
-def nobody() -> bool:
-    """Nobody needs a probe for long."""
-    return False

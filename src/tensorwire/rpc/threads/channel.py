@@ -54,14 +54,6 @@ class RpcChannel(grpc.Channel):
         return f"grpcio: {self.keeper.carried_reason}"
 
     @property
-    def rendezvous_bytes(self) -> int | None:
-        """From this size messages of the runtime travel by rendezvous now; None: none does."""
-        attachment = self.keeper.ready
-        if attachment is None or attachment.rendezvous is None:
-            return None
-        return attachment.rendezvous.threshold.size_bytes
-
-    @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self.keeper.ready

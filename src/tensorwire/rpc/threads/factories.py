@@ -40,7 +40,7 @@ def insecure_channel(
             whether the environment variable TENSORWIRE_RPC is "runtime".
 
     Returns:
-        A `grpc.Channel`. Its `payload`, `runtime` and `rendezvous_bytes` tell how messages travel
+        A `grpc.Channel`. Its `payload` and `runtime` tell how messages travel
         at present (docs/rpc.md).
 
     Raises:

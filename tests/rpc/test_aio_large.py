@@ -17,21 +17,10 @@ from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
 from test_rpc_conformance import LONG_S, SS, SU, US, UU, wait_for
 from test_rpc_conformance import echo as sync_echo
-from test_rpc_rendezvous import (
-    LIES,
-    PUSHED_LIES,
-    UNLIMITED,
-    Liar,
-    message,
-    nothing_is_offered,
-    offers,
-    pools,
-)
+from test_rpc_large import LIES, UNLIMITED, Liar, message, nothing_is_used
 
 from tensorwire import rpc
-from tensorwire.rpc.payload import outgoing, rendezvous
-from tensorwire.rpc.payload.attachment import THRESHOLDS
-from tensorwire.rpc.payload.threshold import LEAST_BYTES
+from tensorwire.rpc.payload import outgoing, push, route
 
 CHUNK = 1 << 16
 SIZES = (999, 1000, CHUNK, CHUNK + 1, 5 * CHUNK + 123)
@@ -58,8 +47,9 @@ FOUR = {
 @pytest.fixture(params=["shm", "tcp"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """In small chunks."""
-    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
-        monkeypatch.setattr(rendezvous, name, CHUNK)
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES"):
+        monkeypatch.setattr(push, name, CHUNK)
+    monkeypatch.setattr(route, "PUSHED_BYTES", CHUNK)
     return str(request.param)
 
 
@@ -98,12 +88,12 @@ def test_messages_of_all_sizes_both_ways(wire: str) -> None:
     async def test(channel: Any, server: Any) -> None:
         unary = channel.unary_unary("/t/uu")
         assert await unary(message(999)) == message(999)
-        assert channel.rendezvous_bytes == 1000
+        assert channel.attachment.runtime_threshold_bytes == 1000
         ends = [channel.attachment, *server.attachments]
-        assert [offers(each).leased_bytes for each in ends] == [0, 0]
+        assert [each.leases_there.leased_bytes for each in ends] == [0, 0]
         for size in SIZES:
             assert await unary(message(size)) == message(size)
-        assert all(offers(each).leased_bytes >= 5 * CHUNK for each in ends)
+        assert all(each.leases_there.leased_bytes >= 5 * CHUNK for each in ends)
         big, small = message(5 * CHUNK + 7), message(5)
         assert await channel.stream_unary("/t/su")(items(big, small, big)) == big + small + big
         assert [each async for each in channel.unary_stream("/t/us")(big)] == [big, b"", big]
@@ -112,7 +102,7 @@ def test_messages_of_all_sizes_both_ways(wire: str) -> None:
         assert [each async for each in stream] == mixed
         assert channel.runtime == wire
         assert await asyncio.gather(*(unary(big) for _ in range(20))) == [big] * 20
-        await until(lambda: nothing_is_offered(channel, server))
+        await until(lambda: nothing_is_used(channel, server))
 
     run(wire, FOUR, test)
 
@@ -142,9 +132,9 @@ def test_a_sync_client_of_an_asyncio_server(wire: str) -> None:
         for size in SIZES:
             assert unary(message(size)) == message(size)
             assert list(stream(iter([message(size)] * 3))) == [message(size)] * 3
-        assert channel.rendezvous_bytes == 1000
+        assert channel.attachment.runtime_threshold_bytes == 1000
         for each in (channel.attachment, *server.attachments):
-            assert offers(each).leased_bytes >= 5 * CHUNK
+            assert each.leases_there.leased_bytes >= 5 * CHUNK
 
     with_sync_client(wire, FOUR, test)
 
@@ -165,7 +155,7 @@ def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
                 assert await unary(sent) == sent
                 assert [each async for each in stream(items(sent, sent))] == [sent, sent]
             assert all(
-                offers(each).leased_bytes >= 5 * CHUNK
+                each.leases_there.leased_bytes >= 5 * CHUNK
                 for each in (channel.attachment, *server.attachments)
             )
 
@@ -187,8 +177,8 @@ def test_who_does_not_read_holds_the_sender_up(wire: str) -> None:
         await asyncio.sleep(0.2)
         assert len(sent) == 3  # two wait to be read, and the third holds the servicer up
         assert [len(each) async for each in stream] == [100_000] * 12
-        await until(lambda: nothing_is_offered(channel, server))
-        assert offers(server.attachments[0]).leased_bytes < 400_000
+        await until(lambda: nothing_is_used(channel, server))
+        assert server.attachments[0].leases_there.leased_bytes < 400_000
 
     run(wire, {"/t/us": US(many)}, test, limits=rpc.Limits(threshold_bytes=1000, patience_s=LONG_S))
 
@@ -199,8 +189,8 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
         for size in (1 << 20, 1 << 19):
             assert await unary(message(size)) == message(size)
         for each in (channel.attachment, *server.attachments):
-            assert 1 << 19 <= offers(each).leased_bytes
-            assert all(pool.leased_bytes < 1 << 20 for pool in pools(each))
+            assert 1 << 19 <= each.leases_there.leased_bytes
+            assert each.leases_there.leased_bytes < 1 << 20
 
     run(wire, FOUR, test, limits=rpc.Limits(threshold_bytes=1000, pool_bytes=(1 << 20) - 1))
 
@@ -260,7 +250,7 @@ def test_calls_that_wait_for_a_sender_end(wire: str, kind: str, stalled: list[bo
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await call.code() is grpc.StatusCode.CANCELLED
-        await until(lambda: nothing_is_offered(channel, server))
+        await until(lambda: nothing_is_used(channel, server))
         await until(lambda: len(channel.attachment._idle_calls) == 1024)
         call, reading = waiting(channel, kind)
         task = asyncio.ensure_future(reading)
@@ -300,62 +290,30 @@ def test_a_request_whose_sender_does_not_go_on(wire: str, stalled: list[bool]) -
         assert set(served) == {1}
         stalled.clear()
         assert held.result(LONG_S) == b""
-        wait_for(lambda: nothing_is_offered(channel, server))
+        wait_for(lambda: nothing_is_used(channel, server))
         assert set(served) == {1, 5 * CHUNK}
 
     with_sync_client(wire, {"/t/m": UU(method)}, test)
 
 
-def test_offers_that_lie_are_refused(wire: str) -> None:
+def test_lies_are_refused(wire: str) -> None:
     def test(channel: Any, server: Any) -> None:
         liar = Liar(channel)
         for changes in LIES:
             with pytest.raises(grpc.RpcError) as caught:
-                liar.send(dataclasses.replace(liar.offered(), **changes))
+                liar.send(dataclasses.replace(liar.pushed(), **changes))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
             assert channel.unary_unary("/t/m")(message(5000)) == message(5000)
-        good = liar.offered()
+        good = liar.pushed()
         assert len(liar.send(good)) == 100
         with pytest.raises(grpc.RpcError) as caught:  # a second time
             liar.send(good)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
-            liar.send(liar.offered(stage=False), timeout=0.5)
+            liar.send(liar.pushed(there=False), timeout=0.5)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     with_sync_client(wire, {"/t/m": UU(echo)}, test)
-
-
-def test_what_is_pushed_to_an_event_loop() -> None:
-    """The same, where a loop waits for it."""
-
-    def test(channel: Any, server: Any) -> None:
-        assert channel.unary_unary("/t/m")(message(1 << 20)) == message(1 << 20)
-        liar = Liar(channel)
-        for changes in PUSHED_LIES:
-            with pytest.raises(grpc.RpcError) as caught:
-                liar.send(dataclasses.replace(liar.offered(pushed=True), **changes))
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
-            assert channel.unary_unary("/t/m")(message(5000)) == message(5000)
-        assert len(liar.send(liar.offered(pushed=True))) == 100
-        with pytest.raises(grpc.RpcError) as caught:
-            liar.send(liar.offered(stage=False, pushed=True), timeout=0.5)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-    with_sync_client("tcp", {"/t/m": UU(echo)}, test)
-
-
-def test_what_is_measured_holds_at_both_ends(wire: str) -> None:
-    async def test(channel: Any, server: Any) -> None:
-        assert channel.rendezvous_bytes is None
-        assert await channel.unary_unary("/t/uu")(b"") == b""
-        found = channel.rendezvous_bytes
-        assert LEAST_BYTES <= found <= THRESHOLDS[wire]
-        channel.attachment.rendezvous.threshold.measured(LEAST_BYTES * 2)
-        (there,) = server.attachments
-        await until(lambda: there.rendezvous.threshold.size_bytes == LEAST_BYTES * 2)
-
-    run(wire, FOUR, test, limits=rpc.Limits())
 
 
 def test_a_loop_that_is_held_up_has_sent_what_it_began_to() -> None:
@@ -386,7 +344,7 @@ def test_a_loop_that_is_held_up_has_sent_what_it_began_to() -> None:
             await unary(b"attached")
             arrived.clear()
             call = asyncio.ensure_future(_awaited(unary(message(8 * CHUNK))))
-            while not call.done() and not offers(channel.attachment).used:
+            while not call.done() and not channel.attachment.leases_there.used:
                 await asyncio.sleep(0)
             assert arrived.wait(LONG_S)  # and nothing runs in the loop
             assert await call == message(8 * CHUNK)

@@ -1,4 +1,4 @@
-"""Calls that end while a message is read from its sender: by deadlines, deaths and otherwise."""
+"""Calls that end while a message is pushed: by deadlines, deaths and otherwise."""
 
 import threading
 import time
@@ -9,20 +9,21 @@ import grpc
 import pytest
 from ends import Ends
 from test_rpc_conformance import LONG_S, US, UU, echo, wait_for
-from test_rpc_rendezvous import WIRES, between, message, nothing_is_offered
+from test_rpc_large import WIRES, between, message, nothing_is_used
 from test_rpc_runner import runner_of
 
 from tensorwire import rpc
-from tensorwire.rpc.payload import rendezvous
+from tensorwire.rpc.payload import push, route
 
 CHUNK = 1 << 16
 
 
 @pytest.fixture(params=WIRES)
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    """Ends whose messages go by rendezvous from 1000 bytes on, in small chunks."""
-    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES", "FIRST_BYTES", "AT_ONCE_BYTES"):
-        monkeypatch.setattr(rendezvous, name, CHUNK)
+    """Ends whose messages are pushed from 1000 bytes on, in small chunks."""
+    for name in ("CHUNK_BYTES", "MAPPED_CHUNK_BYTES"):
+        monkeypatch.setattr(push, name, CHUNK)
+    monkeypatch.setattr(route, "PUSHED_BYTES", CHUNK)
     made = between(request.param, limits=rpc.Limits(threshold_bytes=1000))
     yield made
     made.close()
@@ -31,13 +32,13 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Senders stop behind the first chunk of a message, until it is set."""
-    goes_on, run = threading.Event(), rendezvous.Staging.run
+    goes_on, run = threading.Event(), push.Push.run
 
     def stalling(staging: Any, needed: Any) -> None:
         goes_on.wait(LONG_S)
         run(staging, needed)
 
-    monkeypatch.setattr(rendezvous.Staging, "run", stalling)
+    monkeypatch.setattr(push.Push, "run", stalling)
     yield goes_on
     goes_on.set()
 
@@ -73,7 +74,7 @@ def test_a_response_is_sent_before_all_of_it_is_copied(
     both.methods = METHODS
     call = both.serve().channel().unary_unary("/t/make")
     call(b"1")
-    runner, run = runner_of(both), rendezvous.Staging.run
+    runner, run = runner_of(both), push.Push.run
     wait_for(lambda: call(b"1") and runner.takes("/t/make"))
     left: list[int] = []
 
@@ -81,7 +82,7 @@ def test_a_response_is_sent_before_all_of_it_is_copied(
         left.append(runner._line.backlog)
         run(staging, needed)
 
-    monkeypatch.setattr(rendezvous.Staging, "run", looking)
+    monkeypatch.setattr(push.Push, "run", looking)
     assert call(str(5 * CHUNK).encode()) == message(5 * CHUNK)
     assert left == [0]
 
@@ -97,13 +98,13 @@ def test_a_deadline_while_the_sender_goes_on_slowly(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunk after chunk comes before anybody would ask whether it is still needed."""
-    step = rendezvous.Staging.step
+    step = push.Push._step
 
     def slowly(staging: Any, most_bytes: int) -> None:
         time.sleep(0.03)
         step(staging, most_bytes)
 
-    monkeypatch.setattr(rendezvous.Staging, "step", slowly)
+    monkeypatch.setattr(push.Push, "_step", slowly)
     both.methods = METHODS
     channel = both.serve().channel()
     assert channel.unary_unary("/t/echo")(b"1") == b"1"
@@ -115,7 +116,7 @@ def test_a_deadline_while_the_sender_goes_on_slowly(
         channel.unary_unary("/t/echo")(message(60 * CHUNK), timeout=0.2)
     assert caught.value.code() is LATE
     assert time.monotonic() - began < 1.0
-    wait_for(lambda: nothing_is_offered(channel, both.server))
+    wait_for(lambda: nothing_is_used(channel, both.server))
 
 
 def test_the_sender_goes_while_its_message_is_read(both: Ends, stalled: threading.Event) -> None:
@@ -129,27 +130,3 @@ def test_the_sender_goes_while_its_message_is_read(both: Ends, stalled: threadin
         closing.start()
         assert outcome(kind, channel, 5 * CHUNK, LONG_S) is GONE, kind
         closing.join()
-
-
-def test_memory_that_the_sender_has_freed_is_not_kept(both: Ends) -> None:
-    """Also where the receiver never came to the message that it was freed with."""
-    goes_on = threading.Event()
-
-    def waits(request: bytes, context: Any) -> bytes:
-        goes_on.wait(LONG_S)
-        return b""
-
-    both.methods = {"/t/waits": UU(waits), "/t/echo": UU(echo)}
-    channel = both.serve(workers=1).channel()
-    assert channel.unary_unary("/t/echo")(message(5000)) == message(5000)
-    mapped = both.server.attachments[0].rendezvous._regions
-    assert len(mapped) == 1 or both.system.name == "tcp"  # where it may be pushed
-    first = channel.unary_unary("/t/waits").future(b"")
-    second = channel.unary_unary("/t/echo").future(message(5000))  # in the memory of before
-    wait_for(lambda: nothing_is_offered(channel, both.server) is False)
-    second.cancel()
-    if both.system.name == "shm":
-        wait_for(lambda: not mapped)
-    goes_on.set()
-    assert first.result(LONG_S) == b""
-    assert channel.unary_unary("/t/echo")(message(5000)) == message(5000)

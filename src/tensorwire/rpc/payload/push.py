@@ -1,0 +1,328 @@
+"""Pushes payload: writes it into the receiver's memory while its envelope is under way.
+
+A word of the receiver says how far the sender has come. A message is taken out of the memory piece
+by piece, as it comes. Knows neither gRPC nor messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire._core import Transfer
+from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
+from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord, Word
+from tensorwire.memory.fresh import FreshBytes, copied
+
+from .envelope import BODY, Envelope
+from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
+from .leases import SLOTS, Lease
+from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word
+
+OF_A_CALL = 2
+"""Messages of a call at a time for which memory is taken: one is under way, or copied, while the
+other one is read. New memory is slow, and more would not be read any sooner."""
+BOARD_BYTES = 8 * SLOTS
+"""Of a board: a word for each slot."""
+CHUNK_BYTES, MAPPED_CHUNK_BYTES = 4 << 20, 2 << 20
+"""Of a message, that the receiver takes at a time."""
+
+_AT_A_TIME_BYTES = 1 << 26
+_LAST_BYTES = 1 << 20
+"""The last of arrays, which are copied while their receiver wakes up."""
+_SLICE_S = 0.05
+_UNDER_WAY = 2
+"""Writes of a message at a time, where its memory is not mapped."""
+_LEAST_BYTES_PER_S = 100e6
+"""Slower copies of arrays are taken for none."""
+
+
+class Push:
+    """Payload on its way into memory of the receiver.
+
+    Where that is mapped, whoever calls copies the payload. So nothing looks at an array any more
+    when `run` has returned, and the receiver never takes half of one. Where it is not mapped, the
+    payload is a message, which cannot change, and nobody waits until it is written.
+
+    Args:
+        memory: of the receiver.
+        sources: the payload, as bytes.
+        offsets: where each goes in the memory; they rise.
+        word: of the receiver, for the slot of the memory.
+        turn: of the slot.
+        maps: the memory is mapped here.
+        chunk_bytes: of one message, that the receiver takes at a time; 0: the payload is arrays.
+    """
+
+    __slots__ = (
+        "_chunk_bytes", "_maps", "_memory", "_offsets", "_sources", "_turn", "_under_way", "_word",
+        "left_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        memory: RemoteRegion,
+        sources: list[NDArray[np.uint8]],
+        offsets: list[int],
+        word: RemoteWord,
+        turn: int,
+        *,
+        maps: bool,
+        chunk_bytes: int,
+    ) -> None:
+        self._memory = memory
+        self._sources = sources
+        self._offsets = offsets
+        self._word = word
+        self._turn = turn
+        self._maps = maps
+        self._chunk_bytes = chunk_bytes
+        self._under_way: deque[Transfer] = deque()  # words
+        self.left_bytes = sum(each.nbytes for each in sources)
+
+    def _step(self, most_bytes: int) -> None:
+        """Writes some, and says how far it has come where the receiver waits for that."""
+        now: list[NDArray[np.uint8]] = []
+        places: list[int] = []
+        end = 0
+        while self._sources and most_bytes > 0:
+            source, offset = self._sources[0], self._offsets[0]
+            size = min(source.nbytes, most_bytes)
+            now.append(source[:size])
+            places.append(offset)
+            end = offset + size
+            most_bytes -= size
+            self.left_bytes -= size
+            if size < source.nbytes:
+                self._sources[0], self._offsets[0] = source[size:], end
+            else:
+                del self._sources[0], self._offsets[0]
+        said = _there(self._turn, end)
+        if self._maps:
+            heard = self._chunk_bytes or self.left_bytes <= _LAST_BYTES
+            signal = (self._word, said) if heard else None
+            self._memory.write_at(now, places, signal=signal).wait()
+            return
+        if not self.left_bytes and not self._under_way:  # it is the only one
+            self._memory.write_at(now, places, signal=(self._word, said))
+            return
+        # Two writes may overtake each other, so each is said after all before it.
+        written = self._memory.write_at(now, places)
+        self._under_way.append(self._word.set(said, after=(written, *self._under_way)))
+
+    def _settle(self, needed: Callable[[], bool]) -> None:
+        """Waits until a few writes are under way at most."""
+        while len(self._under_way) > _UNDER_WAY and needed():
+            try:
+                self._under_way[0].wait(_SLICE_S)
+            except TimeoutError:
+                continue
+            self._under_way.popleft()
+
+    def run(self, needed: Callable[[], bool]) -> None:
+        """Writes what is left. Whoever waits for it finds out if there is no sender any more.
+
+        Args:
+            needed: asked now and then; False ends it.
+        """
+        try:
+            while self._sources and needed():
+                most = min(max(self.left_bytes - _LAST_BYTES, _LAST_BYTES), _AT_A_TIME_BYTES)
+                self._step(self._chunk_bytes or most)
+                self._settle(needed)
+        except TensorwireError:
+            self._sources.clear()
+
+
+def _there(turn: int, end: int) -> int:
+    """The value of the word of a slot when the first bytes of its memory are there.
+
+    A turn is higher than all bytes that were sent in the slot before.
+    """
+    return turn - 1 + end
+
+
+class Pushing:
+    """What one end of an attachment has for it. Any thread may use it.
+
+    Attributes:
+        maps: each end has the memory of the other one mapped.
+
+    Args:
+        node: of this end.
+        peer: the other end.
+        board: of this end, of `BOARD_BYTES`; the other end raises its words.
+        other_board: the other end's.
+    """
+
+    def __init__(self, node: Node, peer: Peer, board: Region, other_board: RemoteRegion) -> None:
+        self.maps = peer.path.transport == "shm"
+        self._chunk_bytes = MAPPED_CHUNK_BYTES if self.maps else CHUNK_BYTES
+        self._node = node
+        self._peer = peer
+        self._board = board
+        self._other_board = other_board
+        self._last_pace = Pace()
+        self._news = nothing_new if self.maps else self._received
+
+    def push(
+        self,
+        lease: Lease,
+        sources: list[NDArray[np.uint8]],
+        offsets: list[int],
+        *,
+        chunked: bool,
+    ) -> Push | None:
+        """Begins to push payload. Returns what does the rest when its envelope has left, if any.
+
+        Args:
+            lease: memory of the receiver.
+            sources: the payload, as bytes.
+            offsets: where each goes in the memory.
+            chunked: it is one message.
+
+        Raises:
+            PeerLostError, ClosedError, StaleHandleError: the attachment is over, or the call.
+        """
+        word = self._other_board.word(8 * lease.slot)
+        push = Push(
+            *(lease.memory, sources, offsets, word, lease.turn),
+            maps=self.maps,
+            chunk_bytes=self._chunk_bytes if chunked else 0,
+        )
+        if self.maps or push.left_bytes > self._chunk_bytes:
+            return push
+        # Its envelope would only go by the same connection, ahead of it.
+        push.run(_always)
+        return None
+
+    def read(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> bytes:
+        """Returns the message of an envelope, piece by piece as it comes.
+
+        Args:
+            envelope: says where it lies.
+            landed: its memory, which is given back; or abandoned if the message does not come.
+            needed: asked while it is not there yet; False ends it.
+
+        Raises:
+            GivenUpError: nobody needs it.
+            SenderGoneError: the other end is gone.
+            RefusedError: the sender does not go on with it.
+        """
+        taking = _Taking(envelope, landed, self._chunk_bytes)
+        with self._abandoning(landed, needed):
+            for value in taking.pieces():
+                wait_word(self._word(envelope), value, self._peer, needed, self._news)
+            self._check_turn(envelope)
+        return taking.take()
+
+    def wait(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
+        """Waits until all payload of an envelope is there.
+
+        Args:
+            envelope: says where it lies.
+            landed: its memory; it is abandoned if the payload does not come.
+            needed: as for `read`.
+
+        Raises:
+            GivenUpError, SenderGoneError, RefusedError: as `read`.
+        """
+        word, end = self._word(envelope), _end(envelope)
+        if word.value == _there(envelope.turn, end):
+            return
+        soon, longest_s = max(end - _LAST_BYTES, 1), self._longest_s(end)
+        with self._abandoning(landed, needed):
+            value = _there(envelope.turn, soon)
+            wait_word(word, value, self._peer, needed, self._news, longest_s)
+            value, pace = _there(envelope.turn, end), self._last_pace
+            wait_word(word, value, self._peer, needed, self._news, pace=pace)
+            self._check_turn(envelope)
+
+    @contextmanager
+    def _abandoning(self, landed: Landed, needed: Callable[[], bool]) -> Iterator[None]:
+        """Lets go of memory that the sender may still write into, where it is not waited for."""
+        try:
+            with self._telling_why(needed):
+                yield
+        except BaseException:
+            landed.abandon()
+            raise
+
+    @contextmanager
+    def _telling_why(self, needed: Callable[[], bool]) -> Iterator[None]:
+        """Raises what has become of payload that does not come."""
+        try:
+            yield
+        except TensorwireError as error:
+            if not needed():  # the sender gives up its memory when it is told so
+                raise GivenUpError(GIVEN_UP) from None
+            if isinstance(error, PeerLostError | ClosedError) or self._peer.lost:
+                raise SenderGoneError(
+                    f"the sender is gone, and what it has sent: {error}"
+                ) from None
+            raise RefusedError(f"the sender's payload cannot be read: {error}") from None
+
+    def _check_turn(self, envelope: Envelope) -> None:
+        """Refuses what is waited for, if its slot has other memory by now.
+
+        The sender has given up the call then, and perhaps its arrays, half of them copied.
+        """
+        if self._word(envelope).value > _there(envelope.turn, _end(envelope)):
+            raise GivenUpError(GIVEN_UP)
+
+    def _longest_s(self, size_bytes: int) -> float:
+        """How long arrays may take until they are nearly there."""
+        return STALLED_S + size_bytes / _LEAST_BYTES_PER_S
+
+    def _received(self) -> int:
+        return self._node.stats()["bytes_received"]
+
+    def _word(self, envelope: Envelope) -> Word:
+        return self._board.word(8 * envelope.slot)
+
+
+class _Taking:
+    """Takes a message out of the memory that it is pushed into.
+
+    Args:
+        envelope: of the message, which is its only piece.
+        landed: the memory.
+        chunk_bytes: taken at a time.
+    """
+
+    def __init__(self, envelope: Envelope, landed: Landed, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._turn = envelope.turn
+        _, self._offset, self._size = envelope.pieces[0]
+        self._landed = landed
+        self._fresh = FreshBytes(self._size) if self._size > chunk_bytes else None
+
+    def pieces(self) -> Iterator[int]:
+        """Yields the value of the word that is to be waited for before the next piece is taken."""
+        data = self._landed.piece(BODY)
+        for at in range(0, self._size, self._chunk_bytes):
+            end = min(at + self._chunk_bytes, self._size)
+            yield _there(self._turn, self._offset + end)
+            if self._fresh is not None:
+                self._fresh.fill(at, data[at:end])
+
+    def take(self) -> bytes:
+        """Returns the message, and gives its memory back."""
+        try:
+            data = self._landed.piece(BODY)
+            return copied(data) if self._fresh is None else self._fresh.take()
+        finally:
+            self._landed.give_back()
+
+
+def _end(envelope: Envelope) -> int:
+    """Where the payload of an envelope ends in its memory."""
+    return max((offset + size for _, offset, size in envelope.pieces), default=0)
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,94 @@
+"""Decides how the payload of a message travels. Pure: knows sizes and the link of a call."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Protocol
+
+from tensorwire.memory import crowded
+
+THRESHOLDS = {"shm": 1 << 19, "tcp": 1 << 21, "rdma": 1 << 19}
+"""From how many bytes payload of grpcio's calls travels beside the message, by transport.
+
+Below gRPC's limit of 4 MiB, so that no message meets it.
+"""
+RUNTIME_THRESHOLDS = {"shm": 1 << 17, "tcp": 1 << 18, "rdma": 1 << 17}
+"""The same for calls of the runtime, which send what is smaller in frames."""
+PUSHED_BYTES = 1 << 19
+"""Less payload is there before its envelope leaves, where memory is mapped.
+
+To wait for it costs the receiver more than it gains.
+"""
+_VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
+
+
+class Way(enum.Enum):
+    """How payload travels."""
+
+    INSIDE = enum.auto()
+    """In its message."""
+    LEASED = enum.auto()
+    """Ahead of its envelope: it is in the receiver's memory when that leaves."""
+    PUSHED = enum.auto()
+    """Beside its envelope: the receiver waits for it."""
+
+
+class Carrier(Protocol):
+    """The end of an attachment that a message leaves from; see `RpcAttachment`."""
+
+    maps: bool
+
+    def least_bytes(self, *, by_runtime: bool) -> int:
+        """Returns from how many bytes payload travels beside its message."""
+
+    def may_send(self, size_bytes: int) -> bool:
+        """Whether a message so long may travel beside."""
+
+
+def route(
+    size_bytes: int,
+    attachment: Carrier | None,
+    *,
+    arrays: bool,
+    by_runtime: bool = False,
+    in_loop: bool = False,
+) -> Way:
+    """Decides how payload travels.
+
+    Args:
+        size_bytes: of the arrays of a message, or of a message without any.
+        attachment: of the call, None if it has none, or if somebody else has the call.
+        arrays: the payload is arrays. Their owner may change them when the call has ended, so only
+            the caller's thread copies them.
+        by_runtime: it is a call of the runtime, whose two ends can push.
+        in_loop: it is a call of an event loop, which copies at once what it can.
+    """
+    if attachment is None or size_bytes < attachment.least_bytes(by_runtime=by_runtime):
+        return Way.INSIDE
+    if not attachment.may_send(size_bytes):
+        return Way.INSIDE
+    if not by_runtime:
+        return Way.LEASED
+    if attachment.maps and (in_loop or size_bytes < PUSHED_BYTES):
+        return Way.LEASED
+    # Whom the caller's thread wakes might take its core before all arrays are copied.
+    if arrays and (not attachment.maps or crowded()):
+        return Way.LEASED
+    return Way.PUSHED
+
+
+def chosen_threshold(given: int | None) -> int | None:
+    """Returns the user's threshold: what it gives, else the environment variable, else None.
+
+    Raises:
+        ValueError: the variable is no whole number from 0 up.
+    """
+    if given is not None:
+        return given
+    text = os.environ.get(_VARIABLE, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal():
+        raise ValueError(f"{_VARIABLE} is a number of bytes, not {text!r}")
+    return int(text)
