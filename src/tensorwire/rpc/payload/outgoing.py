@@ -23,7 +23,7 @@ from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope
 from .fields import may_have_tensors, tensors
 from .leases import SLOTS, Lease, place
 from .push import OF_A_CALL, Push
-from .route import Way, route
+from .route import PayloadWay, route
 from .tensors import delivered
 
 _AT_ONCE_S = 0.1
@@ -228,7 +228,7 @@ class SentMessage:
             by_runtime=link.offers,
             in_loop=link.in_loop,
         )
-        if way is Way.INSIDE and body is None:
+        if way is PayloadWay.INSIDE and body is None:
             body = self._whole(arrays, serializer)
             # The rest of the message may be large itself.
             arrays, way = (
@@ -242,7 +242,7 @@ class SentMessage:
                 ),
             )
         data = None
-        if attachment is not None and way is not Way.INSIDE:
+        if attachment is not None and way is not PayloadWay.INSIDE:
             rest = without_arrays(self.message, serializer) if body is None else body
             data = self._beside(attachment, arrays, rest, way)
         if data is None:
@@ -276,7 +276,7 @@ class SentMessage:
         attachment: RpcAttachment,
         arrays: dict[int, NDArray[np.uint8]],
         rest: bytes,
-        way: Way,
+        way: PayloadWay,
     ) -> bytes | None:
         """The envelope of a message whose payload travels beside it; None: it cannot.
 
@@ -344,7 +344,7 @@ class SentMessage:
         lease: Lease,
         beside: dict[int, NDArray[np.uint8]],
         rest: bytes,
-        way: Way,
+        way: PayloadWay,
     ) -> bytes | None:
         """The envelope of payload that is in this memory, or on its way there."""
         link, sources = self.link, list(beside.values())
@@ -356,7 +356,7 @@ class SentMessage:
             attachment.retire([lease], link.call)
             return None
         version = VERSION
-        if way is Way.PUSHED and attachment.pushing is not None:
+        if way is PayloadWay.PUSHED and attachment.pushing is not None:
             version, chunked = PUSHED_VERSION, beside.keys() == {BODY}
             self.staging = attachment.pushing.push(lease, sources, offsets, chunked=chunked)
         elif not self._wait(lease.memory.write_at(sources, offsets)):

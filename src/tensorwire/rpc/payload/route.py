@@ -23,7 +23,7 @@ To wait for it costs the receiver more than it gains.
 _VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
 
 
-class Way(enum.Enum):
+class PayloadWay(enum.Enum):
     """How payload travels."""
 
     INSIDE = enum.auto()
@@ -53,7 +53,7 @@ def route(
     arrays: bool,
     by_runtime: bool = False,
     in_loop: bool = False,
-) -> Way:
+) -> PayloadWay:
     """Decides how payload travels.
 
     Args:
@@ -65,17 +65,17 @@ def route(
         in_loop: it is a call of an event loop, which copies at once what it can.
     """
     if attachment is None or size_bytes < attachment.least_bytes(by_runtime=by_runtime):
-        return Way.INSIDE
+        return PayloadWay.INSIDE
     if not attachment.may_send(size_bytes):
-        return Way.INSIDE
+        return PayloadWay.INSIDE
     if not by_runtime:
-        return Way.LEASED
+        return PayloadWay.LEASED
     if attachment.maps and (in_loop or size_bytes < PUSHED_BYTES):
-        return Way.LEASED
+        return PayloadWay.LEASED
     # Whom the caller's thread wakes might take its core before all arrays are copied.
     if arrays and (not attachment.maps or crowded()):
-        return Way.LEASED
-    return Way.PUSHED
+        return PayloadWay.LEASED
+    return PayloadWay.PUSHED
 
 
 def chosen_threshold(given: int | None) -> int | None:
