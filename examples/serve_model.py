@@ -68,6 +68,7 @@ def main() -> None:
     there.close()
     target = f"127.0.0.1:{here.recv()}"
     with rpc.insecure_channel(target, transports=(options.transport,)) as channel:
+        channel.attach()  # or the first calls travel as in grpcio, while it is opened beside them
         types = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         predict = channel.unary_unary("/example.Model/Predict", *types)
         weights = rpc.unpack(channel.unary_unary("/example.Model/Weights", *types)(rpc.Tensor()))

@@ -106,7 +106,10 @@ class AioCalls:
                     channel = rpc.aio.insecure_channel(
                         where[wire], UNLIMITED, transports=(wire,), runtime=name == RUNTIME
                     )
-                await channel.unary_unary("/bench/aio")(bytes(8))
+                if name == GRPCIO:
+                    await channel.unary_unary("/bench/aio")(bytes(8))
+                else:
+                    await channel.attach()
                 self._channels[wire, name] = channel
                 way = wire if name == GRPCIO else channel.payload
                 if name == RUNTIME and way == wire:

@@ -22,6 +22,9 @@ from tensorwire.rpc.runtime.frames import Frame  # noqa: E402
 # Everything with a byte in it goes ahead, so that tests of behaviour need no large messages.
 EVERYTHING = 1
 
+# Of a channel that shares neither connection nor attachment with others.
+ALONE = ("grpc.use_local_subchannel_pool", 1)
+
 
 @dataclass
 class System:
@@ -88,13 +91,25 @@ class Ends:
         return self
 
     def channel(self, **options: Any) -> Any:
-        channel = self.system.channel(f"127.0.0.1:{self.port}", **options)
+        channel = attached(self.system.channel(f"127.0.0.1:{self.port}", **options))
         self.closing.insert(0, channel.close)
         return channel
 
     def close(self) -> None:
         for each in self.closing:
             each()
+
+
+def attached(channel: Any) -> Any:
+    """A channel, after it has asked its server for an attachment; calls do not wait for it."""
+    if hasattr(channel, "attach"):
+        channel.attach(10)
+    return channel
+
+
+def attached_channel(*given: Any, **named: Any) -> Any:
+    """As `rpc.insecure_channel`, and `attached`."""
+    return attached(rpc.insecure_channel(*given, **named))
 
 
 class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -77,6 +77,7 @@ def start_call(channel: Any, arity: str, message: Any) -> Any:
 
 def call(transport: str, port: str, arity: str) -> None:
     channel = rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,), **OPTIONS)
+    channel.attach()
     running = start_call(channel, arity, rpc.pack(np.ones(SIZE)))
     if arity[1] == "s":
         say("got", rpc.unpack(next(running)).sum())

@@ -67,6 +67,8 @@ def runner(at_client: Any, at_server: Any) -> Callable[..., None]:
                 )
                 channel = connect(target, interceptors=interceptors, **(at_client or {}))
                 await stack.enter_async_context(channel)
+                if at_client is not None:
+                    await channel.attach()
                 await asyncio.wait_for(test(channel), 30)
 
         asyncio.run(main())
@@ -278,6 +280,7 @@ def test_payload_goes_ahead_and_comes_back(options: dict[str, Any]) -> None:
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with rpc.aio.insecure_channel(target, **options) as channel:
+            await channel.attach()
             call = channel.unary_unary("/t/m", *TYPES)
             for number in range(20):
                 answer = await call(rpc.pack(np.full(50_000, number)))
@@ -329,12 +332,12 @@ def test_behind_a_load_balancer() -> None:
         target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
         robin = [("grpc.lb_policy_name", "round_robin")]
         async with rpc.aio.insecure_channel(target, options=robin, **SHM) as channel:
-            keeper, array = channel.sender.keeper, np.arange(5000)
+            await channel.attach()
+            keeper, array = channel.sender.share, np.arange(5000)
             await channel.channel_ready()
             for _ in range(4):  # until the question has met a server of ours
                 keeper.disconnected()
-                await channel.unary_unary("/t/m", *TYPES)(rpc.pack(array))
-                await channel.unary_unary("/t/m", *TYPES)(rpc.Tensor())  # the other one's turn
+                await channel.attach()
             keeper.disconnected()
             assert channel.attachment is not None
             served.clear()

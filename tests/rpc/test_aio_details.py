@@ -290,6 +290,7 @@ def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
         plain, ours = grpc.aio.server(), rpc.aio.server()
         address = f"127.0.0.1:{await serve(plain, '127.0.0.1:0')}"
         async with rpc.aio.insecure_channel(address, [("grpc.max_reconnect_backoff_ms", 100)]) as c:
+            await c.attach()
             call = c.unary_unary("/t/m")
             for _ in range(3):
                 assert await call(b"a") == b"a"
@@ -298,8 +299,9 @@ def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
             while c.get_state() is grpc.ChannelConnectivity.READY:
                 await asyncio.sleep(0.01)
             await serve(ours, address)
+            large = bytes(1 << 20)
             for _ in range(50):
-                assert await call(b"a", wait_for_ready=True) == b"a"
+                assert await call(large, wait_for_ready=True) == large
                 if c.attachment is not None:
                     break
                 await asyncio.sleep(0.1)
@@ -323,6 +325,7 @@ def test_a_plain_channel_that_reconnects_by_itself_asks_again() -> None:
         first = start(grpc.server, 0)
         fast = [(f"grpc.{each}_reconnect_backoff_ms", 100) for each in ("initial", "min", "max")]
         async with rpc.aio.insecure_channel(f"127.0.0.1:{first.port}", fast) as channel:
+            await channel.attach()
             call = channel.unary_unary("/t/uu")
             assert await call(b"x") == b"x"
             assert channel.payload == "inside: the server has no tensorwire"
@@ -334,7 +337,7 @@ def test_a_plain_channel_that_reconnects_by_itself_asks_again() -> None:
             second = start(rpc.server, first.port)
             await asyncio.wait_for(channel.channel_ready(), 20)
             assert await call(b"x") == b"x"
-            assert channel.payload == "shm"
+            assert await channel.attach(20)
         await asyncio.to_thread(second.stop(0).wait)
 
     asyncio.run(talk())

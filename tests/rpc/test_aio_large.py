@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from ends import Methods, serving
+from ends import Methods, attached_channel, serving
 from test_aio import echo, echo_all, items, join
 from test_aio_streams import until
 from test_rpc_conformance import LONG_S, SS, SU, US, UU, wait_for
@@ -77,6 +77,7 @@ def run(
         await server.start()
         keywords = options(wire, **given)
         async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            await channel.attach()
             await asyncio.wait_for(test(channel, server), LONG_S)
         await server.stop(None)
 
@@ -117,7 +118,7 @@ def with_sync_client(wire: str, methods: dict[str, Any], test: Callable[[Any, An
         await server.start()
 
         def in_thread() -> None:
-            with rpc.insecure_channel(target, options=UNLIMITED, **options(wire)) as channel:
+            with attached_channel(target, options=UNLIMITED, **options(wire)) as channel:
                 test(channel, server)
 
         await asyncio.to_thread(in_thread)
@@ -149,6 +150,7 @@ def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
     async def main() -> None:
         target = f"127.0.0.1:{port}"
         async with rpc.aio.insecure_channel(target, options=UNLIMITED, **options(wire)) as channel:
+            await channel.attach()
             unary, stream = channel.unary_unary("/t/uu"), channel.stream_stream("/t/ss")
             for size in SIZES:
                 sent = message(size)
@@ -263,6 +265,7 @@ def test_calls_that_wait_for_a_sender_end(wire: str, kind: str, stalled: list[bo
     async def main() -> None:
         keywords = options(wire)
         async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            await channel.attach()
             await asyncio.wait_for(test(channel), LONG_S)
 
     asyncio.run(main())
@@ -340,6 +343,7 @@ def test_a_loop_that_is_held_up_has_sent_what_it_began_to() -> None:
     async def main(target: str) -> None:
         keywords = options(wire)
         async with rpc.aio.insecure_channel(target, options=UNLIMITED, **keywords) as channel:
+            await channel.attach()
             unary = channel.unary_unary("/t/take")
             await unary(b"attached")
             arrived.clear()

@@ -15,7 +15,7 @@ import grpc.aio
 import numpy as np
 import pytest
 import rpc_serving
-from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System, attached_channel
 from test_aio import echo, echo_all, items, runner
 from test_aio_streams import until
 from test_death import SCRIPT, TYPES
@@ -117,7 +117,7 @@ def test_a_sync_client_of_an_asyncio_server(wire: str) -> None:
         await server.start()
 
         def call() -> None:
-            with rpc.insecure_channel(target, **WIRES[wire]) as channel:
+            with attached_channel(target, **WIRES[wire]) as channel:
                 assert channel.unary_unary("/t/way")(b"") == b"runtime"
                 assert list(channel.stream_stream("/t/ss")(iter([b"1", BIG]))) == [b"1", BIG]
                 with pytest.raises(grpc.RpcError) as caught:
@@ -142,6 +142,7 @@ def test_an_asyncio_client_of_a_sync_server(wire: str) -> None:
     async def main() -> None:
         target = f"127.0.0.1:{ends.port}"
         async with rpc.aio.insecure_channel(target, **WIRES[wire]) as channel:
+            await channel.attach()
             assert await channel.unary_unary("/t/uu")(BIG) == BIG
             assert channel.runtime == wire
             assert [each async for each in channel.unary_stream("/t/us")(b"1")] == [b"1", b"2"]
@@ -171,6 +172,7 @@ def test_a_server_that_stops_ends_its_calls(wire: str, grace: float | None) -> N
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with rpc.aio.insecure_channel(target, **WIRES[wire]) as channel:
+            await channel.attach()
             call = channel.stream_stream("/t/hang")(items())
             assert await call.read() == b"1"
             stopping = asyncio.create_task(server.stop(grace))
@@ -208,6 +210,7 @@ def test_a_server_that_sends_what_cannot_be(wire: str, what: str) -> None:
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with rpc.aio.insecure_channel(target, **WIRES[wire]) as channel:
+            await channel.attach()
             assert await channel.unary_unary("/t/way")(b"") == b"runtime"
             call = channel.stream_stream("/t/hang")(items())
             assert await call.read() == b"1"
@@ -241,6 +244,7 @@ def test_a_server_that_is_killed(serving: Any, wire: str) -> None:
     async def main() -> None:
         options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
         async with rpc.aio.insecure_channel(target, **options) as channel:
+            await channel.attach()
             echo = channel.unary_unary("/t/echo", *TYPES)
             assert rpc.unpack(await echo(rpc.pack(np.ones(10))))[-1] == 2
             assert channel.runtime == wire
@@ -292,7 +296,7 @@ def test_a_client_that_takes_no_answers(wire: str) -> None:
         server.add_generic_rpc_handlers((Methods(FOUR),))
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
-        channel = rpc.insecure_channel(target, **WIRES[wire])
+        channel = await asyncio.to_thread(attached_channel, target, **WIRES[wire])
         call = channel.unary_unary("/t/way")
         assert await asyncio.to_thread(call, b"") == b"runtime"
         line = channel.attachment.runtime.line

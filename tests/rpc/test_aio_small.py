@@ -94,11 +94,13 @@ def test_small_calls_share_a_mark_and_large_answers_go_ahead(kind: str, client: 
         async with running(server, asynchronous=asynchronous) as (target, served):
             if client == "aio":
                 async with rpc.aio.insecure_channel(target) as channel:
+                    await channel.attach()
                     await talk(
                         server, channel, lambda method, *given: channel.unary_unary(*method)(*given)
                     )
             else:
                 with rpc.insecure_channel(target, transports=("shm",)) as channel:
+                    await asyncio.to_thread(channel.attach)
                     await talk(
                         server,
                         channel,
@@ -140,7 +142,7 @@ def test_an_answer_that_nobody_takes_is_taken_back() -> None:
             running(server) as (target, _),
             rpc.aio.insecure_channel(target) as channel,
         ):
-            await channel.unary_unary("/t/raw")(b"")
+            await channel.attach()
             # Without our deserializer, as where the client has given up the call in this moment.
             shared = channel.attachment.share()
             marked = ((MARK, shared.mark),)
@@ -169,8 +171,7 @@ def test_a_server_that_is_replaced() -> None:
                 channel = rpc.aio.insecure_channel(target, options)
                 await stack.enter_async_context(channel)
                 raw, make = channel.unary_unary("/t/raw"), channel.unary_unary("/t/make")
-                await raw(b"")
-                assert channel.payload == "shm"
+                assert await channel.attach()
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await raw(b"x", timeout=5)
             assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -179,6 +180,7 @@ def test_a_server_that_is_replaced() -> None:
                 until = time.monotonic() + 20
                 while len(served.seen) < 2 or served.seen[-1] is None:
                     assert await make(b"5", wait_for_ready=True, timeout=10) == bytes(5)
+                    await channel.attach()
                     assert time.monotonic() < until
                 assert channel.payload == "shm"
                 assert len(await make(str(LARGE).encode())) == LARGE
@@ -275,6 +277,7 @@ def test_a_loop_that_comes_late_to_an_answer() -> None:
     async def main(target: str, server: Any) -> None:
         limits = rpc.Limits(pool_bytes=2 * LARGE - 1)
         async with rpc.aio.insecure_channel(target, limits=limits) as channel:
+            await channel.attach()
             late = channel.unary_unary("/t/late")
             await late(b"1")
             call = late(str(LARGE).encode())
@@ -295,13 +298,14 @@ def test_an_answer_to_a_channel_that_is_forgotten_or_at_its_end_is_no_envelope(
 ) -> None:
     async def main(target: str, server: Any) -> None:
         channel = rpc.aio.insecure_channel(target)
+        await channel.attach()
         late = channel.unary_unary("/t/late")
         await late(b"1")
         call = late(str(LARGE).encode())
         await asyncio.sleep(0.05)
         hold_up(server)
         if closed:  # the attachment, before the answer is read
-            channel.sender.keeper.close()
+            channel.sender.share._keeper.close()
             with pytest.raises(grpc.aio.AioRpcError):
                 await call
             return
@@ -323,13 +327,14 @@ def test_a_stream_whose_payload_is_gone_ends_with_an_error(how: str) -> None:
 
     async def main(target: str, server: Any) -> None:
         async with rpc.aio.insecure_channel(target) as channel:
+            await channel.attach()
             repeat = channel.unary_stream("/t/late")
             assert [len(each) async for each in repeat(b"")] == [LARGE]
             call = repeat(b"")
             await asyncio.sleep(0.05)
             hold_up(server)
             time.sleep(0.2)
-            channel.sender.keeper.close()
+            channel.sender.share._keeper.close()
             taken = call.read() if how == "reading" else anext(aiter(call))
             with pytest.raises(grpc.aio.AioRpcError, match="payload of a response is gone"):
                 await taken

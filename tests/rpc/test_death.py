@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import rpc_serving
-from ends import stop_process
+from ends import attached_channel, stop_process
 from test_rpc_conformance import wait_for
 
 from tensorwire import rpc
@@ -50,7 +50,7 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
     """While its servicer has the payload of a call that has not ended."""
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
-    with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
+    with attached_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
         call = rpc_serving.start_call(channel, arity, rpc.pack(np.ones(rpc_serving.SIZE)))
         got = rpc.unpack(next(call)) if arity[1] == "s" else None
         assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
@@ -87,7 +87,7 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
     process.send_signal(signal.SIGKILL)
     wait_for(lambda: server.attachments == [] and attachment.lost)
     wait_for(lambda: tensors.held_tensors() == 0)
-    with rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
+    with attached_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
         answer = channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(rpc_serving.SIZE)))
         assert rpc.unpack(answer)[0] == 2
     server.stop(0).wait()
@@ -98,7 +98,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
     """Nothing of a call is sent whose time is over when its payload could not go ahead."""
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
-    with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
+    with attached_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         array = np.ones(rpc_serving.SIZE)
         call(rpc.pack(array, owner=array.base), timeout=60)
@@ -121,6 +121,7 @@ server.add_generic_rpc_handlers((Methods(),))
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 channel = rpc.insecure_channel(f"127.0.0.1:{{port}}", **OPTIONS)
+channel.attach()
 answer = channel.unary_unary("/t/echo", *TYPES)(rpc.pack(np.ones(SIZE)))
 kept = rpc.unpack(answer)
 """

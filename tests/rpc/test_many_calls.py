@@ -16,7 +16,7 @@ import pytest
 
 grpc = pytest.importorskip("grpc")
 
-from ends import Methods  # noqa: E402
+from ends import Methods, attached_channel  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
@@ -136,7 +136,7 @@ def connected(transport: str, runtime: bool) -> Iterator[Any]:
         server.add_generic_rpc_handlers((METHODS,))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+        with attached_channel(f"127.0.0.1:{port}", **options) as channel:
             channel.unary_unary("/t/uu")(LARGE)
             assert channel.attachment.transport == transport
             assert (channel.runtime == transport) == runtime

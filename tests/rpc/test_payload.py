@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from ends import SHM, TCP, Methods, serving
+from ends import ALONE, SHM, TCP, Methods, attached_channel, serving
 from google.protobuf import any_pb2, json_format
 from google.protobuf.message import EncodeError
 from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
@@ -53,10 +53,9 @@ def serve(options: dict[str, Any]) -> Iterator[Callable[..., Any]]:
         yield of_ours
 
 
-def connect(server: Any, options: dict[str, Any], **more: Any) -> Any:
-    return rpc.insecure_channel(
-        f"127.0.0.1:{server.port}", options=UNLIMITED, **{**options, **more}
-    )
+def connect(server: Any, keywords: dict[str, Any], **more: Any) -> Any:
+    given = {"options": UNLIMITED, **keywords, **more}
+    return attached_channel(f"127.0.0.1:{server.port}", **given)
 
 
 def tensor_call(channel: Any, method: str = "/t/m") -> Any:
@@ -101,7 +100,7 @@ def test_more_than_grpc_allows_in_a_message(serve: Any, options: dict[str, Any])
     server = serve({"/t/m": UU(echo)})
     message = bytes(9 << 20)
     target = f"127.0.0.1:{server.port}"
-    with rpc.insecure_channel(target, **options) as channel:
+    with attached_channel(target, **options) as channel:
         assert channel.unary_unary("/t/m")(message) == message
 
 
@@ -162,7 +161,7 @@ def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
     server.start()
     sent = np.arange(1 << 18, dtype="float32")
     if ours == "channel":
-        with rpc.insecure_channel(target, options=UNLIMITED, **options) as channel:
+        with attached_channel(target, options=UNLIMITED, **options) as channel:
             got = rpc.unpack(tensor_call(channel)(rpc.pack(sent)))
             assert channel.payload == "inside: the server has no tensorwire"
     else:
@@ -285,7 +284,7 @@ def test_arrays_that_are_too_long_for_protobuf(
     serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They travel beside the message alone; where they cannot, that is said."""
-    monkeypatch.setattr(outgoing, "_MOST_BYTES", 4999 * 8)
+    monkeypatch.setattr(outgoing, "MOST_BYTES", 4999 * 8)
     server = serve({"/t/m": UU(lambda r, c: rpc.Tensor(), **TENSORS)})
     with connect(server, {"limits": rpc.Limits(threshold_bytes=1)}) as channel:
         assert tensor_call(channel)(rpc.pack(np.ones(5000))) == rpc.Tensor()
@@ -641,17 +640,19 @@ def test_a_restarted_server_is_found_again(options: dict[str, Any]) -> None:
         return server
 
     server = start(0, True)
-    with rpc.insecure_channel(f"127.0.0.1:{server.port}", **options) as channel:
+    with attached_channel(f"127.0.0.1:{server.port}", **options) as channel:
         call = channel.unary_unary("/t/m")
         payloads = []
         for ours in (False, True, False):
             assert call(BIG, wait_for_ready=True) == BIG
+            channel.attach(10)
             payloads.append(channel.payload)
             server.stop(0).wait()
             with pytest.raises(grpc.RpcError):
                 call(BIG)
             server = start(server.port, ours)
         assert call(BIG, wait_for_ready=True) == BIG
+        channel.attach(10)
         payloads.append(channel.payload)
     server.stop(0).wait()
     inside = "inside: the server has no tensorwire"
@@ -710,19 +711,19 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
     robin = [("grpc.lb_policy_name", "round_robin"), *UNLIMITED]
     serializers = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
     options["limits"] = rpc.Limits(threshold_bytes=1000, patience_s=0.1)
-    with rpc.insecure_channel(two.target, options=robin, **options) as channel:
+    with attached_channel(two.target, options=robin, **options) as channel:
         grpc.channel_ready_future(channel).result(timeout=20)
         call, array = channel.unary_unary("/t/m", *serializers), np.arange(5000)
         for turn in range(6):  # until the question has met a server of ours
             if channel.attachment is None:
-                channel.keeper.disconnected()
-                call(rpc.pack(np.zeros(1)))
+                channel.share.disconnected()
+                channel.attach(10)
                 for _ in range(turn % 2):
                     channel.inner.unary_unary("/t/m")(b"")
         assert channel.attachment is not None
         served.clear()
         for turn in range(24):
-            channel.keeper.disconnected()  # no pause: each one tries
+            channel.share.disconnected()  # no pause: each one tries
             message = rpc.pack(array)
             match turn % 4:
                 case 0:
@@ -746,7 +747,7 @@ class Hostile:
     """A client that has an attachment and says what it likes in it."""
 
     def __init__(self, server: Any, options: dict[str, Any]) -> None:
-        self.channel = connect(server, options)
+        self.channel = connect(server, options, options=[*UNLIMITED, ALONE])
         self.channel.unary_unary("/t/m")(BIG)
         self.attachment = self.channel.attachment
         self.raw = self.channel.inner.unary_unary("/t/m")
@@ -849,7 +850,7 @@ def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) 
             assert caught.value.code() in (
                 grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
             )  # fmt: skip
-    channels = [connect(server, options) for _ in range(3)]
+    channels = [connect(server, options, options=[*UNLIMITED, ALONE]) for _ in range(3)]
     for each in channels:
         assert each.unary_unary("/t/m")(BIG) == BIG
     assert [each.payload.startswith("inside") for each in channels] == [False, False, True]

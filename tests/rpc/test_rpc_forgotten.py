@@ -13,8 +13,10 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from ends import attached_channel
 
 from tensorwire import rpc
+from tensorwire.rpc.attach import sharing
 from tensorwire.rpc.payload import leases
 from tensorwire.rpc.payload.janitor import Janitor
 from tensorwire.rpc.payload.tensors import Holding
@@ -110,7 +112,7 @@ MESSAGES = pytest.mark.parametrize(
 def test_calls_leave_no_payload_to_the_collector(
     target: str, runtime: bool, wire: str, service: str, coders: tuple[Any, ...]
 ) -> None:
-    with rpc.insecure_channel(target, transports=(wire,), runtime=runtime) as channel:
+    with attached_channel(target, transports=(wire,), runtime=runtime) as channel:
         for kind in KINDS:
             method = getattr(channel, kind)(f"/{service}/{kind}", *coders)
 
@@ -138,7 +140,9 @@ def test_calls_of_asyncio_leave_none_either(
     loop = asyncio.new_event_loop()
 
     async def connect() -> Any:
-        return rpc.aio.insecure_channel(target, transports=(wire,), runtime=runtime)
+        channel = rpc.aio.insecure_channel(target, transports=(wire,), runtime=runtime)
+        await channel.attach()
+        return channel
 
     channel = loop.run_until_complete(connect())
 
@@ -161,11 +165,14 @@ def test_calls_of_asyncio_leave_none_either(
     loop.close()
 
 
-def test_a_channel_that_is_forgotten_is_closed_at_once(target: str, runtime: bool) -> None:
+def test_a_channel_that_is_forgotten_gives_up_its_attachment(
+    target: str, runtime: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "LINGER_S", 0.1)
     gc.collect()
     gc.disable()
     try:
-        channel = rpc.insecure_channel(target, runtime=runtime)
+        channel = attached_channel(target, runtime=runtime)
         method = channel.unary_unary("/bytes/unary_unary")
         assert len(method(bytes(PAYLOAD))) == PAYLOAD
         attachment = channel.attachment
@@ -186,7 +193,7 @@ def test_a_channel_that_is_forgotten_is_closed_at_once(target: str, runtime: boo
 
 def test_a_call_goes_on_whose_channel_is_forgotten(target: str, runtime: bool) -> None:
     def begun(kind: str, request: Any) -> Any:
-        channel = rpc.insecure_channel(target, runtime=runtime)
+        channel = attached_channel(target, runtime=runtime)
         method = getattr(channel, kind)(f"/bytes/{kind}")
         return method.future(request) if kind == "unary_unary" else method(request)
 
@@ -264,7 +271,7 @@ def test_calls_of_asyncio_that_nobody_keeps_are_made(system: str, kind: str, siz
 
 def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime: bool) -> None:
     """Nor its channel, unless it is grpcio's own, which keeps what deserializes."""
-    channel = rpc.insecure_channel(target, runtime=runtime)
+    channel = attached_channel(target, runtime=runtime)
     known = weakref.ref(channel)
     method = channel.unary_unary("/bytes/unary_unary")
     method(bytes(PAYLOAD))
@@ -292,7 +299,7 @@ def test_memory_that_nobody_uses_is_given_back(
     """Of both ends, while the channel goes on; what is looked at stays."""
     monkeypatch.setattr(leases, "IDLE_S", 0.2)
     server, target = serving
-    with rpc.insecure_channel(target, runtime=runtime, transports=(wire,)) as channel:
+    with attached_channel(target, runtime=runtime, transports=(wire,)) as channel:
         plain = channel.unary_unary("/bytes/unary_unary")
         arrays = channel.unary_unary(
             "/Tensor/unary_unary", rpc.Tensor.SerializeToString, rpc.Tensor.FromString

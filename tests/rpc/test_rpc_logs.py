@@ -17,7 +17,7 @@ import grpc.aio
 import hosts
 import numpy as np
 import pytest
-from ends import Ends
+from ends import Ends, attached_channel
 
 from tensorwire import rpc
 from tensorwire.rpc import logs
@@ -92,7 +92,7 @@ def test_errors_of_users_of_asyncio_are_logged_there_too(
 def test_a_host_that_cannot_be_known_is_asked_for() -> None:
     """As of a port of all addresses, where no route leads out."""
     registry = Registry(Terms(Limits(max_attachments=1), ("tcp",), listen="no such host"))
-    asked = {"versions": [1], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
+    asked = {"versions": [2], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
     with pytest.raises(DeclinedError, match="name it by listen="):
         registry.open(json.dumps(asked).encode(), encrypted=False)
     registry.close()
@@ -113,7 +113,7 @@ def test_it_is_told_once_that_all_memory_is_kept(
         return rpc.pack(np.ones(1 << 20, np.uint8))
 
     with (
-        rpc.insecure_channel(
+        attached_channel(
             f"127.0.0.1:{port}", runtime=runtime, limits=rpc.Limits(pool_bytes=8 << 20)
         ) as channel,
         caplog.at_level(logging.WARNING),
@@ -193,7 +193,7 @@ def test_a_server_answers_while_nobody_reads_its_log(kind: str, exits: str) -> N
     )  # fmt: skip
     try:
         port = int(os.read(told, 100))
-        with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+        with attached_channel(f"127.0.0.1:{port}", runtime=True) as channel:
             method = channel.unary_unary("/t/fail")
             for _ in range(100):
                 with pytest.raises(grpc.RpcError) as caught:

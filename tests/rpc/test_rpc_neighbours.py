@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from ends import SHM, Methods
+from ends import SHM, Methods, attached_channel
 from test_rpc_conformance import UU, echo, wait_for
 
 from tensorwire import rpc
@@ -70,7 +70,7 @@ def test_generated_stubs(generated: tuple[Any, Any], transport: str) -> None:
     services.add_ModelServicer_to_server(Model(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+    with attached_channel(f"127.0.0.1:{port}", **options) as channel:
         stub = services.ModelStub(channel)
 
         def request() -> Any:
@@ -108,7 +108,7 @@ def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: 
     services.add_ModelServicer_to_server(Model(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with rpc.insecure_channel(f"127.0.0.1:{port}", **SHM) as channel:
+    with attached_channel(f"127.0.0.1:{port}", **SHM) as channel:
         stub = services.ModelStub(channel)
         kept = PARTS[part](stub.Predict(messages.Request()))
         for _ in range(3):
@@ -185,8 +185,8 @@ def test_payload_leaves_encryption_where_it_may(
     with rpc.secure_channel(
         f"localhost:{port}", trusted, limits=rpc.Limits(threshold_bytes=1000), **at_client
     ) as channel:
-        for _ in range(2):
-            assert channel.unary_unary("/t/m")(BIG) == BIG
+        channel.attach(10)
+        assert channel.unary_unary("/t/m")(BIG) == BIG
         assert channel.payload.startswith(payload)
     server.stop(0).wait()
 
@@ -210,9 +210,11 @@ def test_encrypted_calls_stay_with_grpcio(
         f"localhost:{port}", trusted, limits=rpc.Limits(threshold_bytes=1000)
     ) as channel:
         if asks:
-            terms: Terms = channel.keeper._terms
-            channel.keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
-            channel.keeper.carries = True
+            keeper = channel.share._keeper
+            terms: Terms = keeper._terms
+            keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
+            channel.share.carries = keeper.carries = True
+        channel.attach(10)
         assert channel.unary_unary("/t/m")(BIG) == BIG
         assert channel.payload == "shm"
         assert channel.attachment.runtime is None
@@ -232,7 +234,7 @@ def test_other_hosts_reach_what_is_not_loopback() -> None:
         "[::1]:1": "", "unix:/tmp/x": "", "10.0.0.1:5": "10.0.0.1", "node7:5": "node7",
     }  # fmt: skip
     assert {each: outside_host(each) for each in hosts} == hosts
-    request = b'{"versions":[1],"host":"other","transports":["shm","tcp"],"pool_bytes":100000}'
+    request = b'{"versions":[2],"host":"other","transports":["shm","tcp"],"pool_bytes":100000}'
     registry = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
     with pytest.raises(DeclinedError, match="no way"):
         registry.open(request, encrypted=False)

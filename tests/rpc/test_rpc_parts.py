@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from ends import attached_channel
 
 from tensorwire import rpc
 
@@ -76,7 +77,7 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("runtime", [False, True], ids=["beside grpcio", "runtime"])
 def test_a_part_of_the_request_is_the_response(serve: Any, runtime: bool) -> None:
-    with rpc.insecure_channel(f"127.0.0.1:{serve(runtime)}", runtime=runtime) as channel:
+    with attached_channel(f"127.0.0.1:{serve(runtime)}", runtime=runtime) as channel:
         method = channel.unary_unary("/t/part", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
         for number, size in enumerate([8, 100_000, 200_000, 3 << 20] * 5):
             sent = np.full(size, number, np.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from ends import Ends, Methods
+from ends import Ends, Methods, attached_channel
 from test_rpc_conformance import LONG_S, SS, UU, wait_for
 from test_rpc_large import Liar, between
 
@@ -450,7 +450,7 @@ def served(wire: str, by_asyncio: bool) -> Iterator[Callable[[], Any]]:
 
     server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(LONG_S)
     with contextlib.ExitStack() as channels:
-        yield lambda: channels.enter_context(rpc.insecure_channel(f"127.0.0.1:{port}", **keywords))
+        yield lambda: channels.enter_context(attached_channel(f"127.0.0.1:{port}", **keywords))
     asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(LONG_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(LONG_S)
@@ -478,6 +478,7 @@ def test_in_event_loops(wire: str, pushed: list[int]) -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with rpc.aio.insecure_channel(f"127.0.0.1:{port}", **keywords) as channel:
+            await channel.attach()
             call = channel.unary_unary("/t/m", *FROM_TENSORS)
             await call(rpc.pack(numbers(8)))
             for size in (PUSHED_BYTES, LONG, 40 << 20):

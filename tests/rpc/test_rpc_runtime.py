@@ -16,7 +16,16 @@ import grpc
 import numpy as np
 import pytest
 import rpc_serving
-from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, Methods, System, stop_process
+from ends import (
+    ALONE,
+    RUNTIME_SHM,
+    RUNTIME_TCP,
+    Ends,
+    Methods,
+    System,
+    attached_channel,
+    stop_process,
+)
 from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
@@ -60,7 +69,6 @@ def test_which_calls_go_by_it(both: Ends) -> None:
         "/t/ss": SS(lambda requests, context: (each + way(None, context) for each in requests)),
     }
     channel = both.serve().channel()
-    assert channel.runtime == "grpcio: no call was made yet"
     call = channel.unary_unary("/t/way")
     assert call(b"") == b"runtime"
     assert channel.runtime == channel.payload == both.system.name
@@ -113,7 +121,7 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ends.close()
     monkeypatch.setenv("TENSORWIRE_RPC", "fast")
     with pytest.raises(ValueError, match="not 'fast'"):
-        rpc.insecure_channel("localhost:1")
+        attached_channel("localhost:1")
 
 
 def test_a_unary_call_of_a_method_that_streams_is_made_by_grpcio(both: Ends) -> None:
@@ -529,7 +537,7 @@ def hold_a_call(both: Ends) -> tuple[Any, Any, Any, threading.Event]:
         "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S))),
     }
     both.serve()
-    good, bad = both.channel(), both.channel()
+    good, bad = both.channel(), both.channel(options=[ALONE])
     assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
     return good, bad, bad.unary_unary("/t/hang").future(b""), release
 
@@ -586,6 +594,7 @@ def test_a_server_that_sends_what_cannot_be(
     assert call.code() is grpc.StatusCode.UNAVAILABLE
     assert "cannot be" in call.details()
     release.set()
+    assert channel.attach(LONG_S)
     assert channel.unary_unary("/t/way")(b"", wait_for_ready=True) == b"runtime"
 
 
@@ -674,7 +683,7 @@ def test_a_server_that_is_killed(start: Any, wire: str) -> None:
     process = start("serve", "ours", wire)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
-    with rpc.insecure_channel(target, **options) as channel:
+    with attached_channel(target, **options) as channel:
         call = rpc_serving.start_call(channel, "uu", rpc.pack(np.ones(rpc_serving.SIZE)))
         assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
         assert channel.runtime == wire
@@ -712,7 +721,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, wire: str) -> None:
     process = start("serve", "ours", wire)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
-    with rpc.insecure_channel(target, **options) as channel:
+    with attached_channel(target, **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         call(rpc.pack(np.ones(10)))
         stop_process(process)
@@ -738,7 +747,7 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
         "runtime": True,
         "limits": rpc.Limits(threshold_bytes=1 << 30),
     }
-    with rpc.insecure_channel(target, **options) as channel:
+    with attached_channel(target, **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         message = rpc.embed(rpc.pack(np.ones(25_000)))
         assert rpc.unpack(call(message))[-1] == 2
@@ -792,7 +801,7 @@ def test_streams_beside_calls(both: Ends) -> None:
 def test_a_forgotten_channel_gives_everything_back(both: Ends) -> None:
     both.methods = {"/t/way": UU(way)}
     both.serve()
-    channel = rpc.insecure_channel(f"127.0.0.1:{both.port}", **both.system.our_channel)
+    channel = attached_channel(f"127.0.0.1:{both.port}", **both.system.our_channel)
     assert channel.unary_unary("/t/way")(b"") == b"runtime"
     attachment = channel.attachment
     del channel
@@ -805,7 +814,7 @@ def test_calls_after_a_server_that_is_started_again(start: Any, wire: str) -> No
     process = start("serve", "ours", wire)
     port = process.stdout.readline().strip()
     options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
-    with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+    with attached_channel(f"127.0.0.1:{port}", **options) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
         call(rpc.pack(np.ones(10)))
         process.kill()
@@ -939,7 +948,7 @@ def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, thres
         "runtime": True,
         "limits": rpc.Limits(threshold_bytes=threshold),
     }
-    with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+    with attached_channel(f"127.0.0.1:{port}", **options) as channel:
         small = channel.unary_unary("/t/m")
         assert small(b"x") == b"x"
         large = channel.unary_unary("/t/b", response_deserializer=slowly)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import Ends, System
+from ends import ALONE, Ends, System
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, wait_for
 from test_rpc_runtime import WIRES, frame, way
 
@@ -143,7 +143,7 @@ def credit(size: int) -> bytes:
 
 PIECE = frame(frames.MESSAGE, frames.WHOLE, body=bytes(frames.PIECE_BYTES))
 TO_SERVER = {
-    "more than the window": [PIECE] * 8,
+    "more than the window": [PIECE] * (flow.WINDOW_BYTES // frames.PIECE_BYTES + 2),
     "a request behind the last one": [frame(frames.MESSAGE, frames.LAST), PIECE],
     "an end in the middle of a message": [
         frame(frames.MESSAGE, frames.MORE, body=b"x"),
@@ -171,7 +171,7 @@ def test_a_client_that_sends_what_cannot_be(both: Ends, what: str) -> None:
 
     both.methods = {"/t/way": UU(way), "/t/stream": SS(stream)}
     both.serve()
-    good, bad = both.channel(), both.channel()
+    good, bad = both.channel(), both.channel(options=[ALONE])
     assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
     attachment = bad.attachment
     attachment.runtime.line.send((*BEGIN,))
@@ -197,7 +197,7 @@ def test_a_call_that_begins_as_it_cannot(both: Ends, what: str) -> None:
 
 
 TO_CLIENT = {
-    "more than the window": [PIECE] * 8,
+    "more than the window": [PIECE] * (flow.WINDOW_BYTES // frames.PIECE_BYTES + 2),
     "a piece without a flag": [frame(frames.MESSAGE, 0, body=b"x")],
     "the last of requests": [frame(frames.MESSAGE, frames.LAST)],
     "a credit for nothing": [credit(1 << 20)],

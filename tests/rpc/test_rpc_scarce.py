@@ -17,6 +17,7 @@ grpc = pytest.importorskip("grpc")
 
 import numpy as np  # noqa: E402
 import rpc_serving  # noqa: E402
+from ends import ALONE, attached_channel  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
 from tensorwire.rpc.attach import registry  # noqa: E402
@@ -51,8 +52,8 @@ def test_descriptors_are_left_to_connections(serving: Any, at_once: int) -> None
     with contextlib.ExitStack() as stack:
         channels = [
             stack.enter_context(
-                rpc.insecure_channel(
-                    f"127.0.0.1:{port}", transports=("shm",), **rpc_serving.OPTIONS
+                attached_channel(
+                    f"127.0.0.1:{port}", [ALONE], transports=("shm",), **rpc_serving.OPTIONS
                 )
             )
             for _ in range(20 if at_once == 1 else 3)
@@ -89,7 +90,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
         raise MemoryError("none is left")
 
     found = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
-    request = encode(versions=[1], host=registry.host_id(), transports=["shm"], pool_bytes=1 << 20)
+    request = encode(versions=[2], host=registry.host_id(), transports=["shm"], pool_bytes=1 << 20)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patched:
         if what == "thread":

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from ends import RUNTIME_SHM, Ends, Methods, System
+from ends import ALONE, RUNTIME_SHM, Ends, Methods, System
 from test_aio import runner
 from test_aio_runtime import FOUR
 from test_rpc_conformance import US, UU, wait_for
@@ -122,6 +121,7 @@ def test_settings_of_numpy_and_a_generator(both: Ends) -> None:
         threshold_bytes=np.int32(1), pool_bytes=np.int64(1 << 20), patience_s=np.float32(0.5)
     )
     with rpc.insecure_channel(target, limits=limits, transports=names, runtime=True) as channel:
+        channel.attach(10)
         assert channel.unary_unary("/t/way")(b"") == b"runtime"
         assert channel.payload == "shm"
         assert channel.attachment.runtime_threshold_bytes == 1
@@ -176,6 +176,7 @@ def test_options_and_interceptors_of_asyncio_that_can_be_looked_at_once() -> Non
         await server.start()
         target = f"127.0.0.1:{port}"
         async with rpc.aio.insecure_channel(target, iter(limit), runtime=True) as channel:
+            await channel.attach()
             for plain in ({}, {"metadata": (("a", "x" * 17_000),)}):  # too long: by grpcio
                 seen.clear()
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -193,41 +194,12 @@ def test_asyncio_ends_of_which_only_the_environment_speaks(
     value: str, by: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(channel: Any) -> None:
+        await channel.attach()
         assert await channel.unary_unary("/t/way")(b"") == by
         assert channel.payload == "shm"
 
     monkeypatch.setenv("TENSORWIRE_RPC", value)
     runner({}, {})(FOUR, test)
-
-
-class GrpcioGets:
-    """In the place of a callable of grpcio: notes the timeout that it gets."""
-
-    def __init__(self) -> None:
-        self.timeouts: list[float] = []
-
-    def __call__(self, request: Any, timeout: float, *given: Any) -> Any:
-        self.timeouts.append(timeout)
-        raise LookupError
-
-    with_call = future = __call__
-
-
-@pytest.mark.parametrize("arity", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
-@pytest.mark.parametrize("kind", ["__call__", "with_call", "future"])
-def test_what_asking_takes_is_taken_from_the_timeout(arity: str, kind: str) -> None:
-    """A port where nobody answers: asking for the attachment has a half of the timeout."""
-    if arity.endswith("stream") and kind != "__call__":
-        return
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        target = f"127.0.0.1:{silent.getsockname()[1]}"
-        with rpc.insecure_channel(target, runtime=True) as channel:
-            call = getattr(channel, arity)("/t/way")
-            call._inner = gets = GrpcioGets()
-            request = b"" if arity.startswith("unary") else iter([])
-            with pytest.raises(LookupError):
-                getattr(call, kind)(request, timeout=0.4, wait_for_ready=True)
-    assert gets.timeouts[0] < 0.3
 
 
 @pytest.mark.parametrize("kind", ["call", "with_call", "future", "aio"])
@@ -244,6 +216,7 @@ def test_a_call_that_is_made_again_has_what_is_left_of_its_timeout(both: Ends, k
 
     async def main() -> bytes:
         async with rpc.aio.insecure_channel(f"127.0.0.1:{both.port}", **RUNTIME_SHM) as channel:
+            await channel.attach()
             assert await channel.unary_unary("/t/way")(b"") == b"runtime"
             return bytes(await channel.unary_unary("/t/us")(b"", timeout=5))
 
@@ -273,7 +246,7 @@ def test_what_a_channel_says_whose_server_is_gone(both: Ends) -> None:
 def test_what_a_channel_says_that_sends_plain_messages_for_a_while(both: Ends) -> None:
     channel = both.serve().channel()
     assert channel.unary_unary("/t/way")(b"") == b"runtime"
-    channel.keeper.pause()
+    channel.share.pause()
     assert channel.payload.startswith("inside: a call met a server that does not know")
     assert channel.runtime.startswith("grpcio: a call met a server that does not know")
     assert channel.unary_unary("/t/way")(b"") == b"grpcio"
@@ -286,7 +259,7 @@ def test_more_channels_than_attachments(both: Ends) -> None:
         {**RUNTIME_SHM, "limits": rpc.Limits(threshold_bytes=1, max_attachments=2)},
     )
     both.serve()
-    channels = [both.channel() for _ in range(3)]
+    channels = [both.channel(options=[ALONE]) for _ in range(3)]
     ways = [each.unary_unary("/t/way")(b"") for each in channels]
     assert ways == [b"runtime", b"runtime", b"grpcio"]
     assert "this server has 2 attachments" in channels[2].runtime
@@ -328,6 +301,7 @@ def test_an_interceptor_of_asyncio_that_changes_the_call(both: Ends) -> None:
     async def main() -> None:
         target, changes = f"127.0.0.1:{both.port}", [Changes()]
         async with rpc.aio.insecure_channel(target, None, None, changes, **RUNTIME_SHM) as channel:
+            await channel.attach()
             assert await channel.unary_unary("/t/way")(b"x") == b"x!runtime"
 
     asyncio.run(main())
@@ -353,6 +327,7 @@ server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", kinds
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 with rpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    channel.attach()
     future = channel.unary_unary("/t/Held").future(b"")
     assert channel.runtime == "shm"
     pid = os.fork()
@@ -401,7 +376,7 @@ def test_the_environment_leaves_transports_out_where_nobody_names_them(
     assert channel.unary_unary("/t/uu")(bytes(1 << 20)) == bytes(1 << 20)
     assert channel.payload.partition(":")[0] == by
     if by == "inside":
-        assert "on one host: the client has none, the server none. " in channel.payload
+        assert channel.payload == "inside: transports= and TENSORWIRE_TRANSPORTS leave none"
     ends.close()
 
 

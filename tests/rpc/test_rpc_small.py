@@ -68,7 +68,7 @@ def serve(transport: str, seen: list[bytes | None]) -> Iterator[Callable[..., An
 
 def connect(server: Any, transport: str, **more: Any) -> Any:
     channel = rpc.insecure_channel(f"127.0.0.1:{server.port}", transports=(transport,), **more)
-    channel.unary_unary("/t/raw")(b"")
+    channel.attach(20)
     return channel
 
 
@@ -220,13 +220,14 @@ def test_an_attachment_that_is_lost_is_named_by_no_call(
     with connect(server, transport, options=[("grpc.max_receive_message_length", -1)]) as channel:
         make = channel.unary_unary("/t/make")
         channel.attachment.close()
-        channel.keeper.pause()  # nothing is asked for at the moment
+        channel.share.pause()  # nothing is asked for at the moment
         before = moved(server.attachments[0]) if server.attachments else 0
         assert len(make(str(LARGE).encode())) == LARGE
         assert seen == [None]
         assert all(moved(each) == before for each in server.attachments)
         wait_for(lambda: not server.attachments)
-        channel.keeper.disconnected()
+        channel.share.disconnected()
+        assert channel.attach(20)
         assert len(make(str(LARGE).encode())) == LARGE
         assert channel.payload == transport
         assert seen[-1] is not None
@@ -245,7 +246,7 @@ server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", {"m":
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 channel = rpc.insecure_channel(f"127.0.0.1:{port}")
-channel.unary_unary("/t/m")(b"x")
+channel.attach()
 parent = channel.attachment
 def say():
     print(channel.attachment is None, parent.lost, flush=True)
@@ -361,6 +362,7 @@ def test_what_a_future_or_a_stream_meets_tells_of_another_server(transport: str,
     target = f"127.0.0.1:{server.port}"
     with rpc.insecure_channel(target, fast, transports=(transport,)) as channel:
         assert ask(channel) == b"x"
+        assert not channel.attach(20)
         assert channel.payload == "inside: the server has no tensorwire"
         server.stop(0).wait()
         with pytest.raises(grpc.RpcError):
@@ -372,7 +374,7 @@ def test_what_a_future_or_a_stream_meets_tells_of_another_server(transport: str,
                 ask(channel)
             except grpc.RpcError:
                 return False
-            return bool(channel.payload == transport)
+            return bool(channel.attach(20))
 
         try:
             wait_for(attached)

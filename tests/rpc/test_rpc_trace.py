@@ -272,6 +272,7 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with rpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert channel.attach()
         call = channel.unary_unary(
             "/example.Model/Double", rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         )
@@ -316,6 +317,7 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
     target = f"127.0.0.1:{port}"
     limits = rpc.Limits(threshold_bytes=20_000)
     with rpc.insecure_channel(target, runtime=True, limits=limits) as channel:
+        assert channel.attach()
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
         assert size(bytes(500_000)) == b"500000"
         assert size.future(bytes(5_000)).result() == b"5000"
@@ -364,6 +366,7 @@ def test_streams_of_the_runtime(tmp_path: Path) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+        assert channel.attach()
         assert len(list(channel.unary_stream("/example.Model/Out", bytes, bytes)(bytes(10)))) == 3
     server.stop(None).wait()
 
@@ -373,6 +376,7 @@ def test_streams_of_the_runtime(tmp_path: Path) -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with rpc.aio.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+            assert await channel.attach()
             call = channel.stream_stream("/example.Model/Both", bytes, bytes)(iter([bytes(20)] * 2))
             assert [each async for each in call] == [bytes(20)] * 2
             assert channel.runtime == "shm"
@@ -414,7 +418,8 @@ def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     server.start()
     with rpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         size = channel.unary_unary("/example.Model/Size", bytes, bytes)
-        size(b"first")
+        assert channel.attach()
+        kept = dict(server._registry._attachments)
         server._registry._attachments.clear()
         assert size(bytes(600_000)) == b"600000"
     server.stop(None).wait()

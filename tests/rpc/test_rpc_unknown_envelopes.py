@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -52,10 +51,7 @@ def test_threads(runtime: bool) -> None:
     with serving() as start:
         server = start(rpc.server(ThreadPoolExecutor(2), runtime=runtime), METHODS)
         with rpc.insecure_channel(f"127.0.0.1:{server.port}", runtime=runtime) as channel:
-            until = time.monotonic() + 20
-            while channel.payload != "shm" and time.monotonic() < until:
-                with contextlib.suppress(grpc.RpcError):
-                    channel.unary_unary("/t/uu")(b"", timeout=20)
+            assert channel.attach(20)
             for _ in range(2):
                 with pytest.raises(grpc.RpcError) as caught:
                     channel.unary_unary("/t/uu")(b"", timeout=20)
@@ -76,10 +72,7 @@ def test_asyncio(runtime: bool) -> None:
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with rpc.aio.insecure_channel(target, runtime=runtime) as channel:
-            until = time.monotonic() + 20
-            while channel.payload != "shm" and time.monotonic() < until:
-                with contextlib.suppress(grpc.RpcError):
-                    await channel.unary_unary("/t/uu")(b"", timeout=20)
+            assert await channel.attach(20)
             for _ in range(2):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await channel.unary_unary("/t/uu")(b"", timeout=20)

@@ -162,6 +162,8 @@ class GrpcTrainer(Trainer):
             parameter.register_post_accumulate_grad_hook(self._arrived)
         settings = {**self.settings, "transports": ways(place.server)} if self.settings else {}
         self._channel = library.insecure_channel(place.server, options=OPTIONS, **settings)
+        if settings:
+            self._channel.attach()  # before the only call, which is a stream
         self._set_bucket_bytes = self._channel.unary_unary(f"/{SERVICE}/Configure")
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         stream = self._channel.stream_stream(f"/{SERVICE}/Stream")

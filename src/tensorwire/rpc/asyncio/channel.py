@@ -23,16 +23,17 @@ from .. import logs
 from ..attach.marks import SmallCall, SmallRequests
 from ..attach.terms import Terms, target_host
 from ..payload.attachment import RpcAttachment
+from ..payload.envelope import MAGIC
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits, given_limits
-from ..payload.outgoing import PLAIN, CallLink, SentMessage, is_kept
-from ..runtime.options import kept, named_limits, offer, retries
-from ..threads.factories import chosen_transports, secure_transports
+from ..payload.outgoing import CallLink, SentMessage, is_kept
+from ..runtime.options import kept, named_limits, offer, retries, roomy
+from ..threads.factories import chosen_transports, secure_transports, share_of
 from ..threads.originals import make, original
 from .calls import LATER, LaterCall, Unreadable
-from .runtime_client import METHOD, AioMethod
+from .runtime_client import METHOD, AioClient, AioMethod
 from .sending import AioSender, chained
 from .server import server
 
@@ -41,7 +42,7 @@ __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
 def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
     """The user's message that came by the runtime, in a call that keeps its channel."""
-    find = channel.sender.keeper.find
+    find = channel.sender.share.find
     return reader.read(data, find, needed=link.awaits_messages)
 
 
@@ -110,12 +111,13 @@ class _Direct(_Method):
     def _plain(self, request: Any, timeout: float | None, *given: Any) -> Any:
         outgoing = None
         if not self._streams:
-            outgoing = SentMessage(request, PLAIN, last=False).with_arrays()
+            plain = self._channel.sender.share.plain
+            outgoing = SentMessage(request, plain, last=False).with_arrays()
         names = ("metadata", "credentials", "wait_for_ready", "compression")
         named = dict(zip(names, given, strict=True))
         sender = self._channel.sender
         call = self._inner(outgoing or request, timeout=timeout, **named)
-        sender.watch(call, PLAIN, outgoing)
+        sender.watch(call, sender.share.plain, outgoing)
         return self._in_time(call, timeout)
 
     def _in_time(self, call: Any, timeout: float | None) -> Any:
@@ -233,7 +235,8 @@ class AioRpcChannel(grpc.aio.Channel):
     """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`.
 
     Args:
-        make: makes the channel of grpcio, and is given its interceptors.
+        name: of the factory of grpcio.
+        given: its arguments, without interceptors.
         interceptors: the user's.
         terms: what payload may do.
         encrypted: it is a secure one.
@@ -246,28 +249,34 @@ class AioRpcChannel(grpc.aio.Channel):
 
     def __init__(
         self,
-        make: Callable[[Sequence[Any] | None], Any],
+        name: str,
+        given: tuple[Any, ...],
         interceptors: Sequence[Any] | None,
         terms: Terms,
         *,
         encrypted: bool,
     ) -> None:
-        self.sender = AioSender(terms)
+        try:
+            world: object = asyncio.get_running_loop()
+        except RuntimeError:  # it will be used in one that is not known here
+            world = object()
+        # A line that stays would be a task of an event loop that is to end.
+        lingers = terms.runtime.limits is None
+        share = share_of(terms, name, *given, world=world, new_client=AioClient, lingers=lingers)
+        self.sender = AioSender(share)
         chain, self._intercepted = chained(interceptors or (), self.sender)
-        self.inner = self.sender.inner = make(chain or None)
+        self.inner = self.sender.inner = make("aio." + name, *given, chain or None)
         self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
         self._encrypted = encrypted
         self._closed = False
         # In whatever thread has the last of it, with whatever lock.
-        weakref.finalize(self, JANITOR.soon, self.sender.keeper.close).atexit = False
+        weakref.finalize(self, JANITOR.soon, share.close).atexit = False
 
     @property
     def payload(self) -> str:
         """As of `tensorwire.rpc.insecure_channel`."""
         attachment = self.attachment
-        return (
-            f"inside: {self.sender.keeper.reason}" if attachment is None else attachment.transport
-        )
+        return f"inside: {self.sender.share.reason}" if attachment is None else attachment.transport
 
     @property
     def runtime(self) -> str:
@@ -275,12 +284,12 @@ class AioRpcChannel(grpc.aio.Channel):
         attachment = self.attachment
         if attachment is not None and attachment.runtime is not None:
             return attachment.transport
-        return f"grpcio: {self.sender.keeper.carried_reason}"
+        return f"grpcio: {self.sender.share.carried_reason}"
 
     @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
-        return self.sender.keeper.ready
+        return self.sender.share.ready
 
     @property
     def is_connected(self) -> bool:
@@ -291,12 +300,11 @@ class AioRpcChannel(grpc.aio.Channel):
         """Whether a call that begins now is grpcio's alone: nothing goes ahead, or is asked for."""
         if self._closed or (credentials is not None and not self._encrypted):
             return True  # grpcio says what is wrong
-        keeper = self.sender.keeper
-        if keeper.ready is not None or not keeper.settled():
+        share = self.sender.share
+        if (share.carrier if share.carries else share.ready) is not None:
             return False
         if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
-            keeper.disconnected()  # nobody watches how a plain call ends
-            return False
+            share.disconnected()  # nobody watches how a plain call ends
         return True
 
     def _method(
@@ -307,12 +315,12 @@ class AioRpcChannel(grpc.aio.Channel):
         response_deserializer: Any = None,
         _registered_method: Any = False,
     ) -> Any:
-        reader, serializer = Reader(response_deserializer), request_serializer
-        keeper = self.sender.keeper
+        reader = Reader(response_deserializer, streams=arity.endswith("stream"))
+        serializer, share = request_serializer, self.sender.share
 
         def serialize(outgoing: Any) -> Any:
             if type(outgoing) is not SentMessage:  # of a stream without an attachment
-                outgoing = SentMessage(outgoing, PLAIN, last=True)
+                outgoing = SentMessage(outgoing, share.plain, last=True)
             try:
                 data: bytes = outgoing.serialize(serializer)
             except Exception as error:
@@ -321,9 +329,11 @@ class AioRpcChannel(grpc.aio.Channel):
             return data
 
         def deserialize(data: bytes) -> Any:
+            if len(data) >= share.least_bytes and not data.startswith(MAGIC):
+                share.notice(len(data))
             try:
                 # Each call keeps the channel, without whose attachment an answer cannot be read.
-                return reader.read(data, self.sender.keeper.find)
+                return reader.read(data, self.sender.share.find)
             except (RefusedError, TensorwireError) as error:
                 if arity.endswith("stream"):
                     return Unreadable(error)
@@ -332,16 +342,16 @@ class AioRpcChannel(grpc.aio.Channel):
 
         inner = getattr(self.inner, arity)(method, serialize, deserialize, _registered_method)
         carried = None
-        if keeper.carries:
+        if share.carries:
             read = partial(_read, self, reader)
-            carried = AioMethod(arity, serializer, read, self.sender.ended)
+            carried = AioMethod(arity, serializer, read, self.sender.ended, share.owner)
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:
             return intercepted(self, inner, carried)
         if arity == "unary_unary":
             # `tensorwire rpc trace` counts what serializers do that grpcio calls.
             watched = hasattr(inner, "_tensorwire_trace")
-            small = SmallRequests(keeper, serializer, watched=watched)
+            small = SmallRequests(share, serializer, watched=watched)
             stock = self.inner.unary_unary(method, None, deserialize, _registered_method)
             return direct(self, inner, carried, arity, method, small, stock)
         return direct(self, inner, carried, arity, method)
@@ -350,6 +360,10 @@ class AioRpcChannel(grpc.aio.Channel):
     unary_stream: Any = partialmethod(_method, "unary_stream")
     stream_unary: Any = partialmethod(_method, "stream_unary")
     stream_stream: Any = partialmethod(_method, "stream_stream")
+
+    async def attach(self, timeout_s: float = 5.0) -> bool:
+        """As of `RpcChannel`."""
+        return await asyncio.to_thread(self.sender.share.attach, timeout_s)
 
     async def __aenter__(self) -> AioRpcChannel:
         return self
@@ -372,7 +386,7 @@ class AioRpcChannel(grpc.aio.Channel):
         if grace is not None:
             grace = max(until - time.monotonic(), 0.0)
         await self.inner.close(grace)
-        self.sender.keeper.close()
+        self.sender.share.close()
 
     def get_state(self, try_to_connect: bool = False) -> Any:
         return self.inner.get_state(try_to_connect)
@@ -413,8 +427,10 @@ def insecure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    inner = partial(make, "aio.insecure_channel", target, options, compression)
-    return AioRpcChannel(inner, interceptors, terms, encrypted=False)
+    if transports:
+        options = roomy(options, limits.pool_bytes)
+    given = target, options, compression
+    return AioRpcChannel("insecure_channel", given, interceptors, terms, encrypted=False)
 
 
 def secure_channel(
@@ -441,5 +457,7 @@ def secure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    inner = partial(make, "aio.secure_channel", target, credentials, options, compression)
-    return AioRpcChannel(inner, interceptors, terms, encrypted=True)
+    if transports:
+        options = roomy(options, limits.pool_bytes)
+    given = target, credentials, options, compression
+    return AioRpcChannel("secure_channel", given, interceptors, terms, encrypted=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent import futures
 from functools import partial
 from typing import Any
 
@@ -17,22 +16,18 @@ import grpc
 import grpc.aio
 
 from ..attach.marks import SmallCall
-from ..attach.negotiation import AttachmentKeeper
-from ..attach.terms import MARK, OPEN, Terms
-from ..payload.attachment import RpcAttachment
+from ..attach.sharing import ChannelShare
+from ..attach.terms import MARK
 from ..payload.envelope import mark
 from ..payload.fields import may_have_tensors
 from ..payload.janitor import JANITOR
-from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, at_once
+from ..payload.outgoing import AGAIN, CallLink, SentMessage, always, at_once
 from ..payload.tensors import delivered
-from ..threads.calls import explain, is_refused
+from ..threads.calls import is_refused
 from ..threads.methods import call_is_confirmed
 from .calls import LATER, WrittenCall, late_error
-from .runtime_client import METHOD, AioClient
+from .runtime_client import METHOD
 
-_NEGOTIATE_S = 5.0
-_LOOK_S = 0.2
-_RESERVED = (OPEN, OPEN.encode())
 _PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """What a server says that cannot parse an envelope."""
 
@@ -41,76 +36,36 @@ class AioSender:
     """What the calls of a channel share.
 
     Args:
-        terms: what payload may do.
+        share: of an attachment.
 
     Attributes:
         inner: the channel of grpcio.
-        keeper: of the attachment.
+        share: as given.
     """
 
     inner: grpc.aio.Channel
 
-    def __init__(self, terms: Terms) -> None:
-        self.keeper = AttachmentKeeper(terms, explain, AioClient)
-        self._asking: asyncio.Task[RpcAttachment | None] | None = None
+    def __init__(self, share: ChannelShare) -> None:
+        self.share = share
 
-    async def _carry(self, details: Any, request: Any) -> tuple[Any, Any]:
-        """A call that has begun by the runtime, None: it is for grpcio; and its details."""
+    async def _carry(self, details: Any, request: Any) -> Any:
+        """A call that has begun by the runtime; None: it is for grpcio."""
         method = METHOD.get()
-        if method is None or not self.keeper.carries:
-            return None, details
-        attachment, details = await self._attach(details)
-        return await method.begin(attachment, details, request), details
+        if method is None or not self.share.carries:
+            return None
+        return await method.begin(self.share.carrier, details, request)
 
-    async def _begin(self, details: Any) -> tuple[CallLink, Any]:
+    def _begin(self, details: Any) -> tuple[CallLink, Any]:
         """The link of a new call, and its details with the mark of its attachment."""
-        attachment, details = await self._attach(details)
+        attachment = self.share.ready
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            return PLAIN, details
+            return self.share.plain, details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
         link = CallLink(attachment, call, at_once, always)
-        link.foreign = link.unsure = self.keeper.retries  # an envelope is of use once
+        link.foreign = link.unsure = self.share.retries  # an envelope is of use once
         link.patience_s = 0.0  # who gives memory back may be in this event loop
         return link, details._replace(metadata=metadata)
-
-    async def _attach(self, details: Any) -> tuple[RpcAttachment | None, Any]:
-        """The channel's attachment, for which the server is asked if need be."""
-        attachment = self.keeper.ready
-        if attachment is None and not self.keeper.settled():
-            wait_s = _NEGOTIATE_S
-            if details.timeout is not None:
-                wait_s = min(wait_s, max(details.timeout / 2, 0.0))
-            started = time.monotonic()
-            asking = self._asking
-            if asking is None or asking.done():
-                # One for all calls: each would take a thread of the loop's pool.
-                ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
-                asking = asyncio.create_task(asyncio.to_thread(self.keeper.get, ask, wait_s))
-                self._asking = asking
-            await asyncio.wait((asking,), timeout=wait_s)
-            if asking is self._asking and asking.done():
-                self._asking = None  # its context leads to the channel
-            attachment = self.keeper.ready
-            if details.timeout is not None:
-                left = details.timeout - (time.monotonic() - started)
-                details = details._replace(timeout=left)
-        return attachment, details
-
-    def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
-        """In a thread, while the loop goes on."""
-
-        async def ask() -> bytes:
-            left_s = max(until - time.monotonic(), 0.001)
-            answer: bytes = await self.inner.unary_unary(OPEN)(request, timeout=left_s)
-            return answer
-
-        asked = asyncio.run_coroutine_threadsafe(ask(), loop)
-        while not futures.wait((asked,), _LOOK_S).done:
-            # A loop that is closed, or runs no more, answers nobody: its program is to end.
-            if loop.is_closed() or time.monotonic() > until + _LOOK_S:
-                raise TimeoutError("the event loop has ended before the server's answer")
-        return asked.result()
 
     def watch(self, call: Any, link: CallLink, outgoing: SentMessage | None = None) -> None:
         """Takes back what nobody has seen when the call has ended.
@@ -132,7 +87,7 @@ class AioSender:
         def ended(call: Any) -> None:
             code = _code_now(call)
             if code is grpc.StatusCode.UNAVAILABLE:
-                self.keeper.disconnected()
+                self.share.disconnected()
             small.end(code is grpc.StatusCode.OK)
 
         call.add_done_callback(ended)
@@ -147,7 +102,7 @@ class AioSender:
     def ended(self, link: CallLink, ok: bool, code: Any) -> None:
         """The call is over: what it sent and nobody has seen is taken back."""
         if code is grpc.StatusCode.UNAVAILABLE:
-            self.keeper.disconnected()
+            self.share.disconnected()
         if link.attachment is not None:
             link.ended = True
             end = partial(link.attachment.end_call, link.call, link.leases, ok)
@@ -161,10 +116,10 @@ class AioSender:
         if not outgoing.ahead:
             return False
         if is_refused(await call.trailing_metadata()):
-            self.keeper.pause()
+            self.share.pause()
             return True
         if await call.code() in _PROOF and not call_is_confirmed(outgoing.link):
-            self.keeper.pause()
+            self.share.pause()
             return True
         return False
 
@@ -172,17 +127,17 @@ class AioSender:
 
     async def unary_unary(self, make: Any, details: Any, request: Any) -> Any:
         """A call that has begun, or that has ended if it may have to be made again."""
-        carried, details = await self._carry(details, request)
+        carried = await self._carry(details, request)
         if carried is not None:
             if await carried.settled():
                 return carried
             details = details._replace(timeout=carried.time_remaining())
         until = None if details.timeout is None else time.monotonic() + details.timeout
-        link, marked = await self._begin(details)
+        link, marked = self._begin(details)
         outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
         self.watch(call, link, outgoing)
-        if link is PLAIN:
+        if link.attachment is None:
             return call
         try:
             await call  # a call that could not even begin fails here, and never has a code
@@ -199,15 +154,15 @@ class AioSender:
 
     async def unary_stream(self, make: Any, details: Any, request: Any) -> Any:
         """A call that has begun, and will not have to be made again."""
-        carried, details = await self._carry(details, request)
+        carried = await self._carry(details, request)
         if carried is not None:
             return carried
         until = None if details.timeout is None else time.monotonic() + details.timeout
-        link, marked = await self._begin(details)
+        link, marked = self._begin(details)
         outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(marked, outgoing)
         self.watch(call, link, outgoing)
-        if link is PLAIN:
+        if link.attachment is None:
             return call
         try:
             await call.wait_for_connection()
@@ -235,13 +190,15 @@ class AioSender:
 
     async def stream(self, make: Any, details: Any, requests: Any) -> Any:
         """A call that has begun, with an iterable of requests; None: they will be written."""
-        carried, details = await self._carry(details, requests)
+        carried = await self._carry(details, requests)
         if carried is not None:
             return carried
-        link, marked = await self._begin(details)
-        if link is PLAIN:
+        link, marked = self._begin(details)
+        if link.attachment is None:
             return await make(marked, requests)
         link.must_confirm = True
+        if link.attachment is not None:
+            link.window = link.attachment.window()
         call = await make(marked, None if requests is None else self._requests(requests, link))
         self.watch(call, link)
         return call if requests is not None else WrittenCall(call, partial(self._sent, link))
@@ -278,18 +235,6 @@ def _code_now(call: Any) -> Any:
     return None
 
 
-class _NotOfReserved(grpc.aio.UnaryUnaryClientInterceptor):
-    """A user's interceptor, which sees nothing of the reserved method."""
-
-    def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        if details.method in _RESERVED:
-            return await continuation(details, request)
-        return await self._theirs.intercept_unary_unary(continuation, details, request)
-
-
 # In the order in which grpcio asks what an interceptor is; it is of the first kind only.
 _KINDS: dict[str, Any] = {
     "unary_unary": grpc.aio.UnaryUnaryClientInterceptor,
@@ -304,8 +249,6 @@ def _interceptor(arity: str, sender: AioSender) -> Any:
     send = getattr(sender, "stream" if arity.startswith("stream") else arity)
 
     async def intercept(_: object, continuation: Any, details: Any, request: Any) -> Any:
-        if details.method in _RESERVED:
-            return await continuation(details, request)
         return LATER[arity](send(continuation, details, request), details.timeout)
 
     return type("Payload", (_KINDS[arity],), {f"intercept_{arity}": intercept})()
@@ -316,12 +259,10 @@ def chained(interceptors: Sequence[Any], sender: AioSender) -> tuple[list[Any], 
 
     Ours are the innermost ones, of the arities that the user's are of.
     """
-    chain: list[Any] = []
     arities = []
     for each in interceptors:
         found = (arity for arity, kind in _KINDS.items() if isinstance(each, kind))
         arity = next(found, "")  # of none, which grpcio says
         arities.append(arity)
-        chain.append(_NotOfReserved(each) if arity == "unary_unary" else each)
-    chain += [_interceptor(arity, sender) for arity in _KINDS if arity in arities]
-    return chain, frozenset(arities)
+    ours = [_interceptor(arity, sender) for arity in _KINDS if arity in arities]
+    return [*interceptors, *ours], frozenset(arities)

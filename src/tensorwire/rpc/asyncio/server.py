@@ -25,7 +25,7 @@ from ..payload.incoming import find_only
 from ..payload.limits import Limits, given_limits
 from ..payload.outgoing import PLAIN, CallLink, Responses, always, at_once
 from ..runtime.context import Caller
-from ..runtime.options import kept, offer
+from ..runtime.options import kept, offer, roomy
 from ..runtime.served import ARITIES
 from ..threads.factories import chosen_transports, server_terms
 from ..threads.originals import make, original
@@ -49,7 +49,7 @@ class AioServedCall(grpc.RpcMethodHandler):
         self.response_streaming = handler.response_streaming
         for name in ARITIES.values():
             setattr(self, name, getattr(handler, name, None))
-        self._reader = reader = reader_of(handler.request_deserializer)
+        self._reader = reader = reader_of(handler)
         # A message without a mark that looks like an envelope is a message.
         self.request_deserializer = reader.plain if mark is None else self._receive
         self.response_serializer = self._send
@@ -57,6 +57,9 @@ class AioServedCall(grpc.RpcMethodHandler):
         self._attachment = attachment
         found = read_mark(mark)
         self._call = (0, 0) if found is None else found[1:]
+        # A stream has its mark alone.
+        streams = attachment is not None and self.response_streaming
+        self._window = attachment.window() if attachment is not None and streams else None
 
     def confirm(self) -> None:
         """Tells the client whose calls these are."""
@@ -68,6 +71,7 @@ class AioServedCall(grpc.RpcMethodHandler):
             return PLAIN
         link = CallLink(self._attachment, self._call, at_once, always)
         link.patience_s = 0.0  # who gives memory back may be in this event loop
+        link.window = self._window
         return link
 
     def _receive(self, data: bytes) -> Any:
@@ -229,6 +233,8 @@ def server(
             migration_thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
     registry = Registry(terms, service)
+    if transports:
+        options = roomy(options, limits.pool_bytes)
     outermost = (AioInterceptor(registry), *interceptors)
     inner = make(
         "aio.server",

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..payload import outgoing
 from ..payload.attachment import SharedNumber
 from ..payload.encode import Encoded, Encoder
 from ..payload.tensors import delivered
-from .negotiation import AttachmentKeeper
+from .sharing import ChannelShare
 from .terms import MARK
 
 _ANY_BYTES = 1 << 62
@@ -48,15 +49,15 @@ class SmallRequests:
     """The small requests of one method of a channel. Any thread may use it.
 
     Args:
-        keeper: of the channel's attachment.
+        share: of the channel's attachment.
         serializer: the user's.
         watched: somebody counts what serializers do that grpcio calls, so none is called before.
     """
 
-    __slots__ = ("_encoder", "_keeper", "_marked", "_watched")
+    __slots__ = ("_encoder", "_marked", "_share", "_watched")
 
-    def __init__(self, keeper: AttachmentKeeper, serializer: Any, *, watched: bool) -> None:
-        self._keeper = keeper
+    def __init__(self, share: ChannelShare, serializer: Any, *, watched: bool) -> None:
+        self._share = share
         self._encoder = Encoder(serializer)
         self._watched = watched and serializer is not None
         self._marked: tuple[SharedNumber | None, Any] = (None, None)
@@ -67,12 +68,10 @@ class SmallRequests:
         Returns the request for a call of another kind, if its bytes were made; None: the user's. A
         request that cannot be serialized goes that way, which says so as grpcio does.
         """
-        keeper = self._keeper
-        attachment = keeper.ready
-        if attachment is None:
-            if not keeper.settled():
-                return None
-            least = _ANY_BYTES
+        share = self._share
+        attachment = share.carrier if share.carries else share.ready
+        if attachment is None:  # one that may be worth an attachment goes where that is noticed
+            least = outgoing.MOST_BYTES if share.settled() else share.least_bytes
         elif attachment.runtime is not None:
             return None
         else:

@@ -19,14 +19,15 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from tensorwire.memory.handle import join_address, split_address
 
 from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_push_board
-from ..payload.envelope import VERSION
-from ..payload.host import host_id
+from ..payload.host import SCARCE, descriptors_are_scarce, host_id, tell_scarce
 from ..payload.inbox import SenderGoneError
 from ..payload.janitor import JANITOR
-from ..runtime.client import RuntimeClient
+from ..payload.route import least_threshold
+from ..runtime.client import AnyClient, RuntimeClient
 from ..runtime.options import MessageLimits
 from ..runtime.ring import RING, checked, make_ring
 from .terms import (
+    ATTACHMENT_VERSION,
     CONNECT_S,
     READY,
     RUNTIME_VERSION,
@@ -69,7 +70,7 @@ def connect(
     answer = decode(
         ask(
             encode(
-                versions=[VERSION],
+                versions=[ATTACHMENT_VERSION],
                 host=host_id(),
                 transports=list(terms.transports),
                 pool_bytes=terms.limits.pool_bytes,
@@ -80,7 +81,7 @@ def connect(
     )
     id, secret = (bytes.fromhex(str(answer.get(name))) for name in ("attachment", "secret"))
     transports = [each for each in terms.transports if each in as_list(answer.get("transports"))]
-    if answer.get("version") != VERSION or len(id) != 16 or not transports:
+    if answer.get("version") != ATTACHMENT_VERSION or len(id) != 16 or not transports:
         raise ValueError("the server's answer is of no version that is known here")
     node = Node(
         id.hex(),
@@ -147,39 +148,49 @@ def _met(node: Node, address: str, timeout_s: float) -> Peer:
 
 
 class AttachmentKeeper:
-    """The attachment of a channel: made when it is needed, made again when it is lost.
+    """The attachment of all channels that share it: opened when it may pay, and when it is lost.
 
-    Any thread may use it.
+    Any thread may use it, and nobody waits for an opening but in `attach`.
 
     Args:
         terms: of the client.
         explain: (kind, text) of an error; its kind is "unknown method", "unreachable" or "other".
+        ask: calls the reserved method of the server, by no channel of the user's.
         new_client: see `connect`.
 
     Attributes:
         attachment: the latest, which may be lost; None: there was none.
         carries: calls may go by the runtime, where the server has it.
+        least_bytes: a message from so many bytes on may be worth an attachment.
     """
 
     def __init__(
         self,
         terms: Terms,
         explain: Callable[[BaseException], tuple[str, str]],
+        ask: Callable[[bytes], bytes],
         new_client: NewClient = RuntimeClient,
     ) -> None:
         self._new_client = new_client
         self._terms = terms
+        self._ask = ask
         self.carries = terms.runtime.limits is not None
         self.retries = terms.retries
+        self.least_bytes = least_threshold(terms.limits.threshold_bytes, terms.transports)
         self._explain = explain
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may make a call in here
+        self._opening: threading.Event | None = None
         self.attachment: RpcAttachment | None = None
         self._by_id: dict[bytes, RpcAttachment] = {}
         self._over: set[bytes] = set()
         self._pause_until = 0.0
         self._pause_s = 0.0
         self._closed = False
-        self._reason = "no call was made yet"
+        self._reason = "no message was large enough yet to ask the server for an attachment"
+        if self.carries:
+            self._reason = "no call was made yet"
+        if not terms.transports:
+            self._reason = "transports= and TENSORWIRE_TRANSPORTS leave none"
         _KEEPERS.add(self)
 
     @property
@@ -194,6 +205,8 @@ class AttachmentKeeper:
     @property
     def reason(self) -> str:
         """Why there is no attachment that is `ready`."""
+        if self._opening is not None:
+            return "the attachment is being opened"
         if self._reason:
             return self._reason
         if self.attachment is not None and self.attachment.lost:
@@ -212,7 +225,7 @@ class AttachmentKeeper:
 
     def settled(self) -> bool:
         """Nothing is to be asked of the server at the moment."""
-        if self._closed or time.monotonic() < self._pause_until:
+        if self._closed or not self._terms.transports or time.monotonic() < self._pause_until:
             return True
         return self.attachment is not None and not self.attachment.lost
 
@@ -227,45 +240,71 @@ class AttachmentKeeper:
             raise SenderGoneError("the attachment of the message is over, and its payload gone")
         return attachment
 
-    def get(self, ask: Callable[[bytes], bytes], wait_s: float) -> RpcAttachment | None:
-        """The attachment, for which the server is asked if need be.
+    def notice(self, size_bytes: int) -> None:
+        """A message of so many bytes travels inside; opens the attachment if that may pay."""
+        if size_bytes >= self.least_bytes:
+            self.open_soon()
 
-        Args:
-            ask: calls the reserved method of the server.
-            wait_s: how long to wait for another thread that asks.
-        """
-        if (attachment := self.ready) is not None:
-            return attachment
-        if self.settled() or not self._lock.acquire(timeout=wait_s):
-            return None
+    def open_soon(self) -> None:
+        """Opens the attachment in a thread of its own, if it is not there. Never waits for it."""
+        if self._opening is not None or self.settled():
+            return
+        with self._lock:
+            if self._opening is not None or self.settled():
+                return
+            opening = self._opening = threading.Event()
         try:
-            if self.settled():
-                return self.ready
-            try:
-                attachment = connect(self._terms, ask, self._new_client)
-            except Exception as error:
-                self._failed(error)
-                return None
-            for key, each in list(self._by_id.items()):
-                if each.lost:
-                    self._over.add(key)
-                    del self._by_id[key]
-                    JANITOR.soon(each.close)
-            self._by_id[attachment.id] = self.attachment = attachment
-            self._pause_s = 0.0
-            self._reason = ""
-            if self._closed:  # meanwhile, by another thread
-                self.close()
-                return None
-            return attachment
+            threading.Thread(
+                target=self._open, args=(opening,), name="tensorwire-rpc-open", daemon=True
+            ).start()
+        except BaseException as error:  # no thread is left, or this one is interrupted
+            self._opening = None
+            opening.set()
+            if not isinstance(error, RuntimeError):
+                raise
+            self._failed(error)
+
+    def attach(self, timeout_s: float) -> bool:
+        """Opens the attachment, and waits for it; True if it is there."""
+        self.open_soon()
+        opening = self._opening
+        if opening is not None:
+            opening.wait(timeout_s)
+        return self.ready is not None
+
+    def _open(self, opening: threading.Event) -> None:
+        try:
+            if descriptors_are_scarce():
+                tell_scarce("channels open no attachments, and send all messages in gRPC")
+                self._reason = SCARCE
+                self.pause()
+                return
+            attachment = connect(self._terms, self._ask, self._new_client)
+        except Exception as error:
+            self._failed(error)
+        else:
+            self._enter(attachment)
         finally:
-            self._lock.release()
+            self._opening = None
+            opening.set()
+
+    def _enter(self, attachment: RpcAttachment) -> None:
+        for key, each in list(self._by_id.items()):
+            if each.lost:
+                self._over.add(key)
+                del self._by_id[key]
+                JANITOR.soon(each.close)
+        self._by_id[attachment.id] = self.attachment = attachment
+        self._pause_s = 0.0
+        self._reason = ""
+        if self._closed:  # meanwhile, by another thread
+            self.close()
 
     def _failed(self, error: Exception) -> None:
         kind, self._reason = self._explain(error)
         if kind == "unknown method":
             self._pause_until = _FOR_EVER
-        elif kind != "unreachable":  # which the call itself will find out
+        elif kind != "unreachable":  # which calls find out themselves
             self.pause()
 
     def pause(self) -> None:
@@ -277,13 +316,25 @@ class AttachmentKeeper:
         """A call could not reach the server: it may be another one next time."""
         self._pause_until = 0.0
 
+    def end_calls_of(self, owner: object) -> None:
+        """Ends the calls of the runtime that one channel has begun, which is closed."""
+        for attachment in list(self._by_id.values()):
+            if isinstance(client := attachment.runtime, AnyClient):
+                client.end_calls_of(owner)
+
+    @property
+    def is_unused(self) -> bool:
+        """It has never had to do with the server, so nothing is lost with it."""
+        return not self._by_id and self._opening is None and not self._pause_until
+
     def close(self) -> None:
-        """Ends the attachments; calling it again does nothing."""
+        """Ends the attachments without waiting for that; calling it again does nothing."""
         self._closed = True
         self._reason = "the channel is closed"
         self._over.update(list(self._by_id))
         for attachment in list(self._by_id.values()):
-            attachment.close()
+            attachment.end_line()
+            JANITOR.soon(attachment.close)
         self._by_id.clear()
 
 
@@ -293,7 +344,8 @@ _KEEPERS: weakref.WeakSet[AttachmentKeeper] = weakref.WeakSet()
 def _forked() -> None:
     """In a forked child, where a thread that is not here may have a lock."""
     for each in list(_KEEPERS):
-        each._lock = threading.Lock()
+        each._lock = threading.RLock()
+        each._opening = None
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -16,7 +16,7 @@ from ..payload.attachment import (
     make_board,
     make_push_board,
 )
-from ..payload.envelope import VERSION, read_mark
+from ..payload.envelope import read_mark
 from ..payload.host import descriptors_are_scarce, host_id, no_way
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits
@@ -24,6 +24,7 @@ from ..runtime.context import Caller
 from ..runtime.ring import RING, checked, make_ring
 from ..runtime.server import AnyService
 from .terms import (
+    ATTACHMENT_VERSION,
     CONNECT_S,
     READY,
     RUNTIME_VERSION,
@@ -105,8 +106,8 @@ class Registry:
         lent_bytes = whole_number(asked, "pool_bytes")
         beside = limits_beside(self._terms.messages, asked)
         wanted = asked.get("transports")
-        if VERSION not in as_list(asked.get("versions")):
-            raise DeclinedError(f"this server knows version {VERSION}")
+        if ATTACHMENT_VERSION not in as_list(asked.get("versions")):
+            raise DeclinedError(f"this server knows version {ATTACHMENT_VERSION}")
         near = asked.get("host") == host_id() != ""
         allowed = {each for each in self._terms.transports if each in as_list(wanted)}
         if encrypted:
@@ -164,7 +165,7 @@ class Registry:
             raise
         JANITOR.watch(self)
         return encode(
-            version=VERSION,
+            version=ATTACHMENT_VERSION,
             attachment=id.hex(),
             secret=secret.hex(),
             address=node.address,

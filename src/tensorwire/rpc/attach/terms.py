@@ -22,7 +22,9 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
-RUNTIME_VERSION = 6
+ATTACHMENT_VERSION = 2
+"""Of what both ends have of an attachment."""
+RUNTIME_VERSION = 7
 """Of the frames of `runtime`."""
 
 CONNECT_S = 5.0

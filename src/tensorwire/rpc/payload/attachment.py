@@ -26,6 +26,7 @@ from .leases import SLOTS, Lease, LeasePool
 from .limits import Limits
 from .push import BOARD_BYTES, Pushing
 from .route import RUNTIME_THRESHOLDS, THRESHOLDS
+from .window import Window
 
 CALLS = 1024
 """Calls of an attachment at a time that may have payload beside them."""
@@ -35,7 +36,8 @@ LAST_GENERATION = (1 << 32) - 1
 _RECENT = 8
 _GRACE_S = 2.0
 _FREES_IDLE_EVERY_S = 1.0
-_BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
+_TAKEN = 8 * (1 + SLOTS + CALLS)
+_BOARD_BYTES = _TAKEN + 8 * (1 + SLOTS)
 _BOARD = "board"
 _PUSHED = "pushed"
 
@@ -103,7 +105,7 @@ class SharedNumber:
 
 
 def make_board(node: Node) -> Region:
-    """The words that the other end raises: credits of leases, and one word for each call."""
+    """The words that the other end raises: of leases, of calls, and of what was taken."""
     return node.allocate(_BOARD_BYTES, name=_BOARD)
 
 
@@ -173,7 +175,7 @@ class RpcAttachment:
         self._is_client = is_client
         self._pid = os.getpid()
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
-        self.leases_here = Inbox(node, self._other_board)
+        self.leases_here = Inbox(node, self._other_board, _TAKEN)
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
         self._told_full = False
@@ -271,11 +273,15 @@ class RpcAttachment:
             "a message of %d bytes travels in gRPC: %s. This is told once.", size_bytes, why
         )
 
+    def end_line(self) -> None:
+        """Ends calls that do not go by grpcio, before `close`. Calling it again does nothing."""
+        # A lock may be held for ever in a forked child.
+        if self.runtime is not None and self._pid == os.getpid():
+            self.runtime.close(lost=self.peer.lost)
+
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
-        if self._pid == os.getpid():  # a lock may be held for ever in a forked child
-            if self.runtime is not None:
-                self.runtime.close(lost=self.peer.lost)
+        self.end_line()
         self._node.close()
 
     # The client numbers its calls: what one raises for another has to name it.
@@ -307,6 +313,10 @@ class RpcAttachment:
         # Generations only rise, as the words of the board do: a slot is worn out by its last one.
         if call[1] < LAST_GENERATION:
             self._idle_calls.append(call[0])
+
+    def window(self) -> Window:
+        """The window of a stream that begins to send here in a call by grpcio."""
+        return Window(self.peer, self._board, _TAKEN)
 
     def share(self) -> SharedNumber | None:
         """At the client: begins a call that has a number together with others; None: there is none.

@@ -18,6 +18,8 @@ BODY = 0
 """The ticket of the piece that is the message itself."""
 
 _HEAD = struct.Struct("<16sB3xI16sI4xQQ")
+_MOST_BYTES = 1 << 48
+_COUNT, _COUNT_AT = struct.Struct("<I"), 20
 _PIECE = struct.Struct("<QQQ")
 _MARK = struct.Struct("<16sII")
 
@@ -87,6 +89,18 @@ def escape(attachment: bytes, message: bytes) -> bytes:
 def is_pushed(data: bytes) -> bool:
     """Whether what came looks like an envelope whose payload is to be waited for."""
     return data.startswith(MAGIC) and data[len(MAGIC) : len(MAGIC) + 1] == b"\x03"
+
+
+def payload_bytes(data: bytes) -> int:
+    """Returns how many bytes lie beside what came, as its sender says; 0 of a plain message."""
+    if not data.startswith(MAGIC) or len(data) < _HEAD.size:
+        return 0
+    (count,) = _COUNT.unpack_from(data, _COUNT_AT)
+    end = _HEAD.size + min(count, (len(data) - _HEAD.size) // _PIECE.size) * _PIECE.size
+    size_bytes = 0
+    for _, _, size in _PIECE.iter_unpack(data[_HEAD.size : end]):
+        size_bytes += int(size)
+    return min(size_bytes, _MOST_BYTES)
 
 
 def unseal(data: bytes) -> Envelope:

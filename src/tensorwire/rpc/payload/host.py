@@ -5,6 +5,8 @@ import resource
 from collections.abc import Container
 from pathlib import Path
 
+from .. import logs
+
 
 def host_id() -> str:
     """Names this host as it was booted, and its network; "" where the system does not tell.
@@ -37,6 +39,21 @@ def descriptors_are_scarce() -> bool:
         return True
     os.close(lowest)
     return most != resource.RLIM_INFINITY and 4 * lowest >= 3 * most
+
+
+SCARCE = (
+    "this process has most of its descriptors in use, and keeps the others for the program; see "
+    "ulimit -n"
+)
+
+_TOLD: set[str] = set()
+
+
+def tell_scarce(consequence: str) -> None:
+    """Logs once what follows from `descriptors_are_scarce`."""
+    if consequence not in _TOLD:
+        _TOLD.add(consequence)
+        logs.OWN.warning("%s. So %s. This is told once.", SCARCE, consequence)
 
 
 def no_way(theirs: Container[object], ours: Container[object], near: bool) -> str:

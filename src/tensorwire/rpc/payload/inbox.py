@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, TensorwireError
-from tensorwire.memory import Node, Region, RemoteRegion
+from tensorwire.memory import Node, Region, RemoteRegion, RemoteWord
 
 from .envelope import Envelope, lease_name
 from .leases import SLOTS
@@ -109,13 +109,17 @@ class Inbox:
     Args:
         node: the only peer of it is the sender.
         credits: the sender's memory with a word that counts, and one for each slot.
+        taken: where there are as many words for what its reader has taken.
     """
 
-    def __init__(self, node: Node, credits: RemoteRegion) -> None:
+    def __init__(self, node: Node, credits: RemoteRegion, taken: int) -> None:
         self._node = node
         self._count_word = credits.word(0)
         self._credits = credits
         self._count = 0
+        self._taken = taken
+        self._taken_word = credits.word(taken)
+        self._taken_count = 0
         # A handler of a signal, or what is collected, may come back in here while it is held.
         self._lock = threading.RLock()
         self._turns: dict[int, int] = {}
@@ -155,6 +159,14 @@ class Inbox:
             self._held.add((slot, turn))
         return Landed(memory, pieces, partial(self._give_back, slot, turn))
 
+    def take(self, envelope: Envelope) -> None:
+        """Tells the sender that the reader of a stream has got to a message, and may keep it."""
+        with self._lock:
+            self._taken_count += 1
+            self._raise(
+                self._taken, envelope.slot, envelope.turn, self._taken_word, self._taken_count
+            )
+
     def _region(self, serial: int) -> Region:
         # Looked up each time: what is kept here is not given back when the sender frees it, and
         # counts as used when it wants other memory.
@@ -174,11 +186,14 @@ class Inbox:
 
     def _tell(self, slot: int, turn: int) -> None:
         self._count += 1
+        self._raise(0, slot, turn, self._count_word, self._count)
+
+    def _raise(self, at: int, slot: int, turn: int, counter: RemoteWord, count: int) -> None:
         try:
             # One frame by TCP. Turns of a slot rise, so half a word is never too high.
-            place = 8 * (1 + slot)
+            place = at + 8 * (1 + slot)
             self._credits[place : place + 8].write(
-                turn.to_bytes(8, "little"), signal=(self._count_word, self._count)
+                turn.to_bytes(8, "little"), signal=(counter, count)
             )
         except TensorwireError:
             pass  # the attachment is over, and nobody waits

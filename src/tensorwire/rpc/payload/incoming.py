@@ -27,16 +27,18 @@ class Reader:
 
     Args:
         deserializer: the user's, None for messages that are bytes.
+        streams: a call has several such messages, so their sender is told which were taken.
 
     Attributes:
         plain: makes messages that came as themselves, as `inside`; the user's own where nothing is
             to be taken off them.
     """
 
-    __slots__ = ("_deserializer", "_strips", "plain")
+    __slots__ = ("_deserializer", "_streams", "_strips", "plain")
 
-    def __init__(self, deserializer: Deserializer) -> None:
+    def __init__(self, deserializer: Deserializer, *, streams: bool = False) -> None:
         self._deserializer = deserializer
+        self._streams = streams
         # FromString of a message class tells which it is. Of others it is not known beforehand.
         owner = getattr(deserializer, "__self__", None)
         self._strips = deserializer is not None and (
@@ -85,6 +87,8 @@ class Reader:
         attachment.look_at_recent()
         pushing = _pushing(envelope, attachment, needed)
         landed = attachment.leases_here.arrive(envelope)
+        if self._streams and needed is None:  # calls of the runtime have windows of their own
+            attachment.leases_here.take(envelope)
         if envelope.is_message:
             return self.inside(_body(envelope, landed, pushing, needed or _never))
 

@@ -16,10 +16,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
+from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError, UnavailableError
 from tensorwire.memory import Peer, Region, RemoteRegion
 
 from .envelope import lease_name
+from .host import SCARCE, descriptors_are_scarce
 from .janitor import JANITOR
 
 SLOTS = 512
@@ -203,6 +204,8 @@ class LeasePool:
         try:
             if seen == self._count.value and time.monotonic() < until:
                 raise TimeoutError(self.failure)
+            if descriptors_are_scarce():
+                raise UnavailableError(SCARCE)
             return Lease(slot, serial, self._allocate(size_bytes, serial, answer_s))
         except PeerLostError:
             raise

@@ -25,13 +25,14 @@ from .leases import SLOTS, Lease, place
 from .push import OF_A_CALL, Push
 from .route import PayloadWay, route
 from .tensors import delivered
+from .window import Window
 
 _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
 _ANSWER_S = 5.0
 _SURE_S = 0.1
 """Whoever has not confirmed a call after this time is taken for somebody else."""
-_MOST_BYTES = (1 << 31) - 1
+MOST_BYTES = (1 << 31) - 1
 _IN_ONE_GO_BYTES = 1 << 16  # as in grpcio, less frames and headers: messages of 250 kB do, too
 
 
@@ -54,6 +55,7 @@ class CallLink:
         patience_s: how long a message waits for memory; None: as the attachment says.
         ended: the call is over; whoever sends in it still takes that back.
         offers: it is a call of the runtime, whose payload may be pushed.
+        window: of its messages that travel beside, if they are a stream that gRPC carries.
         in_loop: it is one of an event loop, which copies before it goes on what it can at once.
     """
 
@@ -67,6 +69,7 @@ class CallLink:
     ended = False
     offers = False
     in_loop = False
+    window: Window | None = None
 
     def __init__(
         self,
@@ -80,9 +83,16 @@ class CallLink:
         self.needed = needed
         self._remaining = remaining
 
+    def waits(self) -> bool:
+        """Returns whether a message may still wait for its receiver."""
+        return self.needed() and self.left_s(1.0) > 0
+
     def awaits_messages(self) -> bool:
         """The call goes on, and its time."""
         return not self.ended and self.left_s(1.0) > 0
+
+    def notice(self, size_bytes: int) -> None:
+        """A message of so many bytes travels inside, as the call has no attachment."""
 
     def left_s(self, at_most: float) -> float:
         """Seconds to the deadline of the call, and not more than `at_most`."""
@@ -221,6 +231,8 @@ class SentMessage:
         if self.keeps_body:
             self.body = body
         size = sum(each.nbytes for each in arrays.values()) if body is None else len(body)
+        if link.attachment is None:
+            link.notice(size)
         way = route(
             size,
             attachment if len(arrays) < MAX_PIECES else None,
@@ -295,6 +307,8 @@ class SentMessage:
         try:
             if not self._is_ours(attachment):
                 return None
+            if not self._has_window(attachment):
+                return None
             lease = self._take(attachment, place([each.nbytes for each in beside.values()])[1])
             return None if lease is None else self._sent(attachment, lease, beside, rest, way)
         except TensorwireError:
@@ -313,6 +327,14 @@ class SentMessage:
         else:
             link.must_confirm = False
         return not link.foreign
+
+    def _has_window(self, attachment: RpcAttachment) -> bool:
+        """Whether the reader of a stream has taken enough; waits for that where it may."""
+        window = self.link.window
+        if window is None or not window.full:
+            return True
+        # In an event loop the message travels inside, where gRPC holds it up.
+        return self._patience_s(attachment) > 0 and window.wait(self.link.waits)
 
     def _patience_s(self, attachment: RpcAttachment) -> float:
         own = self.link.patience_s
@@ -355,6 +377,8 @@ class SentMessage:
         if link.ended:
             attachment.retire([lease], link.call)
             return None
+        if link.window is not None:
+            link.window.add(lease)
         version = VERSION
         if way is PayloadWay.PUSHED and attachment.pushing is not None:
             version, chunked = PUSHED_VERSION, beside.keys() == {BODY}
@@ -393,7 +417,7 @@ class SentMessage:
     def _whole(self, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
         """The message with its arrays in it; ValueError if they are too long for that."""
         size_bytes = sum(each.nbytes for each in arrays.values())
-        if size_bytes > _MOST_BYTES:
+        if size_bytes > MOST_BYTES:
             error = ValueError(
                 f"arrays of {size_bytes} bytes are too long for a message of protobuf (2 GiB), and "
                 "did not travel beside it: that takes more pool_bytes at the receiver than those"
@@ -452,7 +476,7 @@ class Responses:
     def __init__(self, serializer: Serializer, attachment: RpcAttachment | None) -> None:
         self._serializer = serializer
         self._encoder = Encoder(serializer)
-        self._least = _MOST_BYTES if attachment is None else attachment.threshold_bytes
+        self._least = MOST_BYTES if attachment is None else attachment.threshold_bytes
 
     def encode(self, response: Any, link: Callable[..., CallLink], *call: Any) -> bytes:
         """Returns the bytes of a response; raises as `SentMessage.serialize`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from tensorwire.memory import crowded
@@ -21,6 +22,13 @@ PUSHED_BYTES = 1 << 19
 To wait for it costs the receiver more than it gains.
 """
 _VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
+
+
+def least_threshold(own: int | None, transports: Sequence[str]) -> int:
+    """Returns the least size of payload that may travel beside by one of these transports."""
+    if own is not None:
+        return own
+    return min(sizes[t] for sizes in (THRESHOLDS, RUNTIME_THRESHOLDS) for t in transports or sizes)
 
 
 class PayloadWay(enum.Enum):

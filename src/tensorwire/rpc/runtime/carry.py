@@ -43,13 +43,20 @@ class AnyMethod(Generic[_Call]):
         serializer: the user's, of requests.
         deserialize: makes the user's response of bytes, and of the link of its call.
         ended: told of each call how it has ended.
+        owner: whose calls end together.
     """
 
     kinds: tuple[type[_Call], type[_Call]]
 
     def __init__(
-        self, arity: str, serializer: Any, deserialize: Callable[..., Any], ended: Ended
+        self,
+        arity: str,
+        serializer: Any,
+        deserialize: Callable[..., Any],
+        ended: Ended,
+        owner: object,
     ) -> None:
+        self._owner = owner
         self._arity = arity
         self._serializer = serializer
         self._deserialize = deserialize
@@ -95,6 +102,7 @@ class AnyMethod(Generic[_Call]):
             deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
         kind = self.kinds[self._takes_stream]
         call = kind(client, number, deadline, deserialize, link.tell, outflow)
+        call.owner = self._owner
         return client, call, link, entries
 
 

@@ -15,6 +15,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from .callbacks import Callbacks, Calling
 from .engine import CallState
 from .frames import (
+    CANCEL,
     CREDIT,
     END,
     GOAWAY,
@@ -27,9 +28,12 @@ from .frames import (
     call_frames,
     parse_credit,
     parse_head,
+    short_frame,
 )
 from .line import Line, SharedReader
 from .options import MessageLimits
+
+_CHANNEL_CLOSED = "Channel closed!"
 
 
 class AnyClient:
@@ -163,10 +167,18 @@ class AnyClient:
                 continue
             self._conclude(call, reason)
 
+    def end_calls_of(self, owner: object) -> None:
+        """Ends the calls that one channel has begun, which is closed."""
+        for known in list(self._calls.values()):
+            call = known()
+            if call is not None and call.owner is owner:
+                if call.conclude(grpc.StatusCode.CANCELLED, _CHANNEL_CLOSED):
+                    self.send((short_frame(CANCEL, call.number),))
+
     def _conclude(self, call: CallState, reason: str) -> None:
         """Ends a call because the line is over."""
         if self._closed:
-            call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
+            call.conclude(grpc.StatusCode.CANCELLED, _CHANNEL_CLOSED)
         else:
             call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
 

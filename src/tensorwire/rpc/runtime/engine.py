@@ -94,6 +94,7 @@ class CallState(Waiter):
 
     Attributes:
         number, deadline, outflow: as given.
+        owner: the channel that has begun it.
         kept: its client keeps it, until it has ended.
         refused: it has ended because the server refuses to carry it out here.
         unparsed: the response in the place of one that cannot be deserialized.
@@ -101,6 +102,7 @@ class CallState(Waiter):
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
     finished = False
+    owner: object = None
     kept = False
     refused = False
     unparsed: Any = _NOT_READ

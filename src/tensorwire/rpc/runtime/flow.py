@@ -1,9 +1,9 @@
 """Limits how much of a stream is under way: what one end may send until the other takes it.
 
 Each direction of a call that streams has a window of so many bytes. What arrives and is not taken
-uses it up, so a slow reader bounds memory at both ends; what is taken opens it again, by credits
-that travel back. A message that is longer than the window arrives while somebody waits for it, or
-is next in turn. Knows neither lines nor threads.
+uses it up, with its payload beside the frames, so a slow reader bounds memory at both ends. What is
+taken opens it again, by credits that travel back. A message that is longer than the window arrives
+while somebody waits for it, or is next in turn. Knows neither lines nor threads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from ..payload.envelope import payload_bytes
 from .frames import HEADER, LAST, MORE, WHOLE, FrameError
 
-WINDOW_BYTES = 1 << 18
+WINDOW_BYTES = 1 << 22
+"""Of a message all bytes count, also those that travel beside its frames."""
 _OVERHEAD_BYTES = 64  # so that messages of no bytes use up the window too
 _TELL_BYTES = WINDOW_BYTES // 4
 
@@ -151,15 +153,18 @@ class Outflow:
         A lot is written at once; each write wakes threads at both ends.
 
         Args:
-            frames: in order.
+            frames: of one message, in order.
             new: makes what is waited for.
 
         Yields:
             Frames to send, or what to wait for before going on.
         """
         lot: list[bytes] = []
-        for frame in frames:
-            while (waiter := self.reserve(len(frame) - HEADER.size, new)) is not None:
+        for number, frame in enumerate(frames):
+            size = len(frame) - HEADER.size
+            if number == 0:
+                size += payload_bytes(frame[HEADER.size :])
+            while (waiter := self.reserve(size, new)) is not None:
                 if lot:
                     yield lot
                     lot = []
@@ -198,6 +203,7 @@ class Inflow:
         self._waiter: Waiter | None = None
         self._ended = False
         self._discards = False
+        self._begun = False
         self._taking = False
 
     def add(self, data: bytes, flags: int) -> int:
@@ -225,6 +231,9 @@ class Inflow:
                 if self._open <= 0:
                     raise FrameError("more of a stream than there was credit for")
                 cost = len(data) + _OVERHEAD_BYTES
+                if not self._begun:
+                    cost += payload_bytes(data)
+                self._begun = flags == MORE
                 self._open -= cost
                 if self._discards:
                     self._owed += cost

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _DEFAULT_RECEIVE_BYTES = 4 << 20
+_MOST_BYTES = (1 << 31) - 1
 _SEND, _RECEIVE = "grpc.max_send_message_length", "grpc.max_receive_message_length"
 # Of connections by HTTP/2 alone: nothing that a call could tell.
 _OF_CONNECTIONS = (
@@ -60,6 +61,21 @@ def retries(options: Iterable[tuple[str | bytes, Any]] | None) -> bool:
 def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
     """Options or interceptors for more than one reader, also where a user gave a generator."""
     return None if values is None else tuple(values)
+
+
+def roomy(
+    options: Iterable[tuple[str | bytes, Any]] | None, pool_bytes: int
+) -> tuple[tuple[str | bytes, Any], ...]:
+    """Returns options under which grpcio takes messages as long as what may travel beside.
+
+    So it makes no difference whether a message comes before the attachment is there. A limit that
+    the user has named stays.
+    """
+    given = tuple(options or ())
+    if any(name in (_RECEIVE, _RECEIVE.encode()) for name, _ in given):
+        return given
+    most = min(max(pool_bytes, _DEFAULT_RECEIVE_BYTES), _MOST_BYTES)
+    return *given, (_RECEIVE, most)
 
 
 def wanted(runtime: bool | None) -> bool:

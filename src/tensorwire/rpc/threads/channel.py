@@ -11,11 +11,9 @@ from typing import Any
 
 import grpc
 
-from ..attach.negotiation import AttachmentKeeper
-from ..attach.terms import Terms
+from ..attach.sharing import ChannelShare
 from ..payload.attachment import RpcAttachment
 from ..payload.janitor import JANITOR
-from .calls import explain
 from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
 
 _CLOSE_S = 1.0
@@ -26,37 +24,49 @@ class RpcChannel(grpc.Channel):
 
     Args:
         inner: of grpcio.
-        terms: what payload may do.
+        share: of an attachment.
 
     Attributes:
-        inner: of grpcio.
-        keeper: of the attachment.
+        inner, share: as given.
     """
 
-    def __init__(self, inner: grpc.Channel, terms: Terms) -> None:
+    def __init__(self, inner: grpc.Channel, share: ChannelShare) -> None:
         self.inner = inner
-        self.keeper = AttachmentKeeper(terms, explain)
-        # In whatever thread has the last of it, with whatever lock.
-        weakref.finalize(self, JANITOR.soon, self.keeper.close).atexit = False
+        self.share = share
+        # In whatever thread has the last of it, with whatever lock. Calls keep it.
+        weakref.finalize(self, JANITOR.soon, share.close).atexit = False
 
     @property
     def payload(self) -> str:
         """How payload travels now: "shm", "tcp", "rdma", or "inside: " and the reason."""
-        attachment = self.keeper.ready
-        return f"inside: {self.keeper.reason}" if attachment is None else attachment.transport
+        attachment = self.share.ready
+        return f"inside: {self.share.reason}" if attachment is None else attachment.transport
 
     @property
     def runtime(self) -> str:
         """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
-        attachment = self.keeper.ready
+        attachment = self.share.ready
         if attachment is not None and attachment.runtime is not None:
             return attachment.transport
-        return f"grpcio: {self.keeper.carried_reason}"
+        return f"grpcio: {self.share.carried_reason}"
 
     @property
     def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
-        return self.keeper.ready
+        return self.share.ready
+
+    def attach(self, timeout_s: float = 5.0) -> bool:
+        """Opens the attachment now, and waits until it is there.
+
+        Calls never wait for it: without this, it is opened beside the first ones that may need it.
+
+        Args:
+            timeout_s: how long to wait; the opening goes on.
+
+        Returns:
+            Whether it is there; if it is not, `payload` says why.
+        """
+        return self.share.attach(timeout_s)
 
     def subscribe(self, callback: Any, try_to_connect: bool = False) -> None:
         self.inner.subscribe(callback, try_to_connect)
@@ -119,7 +129,7 @@ class RpcChannel(grpc.Channel):
             self.inner.close()
         else:
             closing.join(_CLOSE_S)
-        self.keeper.close()
+        self.share.close()
 
     def __enter__(self) -> RpcChannel:
         return self

@@ -6,16 +6,22 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from ..attach.negotiation import AttachmentKeeper, NewClient
 from ..attach.registry import Registry
-from ..attach.terms import Terms, target_host
+from ..attach.sharing import ChannelShare, share
+from ..attach.terms import CONNECT_S, OPEN, Terms, target_host
 from ..payload.limits import Limits, given_limits
-from ..runtime.options import kept, named_limits, offer, retries
+from ..runtime.client import RuntimeClient
+from ..runtime.options import kept, named_limits, offer, retries, roomy
 from ..runtime.server import Service
+from .calls import explain
 from .channel import RpcChannel
 from .originals import make, original
 from .server import Interceptor, RpcServer
 
 _TRANSPORTS = "TENSORWIRE_TRANSPORTS"
+_ALONE = "grpc.use_local_subchannel_pool", b"grpc.use_local_subchannel_pool"
+"""An option of channels that do not share their connections, so neither an attachment."""
 
 
 def insecure_channel(
@@ -59,7 +65,10 @@ def insecure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    return RpcChannel(make("insecure_channel", target, options, compression), terms)
+    if terms.transports:
+        options = roomy(options, limits.pool_bytes)
+    given = "insecure_channel", target, options, compression
+    return RpcChannel(make(*given), share_of(terms, *given))
 
 
 def secure_channel(
@@ -94,8 +103,10 @@ def secure_channel(
         host=target_host(target),
         messages=named_limits(options),
     )
-    inner = make("secure_channel", target, credentials, options, compression)
-    return RpcChannel(inner, terms)
+    if transports:
+        options = roomy(options, limits.pool_bytes)
+    given = "secure_channel", target, credentials, options, compression
+    return RpcChannel(make(*given), share_of(terms, *given))
 
 
 def server(
@@ -149,12 +160,48 @@ def server(
             thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
         )
     registry = Registry(terms, service)
+    if terms.transports:
+        options = roomy(options, limits.pool_bytes)
     outermost = (Interceptor(registry), *interceptors)
     inner = make(
         "server",
         *(thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds),
     )
     return RpcServer(inner, registry, service, carried.reason)
+
+
+def share_of(
+    terms: Terms,
+    name: str,
+    *given: Any,
+    world: object = None,
+    new_client: NewClient = RuntimeClient,
+    lingers: bool = True,
+) -> ChannelShare:
+    """The share that a channel has of an attachment: of one that has all of this, too.
+
+    Args:
+        terms: of the channel.
+        name: of the factory of grpcio, without asyncio.
+        given: its arguments.
+        world: those of other worlds do not share: threads, or an event loop.
+        new_client: see `connect`.
+        lingers: the attachment stays a while without channels.
+    """
+
+    def ask(request: bytes) -> bytes:
+        # By no channel of the user's, as that may be closed before the answer, or count calls.
+        channel = make(name, *given)
+        try:
+            answer: bytes = channel.unary_unary(OPEN)(request, timeout=CONNECT_S)
+            return answer
+        finally:
+            channel.close()
+
+    key: Any = world, name, given, terms
+    if any(option in _ALONE for option in dict(given[-2] or ())):
+        key = object()
+    return share(key, lambda: AttachmentKeeper(terms, explain, ask, new_client), lingers)
 
 
 def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:

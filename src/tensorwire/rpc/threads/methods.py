@@ -18,20 +18,17 @@ from tensorwire.errors import TensorwireError
 
 from .. import logs
 from ..attach.marks import SmallCall, SmallRequests
-from ..attach.negotiation import AttachmentKeeper
-from ..attach.terms import MARK, OPEN
+from ..attach.sharing import ChannelShare
+from ..attach.terms import MARK
 from ..payload.attachment import RpcAttachment
 from ..payload.encode import as_sent
 from ..payload.envelope import MAGIC, mark
 from ..payload.incoming import Reader
-from ..payload.outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, is_kept
+from ..payload.outgoing import AGAIN, CallLink, SentMessage, always, is_kept
 from ..payload.tensors import delivered
 from ..runtime.call import RuntimeCall
 from ..runtime.carry import CarriedMethod
 from .calls import Overdue, ResentFuture, ResentStream, is_refused, outcome
-
-_NEGOTIATE_S = 5.0
-_NEGOTIATE_NOWAIT_S = 1.0
 
 
 class OfMethods(Protocol):
@@ -39,11 +36,11 @@ class OfMethods(Protocol):
 
     Attributes:
         inner: of grpcio.
-        keeper: of its attachment.
+        share: of an attachment.
     """
 
     inner: grpc.Channel
-    keeper: AttachmentKeeper
+    share: ChannelShare
 
 
 class CallOptions:
@@ -99,16 +96,19 @@ class _Answers:
 
     def __init__(self, channel: OfMethods, reader: Reader) -> None:
         self._channel = channel
-        self._keeper = channel.keeper
+        self._share = channel.share
         self._reader = reader
 
     def of_grpcio(self) -> Callable[[bytes], Any]:
         """The deserializer of grpcio's calls."""
         plain, read = self._reader.plain, self.read
+        least_bytes, notice = self._share.least_bytes, self._share.notice
 
         def deserialize(data: bytes) -> Any:
             if data.startswith(MAGIC):
                 return read(data)
+            if len(data) >= least_bytes:
+                notice(len(data))
             return data if plain is None else plain(data)
 
         return deserialize
@@ -119,14 +119,14 @@ class _Answers:
             plain = self._reader.plain
             return data if plain is None else plain(data)
         needed = None if link is None else link.awaits_messages
-        return self._reader.read(data, self._keeper.find, needed=needed)
+        return self._reader.read(data, self._share.find, needed=needed)
 
     def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
         """The call is over: what it sent and nobody has seen is taken back."""
         if code is grpc.StatusCode.UNAVAILABLE:
-            self._keeper.disconnected()
+            self._share.disconnected()
         elif link.foreign and not link.unsure:
-            self._keeper.pause()
+            self._share.pause()
         attachment = link.attachment
         if attachment is None:
             return
@@ -150,8 +150,8 @@ class Method:
         registered: bool | None,
     ) -> None:
         self._channel = channel
-        self._keeper = channel.keeper
-        answers = _Answers(channel, Reader(response_deserializer))
+        self._share = channel.share
+        answers = _Answers(channel, Reader(response_deserializer, streams=arity.endswith("stream")))
         self._serializer = request_serializer
         self._end = answers.end
         self._reading = answers.of_grpcio()
@@ -163,53 +163,26 @@ class Method:
         )
         # `tensorwire rpc trace` counts what serializers do that grpcio calls.
         watched = hasattr(self._inner, "_tensorwire_trace")
-        self._small = SmallRequests(channel.keeper, request_serializer, watched=watched)
-        self._carried = CarriedMethod(arity, method, request_serializer, answers.read, answers.end)
+        self._small = SmallRequests(channel.share, request_serializer, watched=watched)
+        self._carried = CarriedMethod(
+            arity, method, request_serializer, answers.read, answers.end, self._share.owner
+        )
 
-    def _carrier(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
+    def _carrier(self, credentials: Any, compression: Any) -> RpcAttachment | None:
         """The attachment by which a call may go by the runtime; None: it goes by grpcio."""
-        if not self._keeper.carries:
+        if credentials is not None or compression is not None or not self._share.carries:
             return None
-        if options.credentials is not None or options.compression is not None:
-            return None
-        return self._attachment(options, waits=waits)
+        return self._share.carrier
 
-    def _begin(self, options: CallOptions, *, waits: bool) -> tuple[CallLink, Any]:
+    def _begin(self, options: CallOptions) -> tuple[CallLink, Any]:
         """The link of a new call, and its metadata with the mark of its attachment."""
-        attachment = self._attachment(options, waits=waits)
+        attachment = self._share.ready
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
-            return PLAIN, options.metadata
+            return self._share.plain, options.metadata
         link = CallLink(attachment, call, lambda: options.timeout, always)
-        link.foreign = link.unsure = self._keeper.retries  # an envelope is of use once
+        link.foreign = link.unsure = self._share.retries  # an envelope is of use once
         return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
-
-    def _carried_by(self, credentials: Any, compression: Any) -> RpcAttachment | None:
-        """The attachment by which a call goes by the runtime, where that is known already."""
-        keeper = self._keeper
-        if credentials is not None or compression is not None or not keeper.carries:
-            return None
-        return keeper.ready
-
-    def _attachment(self, options: CallOptions, *, waits: bool) -> RpcAttachment | None:
-        """The channel's, for which the server is asked if need be."""
-        attachment = self._keeper.ready
-        if attachment is not None or self._keeper.settled():
-            return attachment
-        wait_s = _NEGOTIATE_S if waits else _NEGOTIATE_NOWAIT_S
-        if (left_s := options.timeout) is not None:
-            wait_s = min(wait_s, max(left_s / 2, 0.0))  # the rest is for the call itself
-        wait_for_ready = options.wait_for_ready if waits else None
-        ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready)
-        return self._keeper.get(ask, wait_s)
-
-    def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
-        left_s = max(until - time.monotonic(), 0.001)
-        inner = self._channel.inner.unary_unary(OPEN)
-        answer: bytes = outcome(
-            inner.future(request, timeout=left_s, wait_for_ready=wait_for_ready), left_s
-        )
-        return answer
 
     def _when_ended(
         self, call: Any, end: Callable[[bool, Any], None], tickets: Sequence[int] = ()
@@ -229,10 +202,10 @@ class Method:
         if not outgoing.ahead or call.code() is None:
             return False
         if is_refused(call.trailing_metadata()):
-            self._keeper.pause()
+            self._share.pause()
             return True
         if call.code() is grpc.StatusCode.INTERNAL and not call_is_confirmed(outgoing.link):
-            self._keeper.pause()
+            self._share.pause()
             return True
         return False
 
@@ -241,7 +214,7 @@ class _UnaryRequest(Method):
     """What calls with one request have in common."""
 
     def _blocking(self, request: Any, options: CallOptions, *, with_call: bool) -> Any:
-        link, marked = self._begin(options, waits=True)
+        link, marked = self._begin(options)
         outgoing = SentMessage(request, link, last=False)
         try:
             answer = self._answer(outgoing, marked, options, with_call=with_call)
@@ -282,7 +255,7 @@ class _UnaryRequest(Method):
         request: Any,
         options: CallOptions,
     ) -> Any:
-        link, marked = self._begin(options, waits=False)
+        link, marked = self._begin(options)
         outgoing = SentMessage(request, link, last=False, keeps_body=True)
         try:
             first = self._started(call, outgoing, marked, options)
@@ -357,7 +330,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
     ) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio."""
-        attachment = self._carrier(options, waits=again is None)
+        attachment = self._carrier(options.credentials, options.compression)
         return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
 
     def __init__(self, channel: OfMethods, arity: str, method: str, *given: Any) -> None:
@@ -379,7 +352,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
                 small, False, timeout, small.metadata, credentials, wait_for_ready, compression
             )
         request = request if small is None else small
-        attachment = self._carried_by(credentials, compression)
+        attachment = self._carrier(credentials, compression)
         if attachment is not None and timeout is None:
             call = self._carried.begin(attachment, request, None, metadata)
             if call is not None and call.wait_blocking():
@@ -406,7 +379,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             ok = True
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._keeper.disconnected()
+                self._share.disconnected()
             raise
         finally:
             small.end(ok)
@@ -414,7 +387,7 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
 
     def _end_small(self, small: SmallCall, ok: bool, code: Any) -> None:
         if code is grpc.StatusCode.UNAVAILABLE:
-            self._keeper.disconnected()
+            self._share.disconnected()
         small.end(ok)
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
@@ -453,7 +426,7 @@ class UnaryStream(_UnaryRequest, grpc.UnaryStreamMultiCallable):
 
     def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        attachment = self._carrier(options, waits=False)
+        attachment = self._carrier(options.credentials, options.compression)
         call = self._carried.begin(attachment, request, options.timeout, options.metadata)
         return self._nowait(self._inner, ResentStream, request, options) if call is None else call
 
@@ -465,25 +438,24 @@ class _StreamRequest(Method):
     confirmed the call. Whoever else has it gets plain messages.
     """
 
-    def _start(
-        self, options: CallOptions, needed: Callable[[], bool], *, waits: bool
-    ) -> tuple[CallLink, Any]:
+    def _start(self, options: CallOptions, needed: Callable[[], bool]) -> tuple[CallLink, Any]:
         """As `_begin`; `needed` tells whether the call goes on."""
-        link, marked = self._begin(options, waits=waits)
-        if link is not PLAIN:
+        link, marked = self._begin(options)
+        if link.attachment is not None:
             link.must_confirm, link.needed = True, needed
+            link.window = link.attachment.window()
         return link, marked
 
     def _carry(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio, and nothing of it was sent."""
-        attachment = self._carrier(options, waits=waits)
+        attachment = self._carrier(options.credentials, options.compression)
         return self._carried.begin_stream(
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
     def _blocking(self, requests: Iterator[Any], options: CallOptions, *, with_call: bool) -> Any:
         ended = False
-        link, marked = self._start(options, lambda: not ended, waits=True)
+        link, marked = self._start(options, lambda: not ended)
         given = options.behind(_Requests(requests, link), marked)
         try:
             if options.timeout is None:
@@ -507,13 +479,13 @@ class _StreamRequest(Method):
         options: CallOptions,
     ) -> Any:
         over: list[bool] = []
-        link, marked = self._start(options, lambda: not over, waits=False)
+        link, marked = self._start(options, lambda: not over)
         try:
             first = call(*options.behind(_Requests(requests, link), marked))
         except BaseException:
             self._end(link, False)
             raise
-        if link is PLAIN:
+        if link.attachment is None:
             self._when_ended(first, partial(self._end, link))
         else:
             state, end = weakref.ref(first), partial(self._end, link)

@@ -40,16 +40,17 @@ _MOST_KNOWN = 1024
 
 
 @lru_cache(maxsize=1024)
-def _known_reader(deserializer: Any) -> Reader:
-    return Reader(deserializer)
+def _known_reader(deserializer: Any, streams: bool) -> Reader:
+    return Reader(deserializer, streams=streams)
 
 
-def reader_of(deserializer: Any) -> Reader:
-    """Returns the Reader of a deserializer, which most calls of a server share."""
+def reader_of(handler: Any) -> Reader:
+    """Returns the Reader of a handler's requests, which most calls of a server share."""
+    deserializer, streams = handler.request_deserializer, bool(handler.request_streaming)
     try:
-        return _known_reader(deserializer)
+        return _known_reader(deserializer, streams)
     except TypeError:  # a callable without a hash
-        return Reader(deserializer)
+        return Reader(deserializer, streams=streams)
 
 
 class Handlers:
@@ -158,7 +159,7 @@ class ServedCall(grpc.RpcMethodHandler):
         self.mark = mark
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self._reader = reader = reader_of(handler.request_deserializer)
+        self._reader = reader = reader_of(handler)
         self._serializer = handler.response_serializer
         self._responses = Responses(handler.response_serializer, attachment)
         self._attachment = attachment
@@ -210,7 +211,11 @@ class ServedCall(grpc.RpcMethodHandler):
     def _link(self, context: grpc.ServicerContext) -> CallLink:
         if self._attachment is None:
             return PLAIN
-        return CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
+        call = self._call
+        link = CallLink(self._attachment, call, context.time_remaining, context.is_active)
+        if self.response_streaming:
+            link.window = self._attachment.window()
+        return link
 
     def _run(self, request: Any, context: grpc.ServicerContext, *respond: Any) -> Any:
         """The user's behavior; one that does not block gives its responses to `respond`."""

@@ -1,0 +1,196 @@
+"""Lets the channels of a process to one server share an attachment, as grpcio shares connections.
+
+Knows no gRPC objects.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from ..payload.attachment import RpcAttachment
+from ..payload.host import descriptors_are_scarce
+from ..payload.janitor import JANITOR
+from ..payload.outgoing import CallLink, always, no_deadline
+from .negotiation import AttachmentKeeper
+
+LINGER_S = 2.0
+"""An attachment without channels stays so long, for programs that make a channel for each call."""
+
+_SHARED: dict[Hashable, SharedKeeper] = {}
+_lock = threading.RLock()  # a collector may drop a channel in here
+
+
+class SharedKeeper:
+    """A keeper with the channels that use it.
+
+    Args:
+        key: of the table.
+        keeper: of the attachment.
+        lingers: it stays a while without channels.
+
+    Attributes:
+        keeper: as given.
+        users: tokens of the channels that are open.
+    """
+
+    def __init__(self, key: Hashable, keeper: AttachmentKeeper, lingers: bool) -> None:
+        self.keeper = keeper
+        self.users: set[object] = set()
+        self._key = key
+        self._lingers = lingers
+        self._idle_since = 0.0
+
+    def leave(self, user: object) -> None:
+        """A channel is closed. The attachment of the last one ends later, and not in here."""
+        with _lock:
+            self.users.discard(user)
+            if self.users:
+                return
+            self._idle_since = time.monotonic()
+            at_once = not self._lingers or self.keeper.is_unused
+            if at_once:
+                self._forget()
+        if at_once:
+            self.keeper.close()
+        else:
+            JANITOR.watch(self)
+
+    def look(self) -> bool:
+        """For the janitor: ends the attachment once it has had no channels for long."""
+        with _lock:
+            if self.users:
+                return False
+            late = time.monotonic() >= self._idle_since + LINGER_S
+            if not late and not descriptors_are_scarce():
+                return True
+            self._forget()
+        self.keeper.close()
+        return False
+
+    def _forget(self) -> None:
+        if _SHARED.get(self._key) is self:
+            del _SHARED[self._key]
+
+
+class ChannelShare:
+    """A channel's share of an attachment. Any thread may use it.
+
+    Args:
+        shared: the keeper, which gets this as one of its users.
+
+    Attributes:
+        plain: the link of its calls that have no attachment.
+        closed: the channel is.
+        carries, retries, least_bytes: as of the keeper.
+    """
+
+    def __init__(self, shared: SharedKeeper) -> None:
+        self._shared = shared
+        self._keeper = keeper = shared.keeper
+        self._token = object()
+        shared.users.add(self._token)
+        self.closed = False
+        self.carries, self.retries = keeper.carries, keeper.retries
+        self.least_bytes = keeper.least_bytes
+        self.plain = PlainLink(keeper.notice)
+        self.find = keeper.find
+        self.notice = keeper.notice
+        self.pause = keeper.pause
+        self.disconnected = keeper.disconnected
+
+    @property
+    def owner(self) -> object:
+        """Whose the channel's calls are."""
+        return self._token
+
+    @property
+    def ready(self) -> RpcAttachment | None:
+        """See `AttachmentKeeper.ready`; None once the channel is closed."""
+        return None if self.closed else self._keeper.ready
+
+    @property
+    def carrier(self) -> RpcAttachment | None:
+        """The attachment by which a call may go by the runtime. Opens it if it is not there."""
+        attachment = self.ready
+        if attachment is None and not self.closed:
+            self._keeper.open_soon()
+        return attachment
+
+    @property
+    def reason(self) -> str:
+        """Why there is no attachment that is `ready`."""
+        return "the channel is closed" if self.closed else self._keeper.reason
+
+    @property
+    def carried_reason(self) -> str:
+        """Why calls do not go by the runtime."""
+        return "the channel is closed" if self.closed else self._keeper.carried_reason
+
+    def settled(self) -> bool:
+        """See `AttachmentKeeper.settled`."""
+        return self.closed or self._keeper.settled()
+
+    def attach(self, timeout_s: float) -> bool:
+        """See `AttachmentKeeper.attach`."""
+        return not self.closed and self._keeper.attach(timeout_s)
+
+    def close(self) -> None:
+        """Ends the channel's calls by the runtime, and gives its share up. Never waits."""
+        if self.closed:
+            return
+        self.closed = True
+        self._keeper.end_calls_of(self._token)
+        self.drop()
+
+    def drop(self) -> None:
+        """Gives the share up of a channel that has no calls."""
+        self._shared.leave(self._token)
+
+
+class PlainLink(CallLink):
+    """The link of calls without an attachment, which tells what they send.
+
+    Args:
+        notice: told of the size of a message, in bytes.
+    """
+
+    def __init__(self, notice: Callable[[int], None]) -> None:
+        super().__init__(None, (0, 0), no_deadline, always)
+        self._notice = notice
+
+    def notice(self, size_bytes: int) -> None:
+        """See `CallLink`."""
+        self._notice(size_bytes)
+
+
+def share(
+    key: Hashable, make: Callable[[], AttachmentKeeper], lingers: bool = True
+) -> ChannelShare:
+    """A share of the attachment of a key.
+
+    Args:
+        key: equal for channels that may share: the server, and all that was said of the channel.
+        make: makes its keeper, if there is none.
+        lingers: it stays a while without channels.
+    """
+    try:
+        hash(key)
+    except TypeError:  # an option that cannot be compared
+        key = object()
+    with _lock:
+        shared = _SHARED.get(key)
+        if shared is None:
+            shared = _SHARED[key] = SharedKeeper(key, make(), lingers)
+        return ChannelShare(shared)
+
+
+def _forked() -> None:
+    """In a forked child, where the thread is not that may have it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
