@@ -390,7 +390,7 @@ def test_the_runtime_has_smaller_arrays_go_ahead(
 ) -> None:
     """Between the two thresholds of each transport, which the user has not set."""
     own = {"limits": rpc.Limits(), "runtime": runtime}
-    size = 150_000
+    size = 300_000
     server = serve({"/t/m": UU(lambda request, context: request, **TENSORS)}, **own)
     with connect(server, options, **own) as channel:
         sent = np.arange(size, dtype=np.uint8)

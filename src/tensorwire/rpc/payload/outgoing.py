@@ -260,6 +260,7 @@ class SentMessage:
         if data is None:
             whole = self._whole(arrays, serializer) if body is None else body
             data = self._plain(attachment, whole)
+        del arrays  # the memory of a request among them is given back now
         return self._left(data)
 
     def _take_arrays(self) -> dict[int, NDArray[np.uint8]]:
