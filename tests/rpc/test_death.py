@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         process.send_signal(signal.SIGCONT)
         assert rpc.unpack(call(rpc.pack(array), timeout=20))[-1] == 2
+    tensors._lent.clear()
+
+
+def test_futures_do_not_wait_for_a_stopped_server(start: Any, transport: str) -> None:
+    """A stopped server makes no new memory for what they send, which travels inside."""
+    process = start("serve", "ours", transport)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    with attached_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
+        call = channel.unary_unary("/t/echo", *TYPES)
+        call(rpc.pack(np.ones(200)), timeout=60)
+        stop_process(process)
+        began = time.monotonic()
+        arrays = [np.full(100_000, number, np.float64) for number in range(4)]
+        futures = [call.future(rpc.pack(each), timeout=60) for each in arrays]
+        # Each would wait for patience_s and more; what they take is told to all at the first one.
+        assert time.monotonic() - began < rpc_serving.OPTIONS["limits"].patience_s
+        process.send_signal(signal.SIGCONT)
+        for number, each in enumerate(futures):
+            assert rpc.unpack(each.result(50))[0] == number + 1
     tensors._lent.clear()
 
 

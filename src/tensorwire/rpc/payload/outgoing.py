@@ -53,6 +53,7 @@ class CallLink:
         foreign: somebody else has the call, so everything travels inside.
         unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
+        answer_s: how long the other end may take to make new memory.
         ended: the call is over; whoever sends in it still takes that back.
         offers: it is a call of the runtime, whose payload may be pushed.
         window: of its messages that travel beside, if they are a stream that gRPC carries.
@@ -64,6 +65,7 @@ class CallLink:
     bodies: Sequence[Lease] = ()
     must_confirm = False
     patience_s: float | None = None
+    answer_s = _ANSWER_S
     foreign = False
     unsure = False
     ended = False
@@ -86,6 +88,10 @@ class CallLink:
     def waits(self) -> bool:
         """Returns whether a message may still wait for its receiver."""
         return self.needed() and self.left_s(1.0) > 0
+
+    def never_waits(self) -> None:
+        """Keeps the caller from waiting for memory; without it the message travels inside."""
+        self.patience_s, self.answer_s = 0.0, _AT_ONCE_S
 
     def awaits_messages(self) -> bool:
         """The call goes on, and its time."""
@@ -350,7 +356,7 @@ class SentMessage:
         lease = pool.take_idle(size, link.call)
         if lease is None:
             attachment.look_at_recent()  # the other end may wait for memory, too
-            answer_s = link.left_s(min(_ANSWER_S, max(patience_s, 1.0)))
+            answer_s = link.left_s(min(link.answer_s, max(patience_s, 1.0)))
             left_s = link.left_s(patience_s)
             lease = pool.take(size, link.call, left_s, link.needed, answer_s, most)
         if lease is None:

@@ -146,6 +146,8 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         if began is None or attachment is None:
             return None
         client, call, link, entries = began
+        if again is not None or self._takes_stream:
+            link.never_waits()
         outgoing: SentMessage | None = None
         data: Any = None
         try:

@@ -256,6 +256,8 @@ class _UnaryRequest(Method):
         options: CallOptions,
     ) -> Any:
         link, marked = self._begin(options)
+        if link.attachment is not None:
+            link.never_waits()
         outgoing = SentMessage(request, link, last=False, keeps_body=True)
         try:
             first = self._started(call, outgoing, marked, options)
