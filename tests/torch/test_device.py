@@ -638,6 +638,7 @@ def test_slices_in_turn_share_the_memory_that_they_are_sent_from(kind: str, team
 class _on:
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
+        self.is_cpu, self.is_meta = self.device.type == "cpu", False
 
 
 def test_a_model_on_two_devices_is_an_error_that_says_what_to_do() -> None:
