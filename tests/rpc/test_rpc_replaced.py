@@ -40,6 +40,7 @@ def test_factories_in_the_place_of_grpcios() -> None:
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         with grpc.insecure_channel(target) as channel:
+            assert channel.attach(50)
             assert channel.unary_unary("/t/m")(b"abc") == b"abc"
             assert channel.payload == "shm"
             assert not is_grpcios(channel)
@@ -59,6 +60,7 @@ def test_factories_in_the_place_of_those_of_asyncio() -> None:
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with grpc.aio.insecure_channel(target) as channel:
+            assert await channel.attach(50)
             assert await channel.unary_unary("/t/m")(b"abc") == b"abc"
             assert channel.payload == "shm"
             assert not is_grpcios(channel)

@@ -63,6 +63,9 @@ def test_answers_of_calls_that_came_together_leave_together(
             written.append(len(outbox))
             return self._inner.write_out(outbox, *given)
 
+        def drain(self, *given: Any) -> None:
+            self._inner.drain(*given)
+
     both.methods = {"/t/m": UU(echo)}
     channel = both.serve().channel()
     call = channel.unary_unary("/t/m")
