@@ -27,7 +27,8 @@ ATTACHMENT_VERSION = 2
 RUNTIME_VERSION = 7
 """Of the frames of `runtime`."""
 
-CONNECT_S = 5.0
+CONNECT_S = 15.0
+"""How long a server may take at each step of an attachment. No call waits for that."""
 READY = "ready"
 """Name of the region that a server makes when it has entered an attachment."""
 _MOST_BYTES = 4096
