@@ -50,6 +50,7 @@ def replace(factories: dict[str, dict[str, Any]]) -> None:
     from tensorwire import rpc
     from tensorwire.rpc.payload import attachment, outgoing
     from tensorwire.rpc.runtime import observed
+    from tensorwire.rpc.threads import channel
 
     for name, keywords in factories.items():
         theirs, ours = (grpc.aio, rpc.aio) if name.startswith("aio.") else (grpc, rpc)
@@ -62,8 +63,23 @@ def replace(factories: dict[str, dict[str, Any]]) -> None:
             setattr(grpc.experimental.aio, factory, new)
     count(attachment.RpcAttachment, "begin_call", "attached")
     count(outgoing, "seal", "ahead")
+    for arity in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        attach_before(channel.RpcChannel, arity)
     observed.OBSERVER = observe
     REPLACED.append(True)
+
+
+def attach_before(kind: Any, name: str) -> None:
+    """Has a channel ask for its attachment before its first method; no call waits for it."""
+    make = getattr(kind, name)
+
+    def made(self: Any, *given: Any, **named: Any) -> Any:
+        if not vars(self).setdefault("_asked_by_tests", False):
+            self._asked_by_tests = True
+            self.attach(5)
+        return make(self, *given, **named)
+
+    setattr(kind, name, made)
 
 
 def count(module: Any, name: str, word: str) -> None:
