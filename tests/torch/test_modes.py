@@ -113,7 +113,7 @@ def test_nobody_is_further_ahead_than_allowed(
     team: Team, staleness: int, transports: list[str] | None
 ) -> None:
     found = team.run(
-        count, 12, 0.01, servers=2, mode="bounded", staleness=staleness, transports=transports
+        count, 12, 0.05, servers=2, mode="bounded", staleness=staleness, transports=transports
     )
     for rank, (seen, value, report) in enumerate(found):
         assert digits(value, 2) == [12, 12]
