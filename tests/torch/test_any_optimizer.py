@@ -182,7 +182,9 @@ def test_other_dtypes(team: Team, dtype: torch.dtype, apply: str) -> None:
 
 
 @pytest.mark.slow
-def test_worker_0_is_asked_to(team: Team) -> None:
+@pytest.mark.parametrize(
+    "place", [{"servers": 2}, {"workers": 0}, {"slices": 4, "transports": ["tcp"]}], ids=str
+)
+def test_worker_0_is_asked_to(team: Team, place: dict[str, Any]) -> None:
     names = [*ELEMENTWISE, *WHOLE]
-    for place in {"servers": 2}, {"workers": 0}, {"slices": 4, "transports": ["tcp"]}:
-        team.run(all_trained, names, torch.float32, "worker", "worker", imports="foreign", **place)
+    team.run(all_trained, names, torch.float32, "worker", "worker", imports="foreign", **place)
