@@ -21,7 +21,7 @@ from tensorwire.errors import TensorwireError
 
 from .. import logs
 from ..attach.marks import SmallCall, SmallRequests
-from ..attach.terms import Terms, target_host
+from ..attach.terms import Terms
 from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC
 from ..payload.inbox import RefusedError
@@ -29,8 +29,13 @@ from ..payload.incoming import Reader
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits, given_limits
 from ..payload.outgoing import CallLink, SentMessage, is_kept
-from ..runtime.options import kept, named_limits, offer, retries, roomy
-from ..threads.factories import chosen_transports, secure_transports, share_of
+from ..runtime.options import kept, offer
+from ..threads.factories import (
+    channel_terms,
+    chosen_transports,
+    secure_transports,
+    share_of,
+)
 from ..threads.originals import make, original
 from .calls import LATER, LaterCall, Unreadable
 from .runtime_client import METHOD, AioClient, AioMethod
@@ -169,7 +174,7 @@ class _ManyRequests(_Direct):
 
 
 class _Small(_OneRequest):
-    """Those of its calls whose requests are small are grpcio's own, without anything of ours.
+    """A method whose calls with small requests are grpcio's own, without anything of ours.
 
     Args:
         channel, inner, carried, arity, method: as of `_Direct`.
@@ -288,16 +293,16 @@ class AioRpcChannel(grpc.aio.Channel):
 
     @property
     def attachment(self) -> RpcAttachment | None:
-        """What joins this channel with its server, if anything does."""
+        """Returns what joins this channel with its server, None if nothing does."""
         return self.sender.share.ready
 
     @property
     def is_connected(self) -> bool:
-        """Whether grpcio has a connection to a server."""
+        """Tells whether grpcio has a connection to a server."""
         return not self._closed and self.inner.get_state() is grpc.ChannelConnectivity.READY
 
     def is_plain(self, credentials: Any) -> bool:
-        """Whether a call that begins now is grpcio's alone: nothing goes ahead, or is asked for."""
+        """Tells whether a call that begins now is grpcio's alone, and asks for no attachment."""
         if self._closed or (credentials is not None and not self._encrypted):
             return True  # grpcio says what is wrong
         share = self.sender.share
@@ -408,7 +413,7 @@ def insecure_channel(
     transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> AioRpcChannel:
-    """As `grpc.aio.insecure_channel`; further keywords as `tensorwire.rpc.insecure_channel`.
+    """Makes a `grpc.aio.insecure_channel`; keywords as of `tensorwire.rpc.insecure_channel`.
 
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.
@@ -417,18 +422,9 @@ def insecure_channel(
         return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    limits = given_limits(limits)
-    transports = chosen_transports(transports, ("shm",))
-    terms = Terms(
-        limits,
-        transports,
-        runtime=offered,
-        retries=retries(options),
-        host=target_host(target),
-        messages=named_limits(options),
+    terms, options = channel_terms(
+        target, options, given_limits(limits), chosen_transports(transports, ("shm",)), offered
     )
-    if transports:
-        options = roomy(options, limits.pool_bytes)
     given = target, options, compression
     return AioRpcChannel("insecure_channel", given, interceptors, terms, encrypted=False)
 
@@ -443,21 +439,13 @@ def secure_channel(
     limits: Limits | None = None,
     plaintext_transports: tuple[str, ...] = (),
 ) -> AioRpcChannel:
-    """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
+    """Makes a `grpc.aio.secure_channel`; keywords as of `tensorwire.rpc.secure_channel`."""
     if plain := original("aio.secure_channel"):
         return plain(  # type: ignore[no-any-return]
             target, credentials, options, compression, interceptors
         )
-    transports = secure_transports(plaintext_transports)
-    limits, options = given_limits(limits), kept(options)
-    terms = Terms(
-        limits,
-        transports,
-        retries=retries(options),
-        host=target_host(target),
-        messages=named_limits(options),
+    terms, options = channel_terms(
+        target, kept(options), given_limits(limits), secure_transports(plaintext_transports)
     )
-    if transports:
-        options = roomy(options, limits.pool_bytes)
     given = target, credentials, options, compression
     return AioRpcChannel("secure_channel", given, interceptors, terms, encrypted=True)

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tensorwire.errors import TensorwireError
-
 from ..payload.attachment import RpcAttachment
 from ..payload.fields import may_have_tensors
 from ..payload.outgoing import CallLink, SentMessage
-from ..payload.push import OF_A_CALL
 from ..runtime.leaving import leaving
 from .loop import in_thread
 
@@ -55,21 +52,3 @@ async def finish(message: SentMessage | None) -> None:
     """Has a thread copy what is left of a message whose bytes have been sent."""
     if message is not None and message.staging is not None:
         await in_thread(message.finish)
-
-
-async def finish_one(message: SentMessage | None, needed: Callable[[], bool]) -> None:
-    """Finishes one of several messages, and waits until the other end has taken all but two.
-
-    Args:
-        message: was sent.
-        needed: the call goes on.
-    """
-    await finish(message)
-    if message is None or message.link.attachment is None:
-        return
-    link, pool = message.link, message.link.attachment.leases_there
-    if len(link.bodies) > OF_A_CALL:
-        try:
-            await pool.wait_given_back(link.bodies, link.call, OF_A_CALL, needed)
-        except TensorwireError:
-            pass  # the attachment is over, and ends the call

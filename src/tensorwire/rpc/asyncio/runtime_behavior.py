@@ -25,7 +25,7 @@ from ..runtime.context import Caller
 from ..runtime.flow import Waiter
 from ..runtime.leaving import lenient
 from ..runtime.served import IncomingCall
-from .encoding import encode, finish, finish_one
+from .encoding import encode, finish
 from .loop import LoopWaiter, in_thread, taken, wait_each
 from .runtime_context import AioContext
 
@@ -184,7 +184,7 @@ class AioPerformance(_Unexpected):
         return data, message
 
     async def read(self) -> Any:
-        """The next request, EOF behind the last one."""
+        """Returns the next request, EOF after the last one."""
         if self.call.requests is None:
             raise grpc.aio.UsageError("the only request of this call is given to the servicer")
         data = await taken(self.call.request)
@@ -215,7 +215,7 @@ class AioPerformance(_Unexpected):
 
     async def _send(self, waiters: Iterator[Waiter], message: SentMessage | None) -> None:
         await wait_each(waiters)
-        await finish_one(message, self.call.is_active)
+        await finish(message)
 
     async def _finish_rest(self) -> None:
         """Waits until a message whose task was cancelled has left."""

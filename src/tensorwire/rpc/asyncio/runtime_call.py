@@ -21,7 +21,7 @@ from ..payload.outgoing import SentMessage
 from ..runtime.engine import CallState, StreamState
 from ..runtime.frames import EndBody
 from ..runtime.requests import RequestSender
-from .encoding import finish, finish_one
+from .encoding import finish
 from .loop import LoopWaiter, in_loop, in_thread, taken, wait_each
 
 _Code = grpc.StatusCode
@@ -60,7 +60,7 @@ class AioCall(LoopWaiter, CallState):
         self._conclude_with(body, await self._received(self._data()))
 
     async def _received(self, data: bytes) -> Any:
-        """As `_message_of`, without blocking the event loop."""
+        """Returns the same as `_message_of`, without blocking the event loop."""
         if is_pushed(data):
             return await in_thread(partial(self._message_of, data))
         return self._message_of(data)
@@ -183,7 +183,7 @@ class AioCall(LoopWaiter, CallState):
             return False
         data, message = await self._encoded(request, last=True)
         await wait_each(requests.send(data, LoopWaiter))
-        await finish_one(message, lambda: not self.done())
+        await finish(message)
         sent = not self.done()
         await asyncio.sleep(0)  # others have their turn, however much there is to send
         return sent

@@ -29,7 +29,7 @@ from ..runtime.options import kept, offer, roomy
 from ..runtime.served import ARITIES
 from ..threads.factories import chosen_transports, server_terms
 from ..threads.originals import make, original
-from ..threads.server import DRAIN_S, Handlers, is_encrypted, outside_host, reader_of
+from ..threads.server import DRAIN_S, Handlers, ServerPorts, is_encrypted, reader_of
 from .runtime_service import AioService
 
 
@@ -116,7 +116,7 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
         raise AssertionError
 
 
-class AioRpcServer(grpc.aio.Server):
+class AioRpcServer(ServerPorts, grpc.aio.Server):
     """A `grpc.aio.Server`; made by `server`.
 
     Args:
@@ -129,6 +129,8 @@ class AioRpcServer(grpc.aio.Server):
         inner: of grpcio.
     """
 
+    _service: AioService | None
+
     def __init__(
         self, inner: grpc.aio.Server, registry: Registry, service: AioService | None, reason: str
     ) -> None:
@@ -136,39 +138,7 @@ class AioRpcServer(grpc.aio.Server):
         self._registry = registry
         self._service = service
         self._reason = reason
-        self._started = False
         weakref.finalize(self, registry.close).atexit = False
-
-    @property
-    def attachments(self) -> list[RpcAttachment]:
-        """The clients that payload is exchanged with."""
-        return self._registry.attachments
-
-    @property
-    def runtime(self) -> str:
-        """How calls may come: "offered" for the runtime, or "grpcio: " and the reason."""
-        return f"grpcio: {self._reason}" if self._service is None else "offered"
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        handlers = tuple(generic_rpc_handlers)
-        self.inner.add_generic_rpc_handlers(handlers)
-        if self._service is not None:
-            self._service.add_generic(handlers)
-
-    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
-        self.inner.add_registered_method_handlers(service_name, method_handlers)
-        if self._service is not None and not self._started:
-            self._service.add_registered(service_name, method_handlers)
-
-    def add_insecure_port(self, address: str) -> int:
-        port: int = self.inner.add_insecure_port(address)
-        if host := outside_host(address):
-            self._registry.listen(host)
-        return port
-
-    def add_secure_port(self, address: str, server_credentials: Any) -> int:
-        port: int = self.inner.add_secure_port(address, server_credentials)
-        return port
 
     async def start(self) -> None:
         if self._service is not None:

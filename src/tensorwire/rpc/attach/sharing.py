@@ -62,7 +62,7 @@ class SharedKeeper:
         """For the janitor: ends the attachment once it has had no channels for long."""
         with _lock:
             if self.users:
-                return False
+                return True  # it may be without channels again before the janitor lets go of it
             late = time.monotonic() >= self._idle_since + LINGER_S
             if not late and not descriptors_are_scarce():
                 return True

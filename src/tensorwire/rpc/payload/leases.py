@@ -255,33 +255,6 @@ class LeasePool:
             used = self._used
             return [each for each in leases if each.call == call and used.get(each.slot) is each]
 
-    async def wait_given_back(
-        self,
-        leases: Sequence[Lease],
-        call: tuple[int, int],
-        most: int,
-        needed: Callable[[], bool],
-    ) -> None:
-        """Waits, in an event loop, until only some of these leases are used for a call.
-
-        Args:
-            leases: of the call.
-            call: its number.
-            most: how many may be used.
-            needed: asked meanwhile; False ends it.
-
-        Raises:
-            TensorwireError: the other end is gone.
-        """
-        while needed():
-            seen = self._count.value
-            if len(self.used_of(leases, call)) <= most:
-                return
-            try:
-                await self._count.reached(seen + 1, _SLICE_S, peer=self._peer)
-            except TimeoutError:
-                pass
-
     def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the receiver may never see, with their memory.
 

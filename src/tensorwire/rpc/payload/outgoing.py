@@ -48,28 +48,26 @@ class CallLink:
     Attributes:
         attachment, call, needed: as given.
         leases: what was sent in the call, as far as this end has to take it back.
-        bodies: those of them that hold a message and no arrays: who reads it gives it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
         unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
         answer_s: how long the other end may take to make new memory.
         ended: the call is over; whoever sends in it still takes that back.
-        offers: it is a call of the runtime, whose payload may be pushed.
+        by_runtime: it is a call of the runtime, whose payload may be pushed.
         window: of its messages that travel beside, if they are a stream that gRPC carries.
         in_loop: it is one of an event loop, which copies before it goes on what it can at once.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
     leases: Sequence[Lease] = ()
-    bodies: Sequence[Lease] = ()
     must_confirm = False
     patience_s: float | None = None
     answer_s = _ANSWER_S
     foreign = False
     unsure = False
     ended = False
-    offers = False
+    by_runtime = False
     in_loop = False
     window: Window | None = None
 
@@ -243,7 +241,7 @@ class SentMessage:
             size,
             attachment if len(arrays) < MAX_PIECES else None,
             arrays=body is None,
-            by_runtime=link.offers,
+            by_runtime=link.by_runtime,
             in_loop=link.in_loop,
         )
         if way is PayloadWay.INSIDE and body is None:
@@ -255,7 +253,7 @@ class SentMessage:
                     len(body),
                     attachment,
                     arrays=False,
-                    by_runtime=link.offers,
+                    by_runtime=link.by_runtime,
                     in_loop=link.in_loop,
                 ),
             )
@@ -306,7 +304,7 @@ class SentMessage:
             way: how.
         """
         beside = dict(arrays)
-        if not arrays or len(rest) >= attachment.least_bytes(by_runtime=self.link.offers):
+        if not arrays or len(rest) >= attachment.least_bytes(by_runtime=self.link.by_runtime):
             beside[BODY] = np.frombuffer(rest, np.uint8)
             rest = b""
         if not attachment.may_send(len(rest) + sum(each.nbytes for each in beside.values())):
@@ -352,7 +350,7 @@ class SentMessage:
         link, pool = self.link, attachment.leases_there
         patience_s = self._patience_s(attachment)
         # Where a call of the runtime has some already, the receiver is behind.
-        most = OF_A_CALL if link.offers and not link.in_loop else SLOTS
+        most = OF_A_CALL if link.by_runtime and not link.in_loop else SLOTS
         lease = pool.take_idle(size, link.call)
         if lease is None:
             attachment.look_at_recent()  # the other end may wait for memory, too
@@ -393,8 +391,6 @@ class SentMessage:
         elif not self._wait(lease.memory.write_at(sources, offsets)):
             attachment.retire([lease], link.call)
             return None
-        if beside.keys() == {BODY}:
-            link.bodies = [lease, *attachment.leases_there.used_of(link.bodies, link.call)]
         self.ahead = True
         at = lease.slot, lease.serial, lease.turn
         return seal(Envelope(attachment.id, *at, pieces, rest, version))

@@ -77,7 +77,7 @@ class AnyPerformance:
             call = self.call
             remaining = no_deadline if call.deadline is None else self.context.time_remaining
             self._own_link = CallLink(self._attachment, call.number, remaining, call.is_active)
-            self._own_link.offers = True
+            self._own_link.by_runtime = True
         return self._own_link
 
     def _find(self, id: bytes) -> RpcAttachment | None:

@@ -229,7 +229,7 @@ class CarriedLink(CallLink):
         traced: as given.
     """
 
-    offers = True
+    by_runtime = True
     _tickets: Sequence[int] = ()
 
     def __init__(

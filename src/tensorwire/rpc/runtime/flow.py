@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from ..payload.envelope import payload_bytes
+from ..payload.window import WINDOW_BYTES
 from .frames import HEADER, LAST, MORE, WHOLE, FrameError
 
-WINDOW_BYTES = 1 << 22
-"""Of a message all bytes count, also those that travel beside its frames."""
 _OVERHEAD_BYTES = 64  # so that messages of no bytes use up the window too
 _TELL_BYTES = WINDOW_BYTES // 4
 

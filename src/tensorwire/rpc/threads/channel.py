@@ -52,7 +52,7 @@ class RpcChannel(grpc.Channel):
 
     @property
     def attachment(self) -> RpcAttachment | None:
-        """What joins this channel with its server, if anything does."""
+        """Returns what joins this channel with its server, None if nothing does."""
         return self.share.ready
 
     def attach(self, timeout_s: float = 5.0) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 from ..attach.negotiation import AttachmentKeeper, NewClient
 from ..attach.registry import Registry
 from ..attach.sharing import ChannelShare, share
-from ..attach.terms import CONNECT_S, OPEN, Terms, target_host
+from ..attach.terms import CONNECT_S, NO_RUNTIME, OPEN, Terms, target_host
 from ..payload.limits import Limits, given_limits
 from ..runtime.client import RuntimeClient
-from ..runtime.options import kept, named_limits, offer, retries, roomy
+from ..runtime.options import Offer, kept, named_limits, offer, retries, roomy
 from ..runtime.server import Service
 from .calls import explain
 from .channel import RpcChannel
@@ -54,19 +54,11 @@ def insecure_channel(
     """
     if plain := original("insecure_channel"):
         return plain(target, options, compression)  # type: ignore[no-any-return]
-    limits = given_limits(limits)
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms = Terms(
-        limits,
-        chosen_transports(transports),
-        runtime=offered,
-        retries=retries(options),
-        host=target_host(target),
-        messages=named_limits(options),
+    terms, options = channel_terms(
+        target, options, given_limits(limits), chosen_transports(transports), offered
     )
-    if terms.transports:
-        options = roomy(options, limits.pool_bytes)
     given = "insecure_channel", target, options, compression
     return RpcChannel(make(*given), share_of(terms, *given))
 
@@ -93,18 +85,9 @@ def secure_channel(
     """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
-    limits = given_limits(limits)
-    options = kept(options)
-    transports = secure_transports(plaintext_transports)
-    terms = Terms(
-        limits,
-        transports,
-        retries=retries(options),
-        host=target_host(target),
-        messages=named_limits(options),
+    terms, options = channel_terms(
+        target, kept(options), given_limits(limits), secure_transports(plaintext_transports)
     )
-    if transports:
-        options = roomy(options, limits.pool_bytes)
     given = "secure_channel", target, credentials, options, compression
     return RpcChannel(make(*given), share_of(terms, *given))
 
@@ -168,6 +151,33 @@ def server(
         *(thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds),
     )
     return RpcServer(inner, registry, service, carried.reason)
+
+
+def channel_terms(
+    target: str,
+    options: Any,
+    limits: Limits,
+    transports: tuple[str, ...],
+    runtime: Offer = NO_RUNTIME,
+) -> tuple[Terms, Any]:
+    """Returns what payload of a channel may do, and the options for grpcio's channel.
+
+    Args:
+        target: of the channel.
+        options: the user's.
+        limits: of payload.
+        transports: by which it may travel.
+        runtime: whether calls go by the runtime.
+    """
+    terms = Terms(
+        limits,
+        transports,
+        runtime=runtime,
+        retries=retries(options),
+        host=target_host(target),
+        messages=named_limits(options),
+    )
+    return terms, roomy(options, limits.pool_bytes) if transports else options
 
 
 def share_of(

@@ -27,7 +27,7 @@ from ..payload.outgoing import PLAIN, CallLink, Responses, SentMessage
 from ..payload.tensors import Holding, drop
 from ..runtime.context import Caller
 from ..runtime.served import arity_of
-from ..runtime.server import Service
+from ..runtime.server import AnyService, Service
 
 DRAIN_S = 1.0
 """How long a server that has stopped waits for clients to come to payload that they were sent."""
@@ -317,30 +317,18 @@ class Leaving:
         return SentMessage(response, self._link, last=True)
 
 
-class RpcServer(grpc.Server):
-    """A `grpc.Server`; made by `server`.
-
-    Args:
-        inner: of grpcio, with an Interceptor of the registry as its first one.
-        registry: the attachments.
-        service: carries out calls that do not come by grpcio; None: there are none.
-        reason: why there are none.
+class ServerPorts:
+    """What servers of threads and of an event loop have alike: attachments, handlers and ports.
 
     Attributes:
-        inner: of grpcio.
+        inner: the server of grpcio.
     """
 
-    def __init__(
-        self, inner: grpc.Server, registry: Registry, service: Service | None, reason: str
-    ) -> None:
-        self.inner = inner
-        self._registry = registry
-        self._service = service
-        self._reason = reason
-        self._closed = threading.Event()
-        self._started = False
-        self._stopping = False
-        weakref.finalize(self, registry.close).atexit = False
+    inner: Any
+    _registry: Registry
+    _service: AnyService | None
+    _reason: str
+    _started = False
 
     @property
     def attachments(self) -> list[RpcAttachment]:
@@ -372,6 +360,33 @@ class RpcServer(grpc.Server):
     def add_secure_port(self, address: str, server_credentials: Any) -> int:
         port: int = self.inner.add_secure_port(address, server_credentials)
         return port
+
+
+class RpcServer(ServerPorts, grpc.Server):
+    """A `grpc.Server`; made by `server`.
+
+    Args:
+        inner: of grpcio, with an Interceptor of the registry as its first one.
+        registry: the attachments.
+        service: carries out calls that do not come by grpcio; None: there are none.
+        reason: why there are none.
+
+    Attributes:
+        inner: of grpcio.
+    """
+
+    _service: Service | None
+
+    def __init__(
+        self, inner: grpc.Server, registry: Registry, service: Service | None, reason: str
+    ) -> None:
+        self.inner = inner
+        self._registry = registry
+        self._service = service
+        self._reason = reason
+        self._closed = threading.Event()
+        self._stopping = False
+        weakref.finalize(self, registry.close).atexit = False
 
     def start(self) -> None:
         self.inner.start()
