@@ -16,8 +16,8 @@ uint32_t obvious(std::span<const uint8_t> bytes) {
   uint32_t size = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
   if (size < 16 || size > bytes.size() || size > 16 + 256 + 65536 + 32768 + 49152) return 0;
   uint8_t kind = bytes[4], flags = bytes[5];
-  if (kind < 1 || kind > 10 || flags > 31 || bytes[6] != 0 || bytes[7] != 0) return 0;
-  bool part = (kind == 2 || kind == 8) && flags % 2 == 1;
+  if (kind < 1 || kind > 7 || flags > 31 || bytes[6] != 0 || bytes[7] != 0) return 0;
+  bool part = kind == 2 && flags % 2 == 1;
   return part && size != 16 + 49152 ? 0 : size;
 }
 
