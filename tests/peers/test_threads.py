@@ -24,9 +24,10 @@ from tensorwire import (
 )
 from tensorwire.testing import PeerGroup, node_pair
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("nothing_left")]
 
 THREADS = 4
+TOGETHER_S = 100.0  # an emulated machine moves half a gigabyte in that time; each wait is shorter
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def together(works: list[Callable[[], Any]]) -> None:
         work()
 
     calls = [background(run, work) for work in works]
-    wait(calls, PATIENCE_S, FIRST_EXCEPTION)
+    wait(calls, TOGETHER_S, FIRST_EXCEPTION)
     for call in calls:
         if call.done():
             call.result()

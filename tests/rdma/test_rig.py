@@ -86,6 +86,7 @@ def test_signals_reach_the_whole_group(machines: Machines) -> None:
         process.signal(signal.SIGSTOP)
         states = f"cat /proc/[0-9]*/stat 2>/dev/null | awk '$5 == {process.pid} {{print $3}}'"
         assert set(first.run(["sh", "-c", states]).split()) == {"T"}
+        first.run(["true"])  # what was written before has come when this ends
         before = process.output
         assert first.run(["sleep", "0.3"]) == ""
         assert process.output == before

@@ -13,8 +13,8 @@ from ends import Ends
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, fault, join, wait_for
 
 KIND = {"u": "unary", "s": "stream"}
-SMALL = b"x" * 1000
-MANY = 20_000
+SMALL = b"x" * 4000
+MANY = 5_000  # 20 MB, several times what may be on its way
 
 
 def method(channel: Any, arity: str, *serializers: Any) -> Any:
