@@ -28,8 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 NEED := tools/need.sh
-CPP := $(wildcard cpp/*.cc cpp/*.h)
-CPP_ALL := $(CPP) $(wildcard cpp/*/*.cc cpp/*/*.h)
+CPP_ALL := $(wildcard cpp/*/*.cc cpp/*/*.h)
+CPP := $(filter-out cpp/tests/% cpp/fuzz/%,$(CPP_ALL))
 FUZZERS := $(patsubst cpp/fuzz/%_fuzz.cc,%,$(wildcard cpp/fuzz/*_fuzz.cc))
 # Several files in one compilation: half of the time goes into headers.
 # MAKEFLAGS= before a build: ninja looks for the job server of a make that runs recipes side by side.

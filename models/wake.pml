@@ -1,4 +1,4 @@
-/* The sleep/wake protocol of one Node (cpp/progress.cc), checked exhaustively by spin.
+/* The sleep/wake protocol of one Node (cpp/loop/progress.cc), checked exhaustively by spin.
  *
  * What it is for: no thread sleeps on after what it waits for has happened, and while a Node is
  * open somebody serves its doorbell, its sockets and its jobs. What it must not know: payload,

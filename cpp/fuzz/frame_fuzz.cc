@@ -5,9 +5,9 @@
 #include <memory>
 #include <string_view>
 
-#include "error.h"
+#include "base/error.h"
 #include "expect.h"
-#include "frame.h"
+#include "wire/frame.h"
 
 namespace tensorwire::fuzz {
 namespace {

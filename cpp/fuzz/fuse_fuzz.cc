@@ -7,7 +7,7 @@
 //   a request as it stands (a length of two bytes, and so many bytes, or the rest),
 //   a request with a header that is right, of an operation and a body of any length,
 //   an INIT, a READ of one of four handles, a content that is served or not any more.
-#include "fuse.h"
+#include "fuse/fuse.h"
 
 #include <errno.h>
 #include <fcntl.h>

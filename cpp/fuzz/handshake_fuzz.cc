@@ -4,9 +4,9 @@
 #include <optional>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 #include "expect.h"
-#include "handshake.h"
+#include "wire/handshake.h"
 
 namespace tensorwire::fuzz {
 namespace {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "expect.h"
-#include "peer.h"
+#include "node/peer.h"
 
 namespace tensorwire::fuzz {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "expect.h"
-#include "rpc_line.h"
+#include "rpc/line.h"
 
 namespace tensorwire::fuzz {
 namespace {

@@ -1,5 +1,5 @@
 // Copies around the caches copy what memcpy copies, and not a byte more.
-#include "copy.h"
+#include "base/copy.h"
 
 #include <doctest/doctest.h>
 

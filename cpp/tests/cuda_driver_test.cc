@@ -1,11 +1,11 @@
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 
 #include <doctest/doctest.h>
 
 #include <cstdlib>
 
-#include "error.h"
-#include "gpu.h"
+#include "base/error.h"
+#include "gpu/gpu.h"
 #include "layouts.h"
 
 #if __has_include(<cuda.h>)

@@ -1,6 +1,6 @@
 // Descriptors between processes: who can send any, what is taken for what it claims to be, and that
 // nothing which came holds up whoever did not ask for it.
-#include "descriptors.h"
+#include "wire/descriptors.h"
 
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
@@ -18,9 +18,9 @@
 #include <future>
 #include <string>
 
-#include "blocking.h"
-#include "clock.h"
-#include "event.h"
+#include "base/blocking.h"
+#include "base/clock.h"
+#include "base/event.h"
 
 namespace tensorwire {
 namespace {

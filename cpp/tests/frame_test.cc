@@ -1,6 +1,6 @@
 // The frame parser: every cut of a stream gives the same frames, and payload lands in its place.
 // What breaks the format is in tests/peers/test_lying_members.py and in fuzz/frame_fuzz.cc.
-#include "frame.h"
+#include "wire/frame.h"
 
 #include <doctest/doctest.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace tensorwire {
 namespace {

@@ -1,6 +1,6 @@
 // A mount answers what a device says, also where that makes no sense. The device is one end of a
 // socket that keeps messages whole, as /dev/fuse does.
-#include "fuse.h"
+#include "fuse/fuse.h"
 
 #include <doctest/doctest.h>
 #include <errno.h>

@@ -1,6 +1,6 @@
 // The server's side of the handshake, fed without a socket. What it refuses is in
 // tests/peers/test_hostile.py and test_trust.py, and in fuzz/handshake_fuzz.cc.
-#include "handshake.h"
+#include "wire/handshake.h"
 
 #include <doctest/doctest.h>
 

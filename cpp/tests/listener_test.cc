@@ -1,5 +1,5 @@
 // What every tcp stream is set to.
-#include "listener.h"
+#include "node/listener.h"
 
 #include <arpa/inet.h>
 #include <doctest/doctest.h>

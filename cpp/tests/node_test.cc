@@ -1,6 +1,6 @@
 // Two Nodes in one process, over each transport, under the sanitizers. What a transport must do and
 // refuse is in tensorwire.testing.check_transport; threads that hammer are in traffic_test.cc.
-#include "node.h"
+#include "node/node.h"
 
 #include <doctest/doctest.h>
 

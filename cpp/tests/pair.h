@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "node.h"
+#include "node/node.h"
 
 namespace tensorwire {
 

@@ -1,6 +1,6 @@
 // The progress loop: whoever waits is woken, by threads, doorbells, jobs, timers and descriptors,
 // however the lead changes hands.
-#include "progress.h"
+#include "loop/progress.h"
 
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -17,9 +17,9 @@
 #include <thread>
 #include <vector>
 
-#include "event.h"
+#include "base/event.h"
+#include "base/word.h"
 #include "threads.h"
-#include "word.h"
 
 namespace tensorwire {
 namespace {

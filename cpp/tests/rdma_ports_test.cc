@@ -1,4 +1,4 @@
-#include "rdma_ports.h"
+#include "transports/rdma_ports.h"
 
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "error.h"
+#include "base/error.h"
 
 using namespace tensorwire;
 namespace fs = std::filesystem;

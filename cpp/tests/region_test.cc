@@ -1,5 +1,5 @@
 // The table of regions: ids, generations, names, leases and limits.
-#include "region.h"
+#include "memory/region.h"
 
 #include <doctest/doctest.h>
 #include <fcntl.h>

@@ -1,5 +1,5 @@
 // Frames of calls: their headers, and what a ring of them does at its end and with a hostile peer.
-#include "rpc_line.h"
+#include "rpc/line.h"
 
 #include <doctest/doctest.h>
 
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/word.h"
 #include "pair.h"
-#include "word.h"
 
 namespace tensorwire::rpc {
 namespace {

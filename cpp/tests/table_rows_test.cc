@@ -1,5 +1,5 @@
 // Rows of tables: each of them comes out and goes in, whatever their number and length.
-#include "table_rows.h"
+#include "memory/table_rows.h"
 
 #include <doctest/doctest.h>
 
@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace tensorwire {
 namespace {

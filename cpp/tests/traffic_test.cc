@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/word.h"
 #include "pair.h"
 #include "threads.h"
-#include "word.h"
 
 namespace tensorwire {
 namespace {

@@ -1,5 +1,5 @@
 // A transfer is over once, tells everybody, and lets go of what it held exactly once.
-#include "transfer.h"
+#include "loop/transfer.h"
 
 #include <doctest/doctest.h>
 

@@ -1,10 +1,10 @@
-#include "ucx.h"
+#include "transports/ucx.h"
 
 #include <doctest/doctest.h>
 
 #include <cstdlib>
 
-#include "error.h"
+#include "base/error.h"
 #include "layouts.h"
 
 #if __has_include(<ucp/api/ucp.h>)

@@ -103,7 +103,7 @@ def from_code(code: int, message: str) -> Exception:
     """Builds the exception for a completion code of the core.
 
     Args:
-        code: a code of `cpp/error.h`, never 0 (which is success).
+        code: a code of `cpp/base/error.h`, never 0 (which is success).
         message: the full text, with peer, region, path and advice.
 
     Returns:

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def build_standin(folder: Path) -> Path:
     """Compiles the stand-in, unless this very source was compiled before."""
-    source, header = HERE / "standin.cc", HERE.parents[1] / "cpp/cuda_driver.h"
+    source, header = HERE / "standin.cc", HERE.parents[1] / "cpp/gpu/cuda_driver.h"
     digest = hashlib.sha256(source.read_bytes() + header.read_bytes()).hexdigest()[:16]
     library = folder / f"libstandin-{digest}.so"
     if not library.exists():

@@ -48,7 +48,7 @@ ROOMS = {
     "rpctrace": ["tests/unit", "tests/rpc/test_rpc_trace.py"],
 }
 # Of these files of cpp most lines run on a device only, which emulated machines have.
-RDMA = re.compile(r"cpp/rdma")
+RDMA = re.compile(r"cpp/transports/rdma")
 CPP_TESTS = ["tests/unit", "tests/peers"]
 RDMA_TESTS = ["tests/rdma", *CPP_TESTS]
 
@@ -281,12 +281,18 @@ def faults_of(root: Path, path: str) -> list[Fault]:
     return list(_cpp(path, source)) if path.endswith(".cc") else _Python(path, source).found
 
 
+def _core_sources(root: Path) -> list[Path]:
+    """Returns the sources of the core, without its tests and fuzzers."""
+    found = sorted((root / "cpp").glob("*/*.cc"))
+    return [path for path in found if path.parent.name not in ("tests", "fuzz")]
+
+
 class Drawing:
     """The faults of a seed: an endless row of them for each number, so that one can be replaced."""
 
     def __init__(self, root: Path, seed: str, count: int) -> None:
         self.seed = seed
-        self._offered = {"cpp": _offered(root, sorted((root / "cpp").glob("*.cc")))}
+        self._offered = {"cpp": _offered(root, _core_sources(root))}
         for room in ROOMS:
             files = (root / "src/tensorwire" / room).rglob("*.py")
             self._offered[room] = _offered(

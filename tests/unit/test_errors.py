@@ -66,7 +66,7 @@ def test_an_unknown_code_is_not_lost() -> None:
 
 
 def test_codes_are_those_of_the_core(repository: Path) -> None:
-    header = (repository / "cpp/error.h").read_text()
+    header = (repository / "cpp/base/error.h").read_text()
     numbers = {int(number) for number in re.findall(r"^\s*k\w+ = (\d+),", header, re.MULTILINE)}
     assert numbers == {0, *CODES}
 

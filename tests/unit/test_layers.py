@@ -42,39 +42,21 @@ TESTING_IMPORTS = {"_core", "errors", "memory"}
 # `import tensorwire` re-exports these, and nothing inside imports the names that it re-exports.
 ROOT_IMPORTS = {"errors", "memory"}
 
-# Components of the core (x.h with x.cc), lowest first, by the same rule.
+# Folders of the core, lowest first, by the same rule; files of one folder include no circle.
 CPP_LAYERS = (
-    ("clock", "control_groups", "copy", "error", "fork", "page", "sha256", "text", "word"),
-    ("blocking", "cuda_driver", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
-    ("gpu", "table_rows", "write_tracking"),
-    ("mapping",),
-    ("private_mapping", "progress", "region", "resolve"),
-    ("descriptors", "gpu_queue", "handshake", "rdma_fabric", "stream", "transfer"),
-    ("gpu_staging",),
-    ("gpu_service",),
-    ("exposures", "listener", "service", "transport"),
-    ("gpu_copy",),
-    ("gpu_relay",),
-    ("connect", "fault", "questions", "rdma", "shm", "tcp"),
-    ("peer",),
-    ("peer_checks",),
-    ("node", "prepared"),
-    ("bench_loops", "rpc_line"),
+    ("base",),
+    ("gpu", "fuse"),
+    ("memory",),
+    ("loop",),
+    ("wire",),
+    ("transports",),
+    ("node",),
+    ("bench", "rpc"),
     ("bindings",),
-    (
-        "bindings_bench_loops",
-        "bindings_buffers",
-        "bindings_fuse",
-        "bindings_node",
-        "bindings_peer",
-        "bindings_regions",
-        "bindings_rpc",
-        "bindings_transfer",
-    ),
 )
 # A library's headers are seen by these files alone.
 CPP_LIBRARIES: dict[str, set[str]] = {
-    r"nanobind/|Python\.h": {"bindings.h", "bindings*.cc"},
+    r"nanobind/|Python\.h": {"bindings/*.h", "bindings/*.cc"},
     r"ucp/|uct/|ucs/": {"ucx_test.cc"},  # ucx.h declares what is used of it
     r"infiniband/|rdma/": set(),
     r"cuda\.h>|cuda_runtime": {"cuda_driver_test.cc"},  # cuda_driver.h declares what is used of it
@@ -162,6 +144,21 @@ def imports_of_files(source_root: Path) -> dict[str, set[str]]:
     return found
 
 
+def rooms_of(imports: dict[str, set[str]]) -> Iterator[dict[str, set[str]]]:
+    """Yields for each package what its modules and folders import of one another."""
+    packages = {name.rsplit(".", up)[0] for name in imports for up in range(1, name.count(".") + 1)}
+    for package in sorted(packages):
+        depth = package.count(".") + 2
+        rooms: dict[str, set[str]] = {}
+        for name, targets in imports.items():
+            if name.startswith(package + "."):
+                room = ".".join(name.split(".")[:depth])
+                seen = {".".join(target.split(".")[:depth]) for target in targets}
+                found = rooms.setdefault(room, set())
+                found |= {other for other in seen - {room} if other.startswith(package + ".")}
+        yield {room: targets & rooms.keys() for room, targets in rooms.items()}
+
+
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     """Modules that import each other, by way of others too; each circle once."""
     reach = {name: set(targets) for name, targets in imports.items()}
@@ -176,15 +173,23 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 def cpp_violations(folder: Path) -> list[str]:
     rank = ranks(CPP_LAYERS)
     found = []
-    for path in sorted([*folder.glob("*.h"), *folder.glob("*.cc")]):
-        if path.stem not in rank:
-            found.append(f"{path.stem} has no place in CPP_LAYERS")
+    includes: dict[str, set[str]] = {}
+    for path in sorted([*folder.glob("*/*.h"), *folder.glob("*/*.cc")]):
+        room, own = path.parent.name, f"{path.parent.name}/{path.stem}"
+        if room in ("tests", "fuzz"):
             continue
-        for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-            target = Path(header).stem
-            if target != path.stem and rank.get(target, len(CPP_LAYERS)) >= rank[path.stem]:
-                found.append(f"{path.name} includes {header}")
-    return found
+        if room not in rank:
+            found.append(f"{room} has no place in CPP_LAYERS")
+            continue
+        headers = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
+        targets = includes.setdefault(own, set())
+        targets |= {header.removesuffix(".h") for header in headers} - {own}
+        for header in headers:
+            target = header.rpartition("/")[0]
+            if target != room and rank.get(target, len(CPP_LAYERS)) >= rank[room]:
+                found.append(f"{room}/{path.name} includes {header}")
+    known = {name: targets & includes.keys() for name, targets in includes.items()}
+    return found + [f"{' and '.join(each)} include each other" for each in circles(known)]
 
 
 def library_violations(folder: Path) -> list[str]:
@@ -283,6 +288,11 @@ def test_no_file_imports_in_a_circle() -> None:
     assert circles(imports_of_files(ROOT / "src/tensorwire")) == []
 
 
+def test_no_folder_imports_in_a_circle() -> None:
+    rooms = list(rooms_of(imports_of_files(ROOT / "src/tensorwire")))
+    assert [circle for each in rooms for circle in circles(each)] == []
+
+
 def test_no_file_of_the_product_is_long() -> None:
     for folder in ("src/tensorwire", "benchmarks"):
         assert long_files(ROOT / folder, "**/*.py") == []
@@ -301,7 +311,7 @@ def test_libraries_stay_behind_their_file() -> None:
 
 
 def test_no_file_of_the_core_is_long() -> None:
-    assert long_files(ROOT / "cpp", "*.h", "*.cc") == []
+    assert long_files(ROOT / "cpp", "*/*.h", "*/*.cc") == []
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
@@ -365,3 +375,36 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     write_all(tmp_path, sources)
     (found,) = circles(imports_of_files(tmp_path))
     assert found == [f"tensorwire.memory.{name}" for name in ("node", "peer", "region")]
+
+
+def test_a_circle_of_folders_is_found() -> None:
+    imports = {
+        "tensorwire.rpc.threads.channel": {"tensorwire.rpc.payload.lease"},
+        "tensorwire.rpc.payload.lease": set(),
+        "tensorwire.rpc.payload.window": {"tensorwire.rpc.threads.pool"},
+        "tensorwire.rpc.threads.pool": set(),
+    }
+    assert circles(imports) == []
+    found = [circle for each in rooms_of(imports) for circle in circles(each)]
+    assert found == [["tensorwire.rpc.payload", "tensorwire.rpc.threads"]]
+
+
+@pytest.mark.parametrize(
+    ("texts", "violation"),
+    [
+        ({"base/word.h": "", "node/peer.cc": '#include "base/word.h"\n'}, None),
+        ({"base/word.h": '#include "node/peer.h"\n'}, "base/word.h includes node/peer.h"),
+        ({"base/word.h": '#include "peer.h"\n'}, "base/word.h includes peer.h"),
+        ({"fuse/fuse.h": '#include "gpu/gpu.h"\n'}, "fuse/fuse.h includes gpu/gpu.h"),
+        ({"besides/word.h": ""}, "besides has no place in CPP_LAYERS"),
+        (
+            {"node/a.h": '#include "node/b.h"\n', "node/b.cc": '#include "node/a.h"\n'},
+            "node/a and node/b include each other",
+        ),
+    ],
+)
+def test_the_rule_of_the_core(
+    tmp_path: Path, texts: Mapping[str, str], violation: str | None
+) -> None:
+    write_all(tmp_path, texts)
+    assert cpp_violations(tmp_path) == ([] if violation is None else [violation])

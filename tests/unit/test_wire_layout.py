@@ -59,8 +59,10 @@ def source(*names: str) -> str:
 
 def constant(name: str) -> int:
     """The value of an integer constant of the core, wherever it is declared."""
-    files = [path.name for kind in ("h", "cc") for path in sorted((ROOT / "cpp").glob(f"*.{kind}"))]
-    found = re.findall(rf"constexpr \w+ {name} = ([^;]+);", source(*files))
+    core = ROOT / "cpp"
+    files = sorted(path for kind in ("h", "cc") for path in core.glob(f"*/*.{kind}"))
+    texts = (path.read_text() for path in files if path.parent.name not in ("tests", "fuzz"))
+    found = re.findall(rf"constexpr \w+ {name} = ([^;]+);", "".join(texts))
     assert len(found) == 1, f"{name} is declared {len(found)} times"
     return int(eval(re.sub(r"(?<=\d)u\b", "", found[0])))  # digits and shifts
 
@@ -114,7 +116,7 @@ CPP_SIZES = {"uint8_t": 1, "FrameType": 1, "uint16_t": 2, "uint32_t": 4, "uint64
 
 def test_the_header_of_the_core() -> None:
     """Its members lie where the table says; C++ pads nothing, because the sum is the size."""
-    body = re.search(r"struct Header {(.*?)};", source("frame.h"), re.DOTALL)
+    body = re.search(r"struct Header {(.*?)};", source("wire/frame.h"), re.DOTALL)
     assert body
     members = re.findall(r"^\s*(\w+) (\w+) = ", body[1], re.MULTILINE)
     offset, layout = 0, {}
@@ -128,7 +130,7 @@ def test_the_header_of_the_core() -> None:
 def written_offsets(function: str) -> set[int]:
     """Where a function of handshake.cc puts something, as numbers beside its buffer."""
     body = re.search(
-        rf"{re.escape(function)} const {{(.*?)^}}", source("handshake.cc"), re.S | re.M
+        rf"{re.escape(function)} const {{(.*?)^}}", source("wire/handshake.cc"), re.S | re.M
     )
     assert body
     text = body[1].replace("bytes.data()", "p")
@@ -144,7 +146,7 @@ def test_the_hello_and_welcome_of_the_core() -> None:
 
 
 def test_the_page_of_the_core() -> None:
-    text = source("page.h")
+    text = source("base/page.h")
     assert constant("kPageMagic").to_bytes(8, "little") == wire.PAGE["magic"][2]
     assert wire.PAGE["generations"][1] == 8 * constant("kMaxRegions")
     assert re.search(r"alignas\(64\) std::atomic<uint32_t> armed", text)
@@ -180,7 +182,7 @@ def test_the_handle() -> None:
 def test_frame_types() -> None:
     rows = next(rows for rows in tables("Header") if "type" in rows[0])
     documented = {in_code_marks(row["name"]): int(row["type"]) for row in rows}
-    assert documented == enumerators("FrameType", "frame.h")
+    assert documented == enumerators("FrameType", "wire/frame.h")
     assert max(documented.values()) == constant("kLastFrameType")
     spoken = {"kFetchAdd": wire.FETCH_ADD, "kGoodbye": wire.GOODBYE, "kData": wire.DATA}
     assert spoken.items() <= documented.items()
@@ -189,7 +191,7 @@ def test_frame_types() -> None:
 def test_codes() -> None:
     (rows,) = tables("Codes")
     documented = {in_code_marks(row["name"]): int(row["code"]) for row in rows}
-    assert documented == enumerators("Code", "error.h")
+    assert documented == enumerators("Code", "base/error.h")
     assert max(documented.values()) == constant("kLastCode")
     for row in rows[1:]:
         error = errors.from_code(int(row["code"]), "text")
@@ -204,12 +206,12 @@ def test_flags_kinds_and_bits() -> None:
     assert number(meaning["magic"]) == constant("kFrameMagic") == wire.HEADER["magic"][2]
     hello = {row["field"]: row["meaning"] for row in tables("Hello")[0]}
     kinds = {name: int(kind) for kind, name in re.findall(r"(\d) `(k\w+)`", hello["kind"])}
-    assert kinds == enumerators("HelloKind", "handshake.h")
+    assert kinds == enumerators("HelloKind", "wire/handshake.h")
     bits = {f"k{name.title()}Bit": int(bit) for bit, name in re.findall(
         r"(\d) (shm|tcp|rdma)", hello["transports"])}  # fmt: skip
-    assert bits == enumerators("TransportBit", "handshake.h")
+    assert bits == enumerators("TransportBit", "wire/handshake.h")
     assert number(hello["version"]) == constant("kWireVersion") == wire.HELLO["version"][2]
-    magic = re.search(r"kMagic\[8\] = {(.*?)}", source("handshake.cc"))
+    magic = re.search(r"kMagic\[8\] = {(.*?)}", source("wire/handshake.cc"))
     assert magic
     assert "".join(re.findall(r"'(.)'", magic[1])).encode() == wire.HELLO["magic"][2]
 
@@ -241,7 +243,7 @@ def test_limits() -> None:
 def test_roles_of_the_proofs() -> None:
     rows = tables("Trust")[0]
     documented = [in_code_marks(row["role"]) for row in rows]
-    assert documented == re.findall(r'hmac\(secret, "([^"]+)"', source("handshake.cc"))
+    assert documented == re.findall(r'hmac\(secret, "([^"]+)"', source("wire/handshake.cc"))
 
 
 # ---- all of it at once

@@ -1,6 +1,6 @@
 """Defines rings: memory of one end into which the other writes frames, over and over.
 
-The core reads and writes them, see cpp/rpc_line.h. Here is how its readers and writers are made.
+The core reads and writes them, see cpp/rpc/line.h. Here is how its readers and writers are made.
 """
 
 from __future__ import annotations
