@@ -631,11 +631,3 @@ def test_a_checkpoint_that_was_removed_since_it_was_loaded(
     assert "(restart 1)" in said
     assert ("does not call job.load again" in said) == load.startswith("if")
     assert digests == saved[1]
-
-
-@pytest.mark.slow
-def test_a_variable_that_is_not_kept_is_told(tmp_path: Path) -> None:
-    script = LOOP.format(**PARTS | {"before": "n = m = 0", "inside": "n += 1; m = n"})
-    _, said = run(tmp_path / "job", script, "", "--workers", "1", "--servers", "1")
-    assert "worker 0 goes on with n = 0, which was 23 in the process before it; if" in said
-    assert said.count("goes on with") == 1

@@ -12,7 +12,6 @@ import torch
 import torch.distributed
 
 from . import checkpoint
-from .carried import Carried
 from .random_numbers import RandomState, random_state, set_random_state
 from .replica.replica import Replica
 from .session import Session
@@ -38,7 +37,6 @@ class WorkerState:
         saves: dict[str, int],
     ) -> None:
         self._session, self._replicas, self._kept, self._saves = session, replicas, kept, saves
-        self._carried = Carried()
         if (rejoin := session.rejoin) is not None:
             rejoin.save, rejoin.load, rejoin.count = self.save, self.load, session.count
             rejoin.is_between_steps = self.is_between_steps
@@ -57,7 +55,6 @@ class WorkerState:
             "replicas": [_saved(replica) for replica in self._replicas],
             "kept": {name: checkpoint.saved(self._kept[name]) for name in self._own_kept()},
             "saves": dict(self._saves),
-            "script": self._carried.values(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -90,9 +87,6 @@ class WorkerState:
         if any(replica.store.is_committed(i) for replica in self._replicas for i in slices):
             text += "; the loss that is computed for its first batch differs, the training does not"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-        if changed := self._carried.difference(state["script"]):
-            text = f"worker {session.rank} goes on with {changed}"
-            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def loaded(self) -> dict[str, Any] | None:
         """What a checkpoint has changed in this process, for `load_again`; None: too much."""
