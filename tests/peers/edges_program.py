@@ -1,7 +1,7 @@
 """A numpy program on two machines: what processes of tests/peers/test_edges_machines.py run.
 
 "first" has an embedding, "second" a layer on the mean of the words of a sentence. Sentences have
-any number of words, so the words' vectors are unbounded and their gradients are rows of the table.
+any number of words, so the words' vectors and their gradients are unbounded.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tensorwire import Node, Peer
-from tensorwire.edges import Edges, Rows
+from tensorwire.edges import Edges
 from tensorwire.placement import Graph, Operator, Tensor, UpTo, plan
 from tensorwire.testing import Channel
 
@@ -25,7 +25,7 @@ GRAPH = Graph(
         Tensor("wanted", "float32", (BATCH,)),
         Tensor("long", "float32", (UpTo(BATCH), 2)),
         Tensor("answers", "float32", (BATCH,)),
-        Tensor("gradient", "float32", (WORDS, WIDTH), rows=True),
+        Tensor("gradient", "float32", (None, WIDTH)),
     ),
     (
         Operator("read", "first", (), ("words", "lengths", "wanted"), 0),
@@ -35,11 +35,11 @@ GRAPH = Graph(
         Operator(
             "back",
             "second",
-            ("vectors", "lengths", "words", "answers", "wanted"),
+            ("vectors", "lengths", "answers", "wanted"),
             ("gradient",),
             4,
         ),
-        Operator("learn", "first", ("gradient", "answers"), (), 5),
+        Operator("learn", "first", ("words", "gradient", "answers"), (), 5),
     ),
 )
 
@@ -75,16 +75,14 @@ class Program:
         answers[long[:, 0].astype(int)] += long[:, 1] / 100
         return (answers,)
 
-    def back(
-        self, vectors: Any, lengths: Any, words: Any, answers: Any, wanted: Any
-    ) -> tuple[Any, ...]:
+    def back(self, vectors: Any, lengths: Any, answers: Any, wanted: Any) -> tuple[Any, ...]:
         error = np.repeat((answers - wanted) / lengths.astype("float32"), lengths)
         gradient = error[:, None] * self.weight
         self.weight = self.weight - np.float32(0.01) * (error @ vectors)
-        return (Rows(words.copy(), gradient),)
+        return (gradient,)
 
-    def learn(self, gradient: Any, answers: Any) -> tuple[Any, ...]:
-        np.subtract.at(self.table, gradient.indices, np.float32(0.1) * gradient.values)
+    def learn(self, words: Any, gradient: Any, answers: Any) -> tuple[Any, ...]:
+        np.subtract.at(self.table, words, np.float32(0.1) * gradient)
         self.answers.append(answers.copy())
         return ()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tensorwire import BusyError, ClosedError, PeerLostError, TimeoutError
-from tensorwire.edges import Edges, Rows
+from tensorwire.edges import Edges
 from tensorwire.placement import BLOCK_BYTES, Graph, Operator, Plan, Tensor, UpTo, plan
 from tensorwire.testing import Pair, node_pair
 
@@ -16,10 +16,9 @@ STATIC = Tensor("static", "float32", (3, 5))
 OTHER = Tensor("other", "int64", (7,))
 BOUNDED = Tensor("bounded", "int16", (UpTo(100), 2))
 UNBOUNDED = Tensor("unbounded", "float64", (None, 3))
-ROWS = Tensor("rows", "float32", (1000, 4), rows=True)
 EMPTY = Tensor("empty", "float32", (0, 4))
 BRAIN = Tensor("brain", "bfloat16", (6,))
-ALL = (STATIC, OTHER, BOUNDED, UNBOUNDED, ROWS, EMPTY, BRAIN)
+ALL = (STATIC, OTHER, BOUNDED, UNBOUNDED, EMPTY, BRAIN)
 
 
 def planned(*tensors: Tensor, **options: Any) -> Plan:
@@ -44,9 +43,6 @@ def connected(transport: str, made: Plan, **options: Any) -> Iterator[tuple[Edge
 def value(tensor: Tensor, turn: int) -> Any:
     """What turn `turn` makes; shapes differ from turn to turn where they may."""
     random = np.random.default_rng(turn)
-    if tensor is ROWS:
-        count = (turn * 7) % 60
-        return Rows(random.integers(0, 1000, count), random.random((count, 4), np.float32))
     dtype = {"bfloat16": "uint16"}.get(tensor.dtype, tensor.dtype)
     varying = {BOUNDED: ((turn * 13) % 101, 2), UNBOUNDED: (turn * 100 % 700, 3)}
     shape = varying.get(tensor, tensor.shape)
@@ -54,19 +50,8 @@ def value(tensor: Tensor, turn: int) -> Any:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, Rows):
-        assert_same(found.indices, expected.indices)
-        assert_same(found.values, expected.values)
-    else:
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert np.array_equal(found, expected)
-
-
-def fill(place: Any, source: Any) -> None:
-    if isinstance(source, Rows):
-        place.indices[:], place.values[:] = source
-    else:
-        place[...] = source
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert np.array_equal(found, expected)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -79,8 +64,7 @@ def test_every_protocol(transport: str, in_place: bool, bucket_bytes: int) -> No
             for tensor in ALL:
                 new = value(tensor, turn)
                 if in_place:
-                    shape = new.values.shape if tensor is ROWS else new.shape
-                    fill(a.place(tensor.name, shape), new)
+                    a.place(tensor.name, new.shape)[...] = new
                     a.put(tensor.name)
                 else:
                     a.put(tensor.name, new)
@@ -97,7 +81,7 @@ def test_every_protocol(transport: str, in_place: bool, bucket_bytes: int) -> No
             assert b.stats()["received_read"] == 0
         else:
             read = b.stats()["received_read"]
-            assert read > 0  # what has no bound, and rows
+            assert read > 0  # values without a bound
             assert (sent["sent_in_place"], varying) == ((read, 0) if in_place else (0, read))
 
 
@@ -201,17 +185,6 @@ def test_a_tensor_for_two_machines(transport: str) -> None:
         (lambda a, b: a.put("static", np.ones((5, 3), "f4")), ValueError, r"shape \(5, 3\)"),
         (lambda a, b: a.put("static", np.ones((5, 3), "f4").T), ValueError, "not contiguous"),
         (lambda a, b: a.put("static", [1.0]), TypeError, "numpy array, not list"),
-        (lambda a, b: a.put("rows", np.ones((2, 4), "f4")), TypeError, "put Rows"),
-        (
-            lambda a, b: a.put("rows", Rows(np.arange(3), np.ones((2, 4), "f4"))),
-            ValueError,
-            "2 rows and indices",
-        ),
-        (
-            lambda a, b: a.put("rows", Rows(np.arange(2, dtype="i4"), np.ones((2, 4), "f4"))),
-            ValueError,
-            "indices of 'rows' are planned as int64",
-        ),
         (lambda a, b: a.put("bounded", np.ones((101, 2), "i2")), ValueError, "not possible"),
         (lambda a, b: a.put("static"), ValueError, "was not placed"),
         (lambda a, b: a.place("bounded"), ValueError, "place it with a shape"),
@@ -319,7 +292,7 @@ def test_two_plans_at_a_time(transport: str) -> None:
     [(0, 1), (8, 17), (16, 1 << 62), (24, 99), (32, 1 << 60), (48, 1)],
     ids=["magic", "rank", "bytes", "memory", "size", "more sizes"],
 )
-@pytest.mark.parametrize("tensor", [BOUNDED, UNBOUNDED, ROWS], ids=lambda t: t.name)
+@pytest.mark.parametrize("tensor", [BOUNDED, UNBOUNDED], ids=lambda t: t.name)
 def test_a_block_that_makes_no_sense(
     transport: str, tensor: Tensor, offset: int, wrong: int
 ) -> None:
@@ -379,7 +352,7 @@ def test_any_order_of_puts_gets_and_releases(transport: str, seed: int) -> None:
     """Both directions at a time; whatever is possible next happens, in a random order."""
     random = np.random.default_rng(seed)
     flights, turns = int(random.integers(1, 5)), 12
-    back = [Tensor(f"{t.name} back", t.dtype, t.shape, t.rows) for t in ALL]
+    back = [Tensor(f"{t.name} back", t.dtype, t.shape) for t in ALL]
     names, backs = tuple(t.name for t in ALL), tuple(t.name for t in back)
     graph = Graph(
         (*ALL, *back),
@@ -420,8 +393,7 @@ def test_any_order_of_puts_gets_and_releases(transport: str, seed: int) -> None:
                 put[name] += 1
                 new = value(tensor, put[name])
                 if random.integers(2):
-                    shape = new.values.shape if tensor is ROWS else new.shape
-                    fill(source.place(name, shape), new)
+                    source.place(name, new.shape)[...] = new
                     source.put(name)
                 else:
                     source.put(name, new)

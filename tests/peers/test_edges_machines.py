@@ -20,7 +20,7 @@ def start(group: PeerGroup, transport: str, function: object, *args: object) -> 
 
 def test_the_graph_has_every_protocol() -> None:
     slots = [slot for bucket in plan(program.GRAPH).buckets for slot in bucket.slots]
-    assert {slot.protocol for slot in slots} == {"static", "bounded", "unbounded", "rows"}
+    assert {slot.protocol for slot in slots} == {"static", "bounded", "unbounded"}
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -5,6 +5,5 @@ Start with `Edges`. docs/placement.md is the guide.
 
 from .edges import Edges
 from .incoming import Arrival, wait_opened
-from .values import Rows
 
-__all__ = ["Arrival", "Edges", "Rows", "wait_opened"]
+__all__ = ["Arrival", "Edges", "wait_opened"]

@@ -160,11 +160,11 @@ class Edges:
 
         Args:
             name: a tensor that this machine makes.
-            value: a contiguous numpy array, for rows a `Rows`; None if it was placed.
+            value: a contiguous numpy array; None if it was placed.
 
         Raises:
             LookupError: this machine makes no such tensor for another.
-            TypeError: no array, or for rows no `Rows`.
+            TypeError: no array.
             ValueError: dtype or shape are not as planned, it is not contiguous, or it was placed
                 and is given too, or neither.
             TimeoutError: a machine did not release older turns in time.

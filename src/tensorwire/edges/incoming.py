@@ -21,7 +21,7 @@ class Arrival:
     """One turn of a tensor, until it is released.
 
     Attributes:
-        value: a numpy array, of rows `Rows`. It lies in memory that the sender uses again after
+        value: a numpy array. It lies in memory that the sender uses again after
             `release`, or, where the receiver had to read it, in memory of its own.
     """
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TimeoutError
@@ -13,7 +14,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion, RemoteWord, Tran
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
-from .values import Rows, Value, check, copy_into, size_bytes, values_in, write_block
+from .values import Value, check, size_bytes, values_in, write_block
 
 _Piece = tuple[NDArray[Any], int]  # what to write, and its offset in the target's region
 
@@ -72,7 +73,7 @@ class Outgoing:
         if name in self._placed:
             raise ValueError(f"{name!r} was placed and not put")
         tensor = slot.tensor
-        if slot.protocol in ("unbounded", "rows"):
+        if slot.protocol == "unbounded":
             self._wait_free(bucket, turn, name)
             value = self._memory_for(bucket, at, slot, turn, shape)
         elif self._far.mapped:
@@ -100,7 +101,7 @@ class Outgoing:
             raise ValueError(f"{name!r} was placed: put it without a value")
         shape = check(slot.tensor, placed if value is None else value)
         is_last = len(self._waiting.get((bucket.index, turn), ())) + 1 == len(bucket.slots)
-        if is_last or slot.protocol in ("unbounded", "rows"):
+        if is_last or slot.protocol == "unbounded":
             self._wait_free(bucket, turn, name)
         return shape
 
@@ -130,16 +131,15 @@ class Outgoing:
         """What is to be written to the target."""
         start = self.route.start(bucket, turn) + slot.offset
         tensor = slot.tensor
-        if slot.protocol in ("unbounded", "rows"):
+        if slot.protocol == "unbounded":
             if value is not None:
-                copy_into(self._memory_for(bucket, at, slot, turn, shape), value)
+                np.copyto(self._memory_for(bucket, at, slot, turn, shape), value)
             memory = self._memories[bucket.index, at, self.route.flight(turn)]
             return [(write_block(tensor, shape, memory.number), start)]
         pieces: list[_Piece] = []
         if slot.protocol == "bounded":
             pieces.append((write_block(tensor, shape), start))
         if value is not None and size_bytes(tensor, shape):
-            assert not isinstance(value, Rows)
             offset = self._values_offset(slot) - slot.offset
             pieces.append((value, start + offset))
         return pieces
@@ -182,7 +182,7 @@ class Outgoing:
         self.bytes_sent += size
         if value is None:
             self.bytes_in_place += size
-        elif slot.protocol in ("unbounded", "rows") or self._far.mapped:
+        elif slot.protocol == "unbounded" or self._far.mapped:
             self.bytes_copied += size
 
     def _wait_free(self, bucket: Bucket, turn: int, name: str) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.memory.buffers import check_unmasked
-from tensorwire.placement import ALIGN_BYTES, BLOCK_BYTES, DTYPES, Slot, Tensor
+from tensorwire.placement import BLOCK_BYTES, DTYPES, Slot, Tensor
 
 _UNKNOWN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 _NUMPY = {name: np.dtype(_UNKNOWN.get(name, name)) for name in DTYPES}
-"""Elements as numpy has them; those that it does not know are unsigned integers."""
+"""Elements as numpy has them; a dtype that numpy lacks is an unsigned integer."""
 
 # Magic, number of sizes, bytes of the values, number of the memory they are in, sizes.
 _BLOCK = struct.Struct("<8sQQQ16Q")
@@ -25,65 +25,30 @@ _MAGIC = b"TWBLOCK1"
 _MOST = (1 << 63) - 1
 
 
-class Rows(NamedTuple):
-    """Some rows of a table.
-
-    Attributes:
-        indices: int64, one dimension: the number of each row, in any order, repeats allowed.
-        values: the rows.
-    """
-
-    indices: NDArray[np.int64]
-    values: NDArray[Any]
-
-
-Value = NDArray[Any] | Rows
+Value = NDArray[Any]
 
 
 def size_bytes(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """Bytes of one run; of rows with their numbers."""
-    values = DTYPES[tensor.dtype] * math.prod(shape)
-    return values + (indices_bytes(shape[0]) if tensor.rows else 0)
-
-
-def indices_bytes(count: int) -> int:
-    """Room for so many numbers of rows; the values begin behind it."""
-    return 8 * count + -8 * count % ALIGN_BYTES
+    """Returns the bytes of the values of one run."""
+    return DTYPES[tensor.dtype] * math.prod(shape)
 
 
 def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
     """Checks what a run made and returns its shape.
 
     Raises:
-        TypeError: no numpy array, or a masked one, or for rows no `Rows`.
+        TypeError: no numpy array, or a masked one.
         ValueError: another dtype or shape than planned, or not contiguous.
     """
-    parts = [("values", value, _NUMPY[tensor.dtype])]
-    if tensor.rows:
-        if not isinstance(value, Rows):
-            raise TypeError(f"{tensor.name!r} is {tensor}: put Rows, not {type(value).__name__}")
-        parts = [("values", value.values, _NUMPY[tensor.dtype]), ("indices", value.indices, _INT64)]
-    for what, array, dtype in parts:
-        if not isinstance(array, np.ndarray):
-            raise TypeError(
-                f"{what} of {tensor.name!r} are a numpy array, not {type(array).__name__}"
-            )
-        check_unmasked(array)
-        if array.dtype != dtype:
-            raise ValueError(f"{what} of {tensor.name!r} are planned as {dtype}, not {array.dtype}")
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{what} of {tensor.name!r} are not contiguous: copy them first")
-    array = value.values if tensor.rows else value
-    shape: tuple[int, ...] = array.shape
-    check_shape(tensor, shape)
-    if tensor.rows and value.indices.shape != shape[:1]:
-        raise ValueError(
-            f"{tensor.name!r} has {shape[0]} rows and indices of shape {value.indices.shape}"
-        )
-    return shape
-
-
-_INT64 = np.dtype(np.int64)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{tensor.name!r} is a numpy array, not {type(value).__name__}")
+    check_unmasked(value)
+    if value.dtype != (dtype := _NUMPY[tensor.dtype]):
+        raise ValueError(f"{tensor.name!r} is planned as {dtype}, not {value.dtype}")
+    if not value.flags.c_contiguous:
+        raise ValueError(f"{tensor.name!r} is not contiguous: copy it first")
+    check_shape(tensor, value.shape)
+    return value.shape
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -93,23 +58,8 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def values_in(tensor: Tensor, shape: tuple[int, ...], memory: Any) -> Value:
-    """A run's value over writable memory of `size_bytes` or more."""
-    start = indices_bytes(shape[0]) if tensor.rows else 0
-    values: NDArray[Any] = np.ndarray(shape, _NUMPY[tensor.dtype], memory, start)
-    if not tensor.rows:
-        return values
-    return Rows(np.ndarray(shape[:1], _INT64, memory), values)
-
-
-def copy_into(target: Value, value: Value) -> None:
-    """Copies all of a value."""
-    if isinstance(target, Rows) and isinstance(value, Rows):
-        np.copyto(target.indices, value.indices)
-        np.copyto(target.values, value.values)
-    else:
-        assert isinstance(target, np.ndarray)
-        assert isinstance(value, np.ndarray)
-        np.copyto(target, value)
+    """Returns the values of a run as an array over writable memory of `size_bytes` or more."""
+    return np.ndarray(shape, _NUMPY[tensor.dtype], memory)
 
 
 def write_block(tensor: Tensor, shape: tuple[int, ...], memory: int = 0) -> NDArray[np.uint8]:

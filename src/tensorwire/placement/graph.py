@@ -1,23 +1,25 @@
 """Describes a data-flow graph of any framework: tensors, operators, and their machines.
 
-It holds what placement needs and nothing else: sizes, who makes a tensor, who uses it, and when.
-What an operator computes is not its business. Everything here is checked when it is made, so that a
-Graph that exists makes sense, whoever sent it.
+It holds what placement needs and nothing else: the sizes of each tensor, its maker, its users, and
+the order of both. It does not know what an operator computes. Everything is checked when it is
+made, so a Graph that exists makes sense.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from . import checks
+MAX_BYTES = 1 << 48
+"""The most bytes of one tensor, and of all slots between two machines.
 
-FORMAT = 1
+Sums of offsets stay far below 2**63.
+"""
+
+MAX_NAME = 200
 MAX_RANK = 16
 MAX_SIZE = 1 << 40
 MAX_ORDER = (1 << 53) - 1
-MAX_ENTRIES = 1 << 20
 
 DTYPES: Mapping[str, int] = {
     **dict.fromkeys(["bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"], 1),
@@ -48,8 +50,6 @@ class Tensor:
         name: unique in the graph.
         dtype: one of DTYPES.
         shape: its sizes. The number of dimensions never varies.
-        rows: only some rows of it exist in a run, each with its number: the gradient of an
-            embedding. `shape` is that of the whole table; rows have static sizes.
 
     Raises:
         ValueError: a name, dtype or size that makes no sense.
@@ -58,10 +58,9 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[Size, ...]
-    rows: bool = False
 
     def __post_init__(self) -> None:
-        checks.name(self.name, "a tensor's name")
+        _check_name(self.name, "a tensor's name")
         where = f"tensor {self.name!r}"
         if self.dtype not in DTYPES:
             raise ValueError(f"{where}: no dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
@@ -70,13 +69,9 @@ class Tensor:
         for size in self.shape:
             if size is not None:
                 most = size.most if type(size) is UpTo else size
-                checks.number(most, f"{where}: a size", 0, MAX_SIZE)
-        if type(self.rows) is not bool:
-            raise ValueError(f"{where}: rows is true or false, not {self.rows!r}")
-        if self.rows and not (self.shape and all(type(size) is int for size in self.shape[1:])):
-            raise ValueError(f"{where}: rows have static sizes, so shape[1:] has no varying one")
+                _check_number(most, f"{where}: a size", 0, MAX_SIZE)
         # Without a bound the sizes that are known still have to fit.
-        if self._product(self.shape) > checks.MAX_BYTES:
+        if self._product(self.shape) > MAX_BYTES:
             raise ValueError(f"{where} has more than 2**48 bytes")
 
     def _product(self, sizes: tuple[Size, ...]) -> int:
@@ -87,31 +82,23 @@ class Tensor:
 
     @property
     def is_static(self) -> bool:
-        """Every size is known."""
-        return not self.rows and all(isinstance(size, int) for size in self.shape)
+        """True if no size varies from run to run."""
+        return all(isinstance(size, int) for size in self.shape)
 
     @property
     def most_bytes(self) -> int | None:
-        """The most bytes that a run can make; None if there is no bound. Without row numbers."""
+        """The most bytes that a run can make; None if there is no bound."""
         return None if None in self.shape else self._product(self.shape)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, if `rows`."""
-        return self._product(self.shape[1:])
-
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a run may make this shape; of `rows`, any number of rows up to all."""
+        """Tells whether a run may make this shape."""
         if shape == self.shape:
             return True
         if len(shape) != len(self.shape):
             return False
-        for at, (size, found) in enumerate(zip(self.shape, shape, strict=True)):
-            bounded = isinstance(size, UpTo) or (self.rows and at == 0)
-            most = size.most if isinstance(size, UpTo) else size
-            if most is None:
-                bounded, most = True, MAX_SIZE
-            if not (0 <= found <= most and (bounded or found == most)):
+        for size, found in zip(self.shape, shape, strict=True):
+            most = size.most if isinstance(size, UpTo) else MAX_SIZE if size is None else size
+            if not 0 <= found <= most or (isinstance(size, int) and found != size):
                 return False
         return True
 
@@ -120,7 +107,7 @@ class Tensor:
             "?" if size is None else f"≤{size.most}" if isinstance(size, UpTo) else str(size)
             for size in self.shape
         )
-        return f"{self.dtype} ({'some rows of ' if self.rows else ''}{sizes})"
+        return f"{self.dtype} ({sizes})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +129,15 @@ class Operator:
     order: int
 
     def __post_init__(self) -> None:
-        checks.name(self.name, "an operator's name")
+        _check_name(self.name, "an operator's name")
         where = f"operator {self.name!r}"
-        checks.name(self.machine, f"{where}: its machine")
+        _check_name(self.machine, f"{where}: its machine")
         for side in (self.inputs, self.outputs):
             if type(side) is not tuple:
                 raise ValueError(f"{where}: inputs and outputs are tuples of names")
             for each in side:
-                checks.name(each, f"{where}: a tensor")
-        checks.number(self.order, f"{where}: its order", 0, MAX_ORDER)
+                _check_name(each, f"{where}: a tensor")
+        _check_number(self.order, f"{where}: its order", 0, MAX_ORDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,39 +227,6 @@ class Graph:
         ]
         return sorted(found, key=lambda each: (each.ready, each.tensor.name, each.target))
 
-    def to_json(self) -> str:
-        """The graph as text, for `from_json`."""
-        return checks.dump(
-            "graph",
-            FORMAT,
-            {
-                "tensors": [asdict(each) for each in self.tensors],
-                "operators": [asdict(each) for each in self.operators],
-            },
-        )
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Graph:
-        """Reads what `to_json` wrote, from anybody.
-
-        Raises:
-            ValueError: it is no graph; the message says where.
-        """
-        document = checks.load(text, "graph", FORMAT)
-        _, _, tensors, operators = checks.fields(
-            document, "a graph", ("format", "version", "tensors", "operators")
-        )
-        return Graph(
-            tuple(
-                tensor_from_plain(each, f"tensor {at}")
-                for at, each in enumerate(checks.items(tensors, "tensors", MAX_ENTRIES))
-            ),
-            tuple(
-                _operator_from_plain(each, f"operator {at}")
-                for at, each in enumerate(checks.items(operators, "operators", MAX_ENTRIES))
-            ),
-        )
-
 
 def _unique_names(what: str, named: tuple[Tensor, ...] | tuple[Operator, ...]) -> set[str]:
     """The names of all; ValueError if two have the same."""
@@ -284,29 +238,11 @@ def _unique_names(what: str, named: tuple[Tensor, ...] | tuple[Operator, ...]) -
     return seen
 
 
-def tensor_from_plain(value: Any, where: str) -> Tensor:
-    """A tensor from its JSON, which has its fields by name.
-
-    Raises:
-        ValueError: it makes no sense.
-    """
-    name, dtype, shape, rows = checks.fields(value, where, ("name", "dtype", "shape", "rows"))
-    sizes: list[Size] = []
-    for size in checks.items(shape, f"{where}: the shape", MAX_RANK):
-        if isinstance(size, dict):
-            (most,) = checks.fields(size, f"{where}: a bounded size", ("most",))
-            sizes.append(UpTo(most))
-        else:
-            sizes.append(size)
-    if not isinstance(dtype, str):
-        raise ValueError(f"{where}: the dtype is a name, not {dtype!r}")
-    return Tensor(name, dtype, tuple(sizes), rows)
+def _check_name(value: str, where: str) -> None:
+    if type(value) is not str or not 0 < len(value) <= MAX_NAME or not value.isprintable():
+        raise ValueError(f"{where} is a printable text of 1 to {MAX_NAME} characters: {value!r}")
 
 
-def _operator_from_plain(value: Any, where: str) -> Operator:
-    name, machine, inputs, outputs, order = checks.fields(
-        value, where, ("name", "machine", "inputs", "outputs", "order")
-    )
-    inputs = checks.items(inputs, f"{where}: inputs", MAX_ENTRIES)
-    outputs = checks.items(outputs, f"{where}: outputs", MAX_ENTRIES)
-    return Operator(name, machine, tuple(inputs), tuple(outputs), order)
+def _check_number(value: int, where: str, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{where} is a whole number from {low} to {high}, not {value!r}")

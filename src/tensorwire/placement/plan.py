@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from . import checks
-from .graph import MAX_ENTRIES, Crossing, Graph, Tensor, tensor_from_plain
-
-FORMAT = 1
+from .graph import MAX_BYTES, Crossing, Graph, Tensor
 
 ALIGN_BYTES = 64
 """Slots and buckets start and end on multiples of it."""
@@ -22,9 +19,9 @@ ALIGN_BYTES = 64
 BLOCK_BYTES = 192
 """A block that describes what a run made: sizes, and where the bytes are if not behind it."""
 
-PROTOCOLS = ("static", "bounded", "unbounded", "rows")
-"""static: the bytes. bounded: a block, and behind it room for the most bytes there can be.
-unbounded and rows: a block alone; the receiver allocates and reads."""
+PROTOCOLS = ("static", "bounded", "unbounded")
+"""static: the bytes. bounded: a block, followed by room for the most bytes there can be.
+unbounded: a block alone; the receiver allocates and reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a graph, in ready order. Made by `plan` and `from_json`.
+    """The buckets of a graph, in ready order. Made by `plan`.
 
     Two plans are equal if they have the same buckets in the same order.
     """
@@ -109,48 +106,13 @@ class Plan:
         """What `target` keeps for `source`, for one run of the graph."""
         return max((b.offset + b.size_bytes for b in self.between(source, target)), default=0)
 
-    def to_json(self) -> str:
-        """The plan as text, for `from_json`. Offsets follow from it and are not written."""
-        buckets = [
-            {
-                "source": bucket.source,
-                "target": bucket.target,
-                "slots": [
-                    {"tensor": asdict(slot.tensor), "protocol": slot.protocol}
-                    for slot in bucket.slots
-                ],
-            }
-            for bucket in self.buckets
-        ]
-        return checks.dump("plan", FORMAT, {"buckets": buckets})
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Plan:
-        """Reads what `to_json` wrote, from anybody.
-
-        Raises:
-            ValueError: it is no plan; the message says where.
-        """
-        document = checks.load(text, "plan", FORMAT)
-        _, _, plain = checks.fields(document, "a plan", ("format", "version", "buckets"))
-        drafts = []
-        for at, each in enumerate(checks.items(plain, "buckets", MAX_ENTRIES)):
-            where = f"bucket {at}"
-            source, target, slots = checks.fields(each, where, ("source", "target", "slots"))
-            draft = _Draft(
-                checks.name(source, f"{where}: source"), checks.name(target, f"{where}: target")
-            )
-            for slot in checks.items(slots, f"{where}: slots", MAX_ENTRIES):
-                tensor, protocol = checks.fields(slot, f"{where}: a slot", ("tensor", "protocol"))
-                draft.slots.append((tensor_from_plain(tensor, f"{where}: a tensor"), protocol))
-            drafts.append(draft)
-        _check(drafts)
-        return Plan(_lay_out(drafts))
-
     @property
     def digest(self) -> bytes:
         """32 bytes that are equal if the plans are."""
-        return hashlib.sha256(self.to_json().encode()).digest()
+        parts = [
+            (b.source, b.target, [(s.tensor, s.protocol) for s in b.slots]) for b in self.buckets
+        ]
+        return hashlib.sha256(repr(parts).encode()).digest()
 
     def __str__(self) -> str:
         """A table of all slots."""
@@ -208,7 +170,6 @@ def plan(graph: Graph, *, bucket_bytes: int = 512 << 10, allocate_bytes: int = 6
         draft.add(crossing, protocol, size)
     # Ready when the last tensor is; Python's sort keeps the order of what is ready together.
     drafts.sort(key=lambda draft: (draft.ready, draft.slots[-1][0].name, draft.target))
-    _check(drafts)
     return Plan(_lay_out(drafts))
 
 
@@ -231,7 +192,7 @@ class _Draft:
 
 
 def _slot_bytes(tensor: Tensor, protocol: str) -> int:
-    if protocol in ("unbounded", "rows"):
+    if protocol == "unbounded":
         return BLOCK_BYTES
     most = tensor.most_bytes
     assert most is not None, f"{protocol} {tensor} has no bound"
@@ -242,34 +203,8 @@ def _padded(size_bytes: int) -> int:
     return size_bytes + -size_bytes % ALIGN_BYTES
 
 
-def _check(drafts: Sequence[_Draft]) -> None:
-    """What `_lay_out` relies on and a reader of plans too."""
-    seen: set[tuple[str, str]] = set()
-    specs: dict[str, tuple[Tensor, str]] = {}
-    for at, draft in enumerate(drafts):
-        where = f"bucket {at}"
-        if draft.source == draft.target:
-            raise ValueError(f"{where} goes from machine {draft.source!r} to itself")
-        if not draft.slots:
-            raise ValueError(f"{where} has no slots")
-        for tensor, protocol in draft.slots:
-            possible = _possible(tensor)
-            if protocol not in possible:
-                raise ValueError(
-                    f"{where}: {tensor.name!r} is {tensor}, which is sent as "
-                    f"{' or '.join(possible)}, not {protocol!r}"
-                )
-            if (tensor.name, draft.target) in seen:
-                raise ValueError(f"{where}: {tensor.name!r} goes to {draft.target!r} twice")
-            seen.add((tensor.name, draft.target))
-            if specs.setdefault(tensor.name, (tensor, draft.source)) != (tensor, draft.source):
-                raise ValueError(f"{where}: {tensor.name!r} differs from the one in another bucket")
-
-
 def _possible(tensor: Tensor) -> tuple[str, ...]:
     """The protocols that a tensor can be sent by; of two, the second is for a large one."""
-    if tensor.rows:
-        return ("rows",)
     if tensor.is_static:
         return ("static",)
     return ("unbounded",) if tensor.most_bytes is None else ("bounded", "unbounded")
@@ -287,7 +222,7 @@ def _lay_out(drafts: Iterable[_Draft]) -> tuple[Bucket, ...]:
             size = _slot_bytes(tensor, protocol)
             slots.append(Slot(tensor, protocol, offset, size))
             offset += size
-        if start + offset > checks.MAX_BYTES:
+        if start + offset > MAX_BYTES:
             raise ValueError(f"what goes from {pair[0]!r} to {pair[1]!r} is above 2**48 bytes")
         ends[pair] = index + 1, start + offset
         buckets.append(Bucket(*pair, index, start, tuple(slots)))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from tensorwire.edges import Arrival, Edges, Rows
+from tensorwire.edges import Arrival, Edges
 from tensorwire.placement import Graph, Operator, Plan, Tensor
 
 from ..group import Machines
@@ -187,6 +187,5 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
     """The other way round; the same memory."""
-    assert not isinstance(value, Rows)
     tensor = torch.from_numpy(value)
     return tensor.view(dtype) if dtype in _BITS else tensor
