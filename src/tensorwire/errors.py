@@ -85,7 +85,7 @@ _CLASSES: dict[int, type[Exception]] = {
 
 
 def consequence(message: str) -> RuntimeError:
-    """The error of a process that cannot go on because another one has failed.
+    """Returns the error of a process that cannot go on because another one has failed.
 
     Args:
         message: which process has failed, and why.

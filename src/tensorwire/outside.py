@@ -52,7 +52,7 @@ def parse_json(data: bytes | str, form: type[T], most_bytes: int = 1 << 16) -> T
 
 
 def _checked(value: Any, form: Any, name: str, depth: int) -> Any:
-    """A value in the declared form; `name` is its place, for the message."""
+    """Returns a value in the declared form; `name` is its place, for the message."""
     if depth > _MOST_DEPTH:
         raise ValueError("it is nested too deeply")
     kind, origin, parts = type(value), typing.get_origin(form), typing.get_args(form)
@@ -85,7 +85,7 @@ def _checked(value: Any, form: Any, name: str, depth: int) -> Any:
 
 @functools.cache
 def _forms_of(form: Any) -> dict[str, tuple[Any, bool]] | None:
-    """The forms of an object's values by their keys, and which must be there; None: no object."""
+    """Returns the form of each key of an object, and whether it is required; None: no object."""
     if dataclasses.is_dataclass(form):
         needed = {
             each.name

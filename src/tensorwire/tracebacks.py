@@ -51,7 +51,7 @@ class Failure:
     interrupt: bool
 
     def line(self) -> str:
-        """Class, message and place in one line."""
+        """Returns class, message and place in one line."""
         said = f"{self.kind}: {self.message}" if self.message else self.kind
         return f"{said}, at {self.where}" if self.where else said
 
@@ -92,7 +92,7 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 def hint(hidden: int) -> str:
-    """One line on how many frames were left out."""
+    """Returns one line on how many frames were left out."""
     frames = "1 frame" if hidden == 1 else f"{hidden} frames"
     return f"{frames} of libraries left out; {VARIABLE}=full shows everything"
 
@@ -188,7 +188,7 @@ def _shorten(shown: traceback.TracebackException, seen: set[int]) -> int:
 
 
 def _frames_of_ours(shown: traceback.TracebackException) -> int:
-    """The frames of an exception that tensorwire itself has caught and told in its own words.
+    """Returns the number of frames of an exception that tensorwire has caught and retold.
 
     0: it is another one, or something of the user's is in it, or in what it came from.
     """

@@ -513,12 +513,12 @@ ROWS = {row.name: row for phase in PHASES for row in phase.all_rows()}
 
 
 def rows_of(who: str) -> dict[str, Transition]:
-    """The rows that a "server", a "worker" or the "launcher" runs, by their names."""
+    """Returns the rows that a "server", a "worker" or the "launcher" runs, by their names."""
     return {row.name: row for phase in PHASES if phase.who == who for row in phase.all_rows()}
 
 
 def page() -> str:
-    """The tables of docs/fault-tolerance.md; `python -m tensorwire.transitions` prints them."""
+    """Returns the tables of docs/fault-tolerance.md for `python -m tensorwire.transitions`."""
     lines: list[str] = []
     for phase in PHASES:
         article = "The" if phase.who == "launcher" else "A"

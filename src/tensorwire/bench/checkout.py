@@ -27,7 +27,7 @@ def found() -> bool:
 
 
 def missing(what: str, command: str) -> str | None:
-    """Why `what` cannot run here, and how to run `tensorwire command` where it can; None if it can.
+    """Returns why `what` cannot run here and what can run `tensorwire command`; None if it can.
 
     The sentence begins with `what`.
     """
@@ -40,6 +40,6 @@ def missing(what: str, command: str) -> str | None:
 
 
 def load(module: str) -> Any:
-    """A module of the package, by its name there; `found` must be true."""
+    """Returns a module of the package, by its name there; `found` must be true."""
     assert found(), "the benches of the repository are not here"
     return importlib.import_module(f"{PACKAGE}.{module}")

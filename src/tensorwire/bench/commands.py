@@ -28,7 +28,7 @@ S = TypeVar("S")
 
 
 def _list_option(flags: Sequence[str], read: Callable[[str], Any], help: str) -> Decorator:
-    """An option with comma-separated lists, which add up where it is given several times.
+    """Returns an option with comma-separated lists, which add up where it is given several times.
 
     Its value is None if it is not given. `read` makes a value of each word, or raises ValueError.
     """
@@ -48,7 +48,7 @@ def _list_option(flags: Sequence[str], read: Callable[[str], Any], help: str) ->
 
 
 def names(*flags: str, known: Sequence[str], help: str) -> Decorator:
-    """An option that takes some of the known words."""
+    """Returns an option that takes some of the known words."""
 
     def read(word: str) -> str:
         if word not in known:
@@ -59,7 +59,7 @@ def names(*flags: str, known: Sequence[str], help: str) -> Decorator:
 
 
 def sizes(*flags: str, help: str) -> Decorator:
-    """An option that takes sizes such as 64KiB, in bytes."""
+    """Returns an option that takes sizes such as 64KiB, in bytes."""
     return _list_option(flags, parse_size, help)
 
 
@@ -69,7 +69,7 @@ def json_option(help: str) -> Decorator:
 
 
 def outputs(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that every bench has: `json_path`, `figure_path` and `strict` of `carry_out`."""
+    """Returns the options of every bench: `json_path`, `figure_path` and `strict` of `carry_out`."""
     for option in (
         click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
         click.option(
@@ -83,7 +83,7 @@ def outputs(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def chosen(settings: S, **options: Any) -> S:
-    """The settings with those options that were given, which are not None."""
+    """Returns the settings with those options that were given, which are not None."""
     given = {name: value for name, value in options.items() if value is not None}
     return dataclasses.replace(settings, **given)  # type: ignore[type-var]
 

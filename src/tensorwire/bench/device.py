@@ -50,7 +50,7 @@ _UNTIMED_PINGS = 20
 
 
 def batch_of(case: str) -> tuple[int, int]:
-    """Pieces and bytes per piece of a case like "batch_256x1KiB_by_index"."""
+    """Returns pieces and bytes per piece of a case like "batch_256x1KiB_by_index"."""
     pieces, _, piece = case.split("_")[1].partition("x")
     return int(pieces), int(piece.removesuffix("KiB")) << 10
 
@@ -85,7 +85,7 @@ class Driver:
         return self._link.recv()
 
     def spin_bound_s(self) -> float | None:
-        """How long this node polls before it sleeps, as of now; it may change with the load."""
+        """Returns how long this node polls before it sleeps; the value may change with the load."""
         spin_bound_ns = self._node.stats().get("spin_bound_ns")
         return None if spin_bound_ns is None else spin_bound_ns / 1e9
 
@@ -114,7 +114,7 @@ class Driver:
         return list(self._runners)
 
     def _raw(self, mode: str, size_bytes: int) -> dict[str, Runner]:
-        """The limit of tcp; nothing on shm."""
+        """Returns the limit of tcp; nothing on shm."""
         if self._wire == "shm":
             return {}
         port, token = self._tell("raw", mode, size_bytes)
@@ -199,7 +199,7 @@ class Driver:
         return each * batch
 
     def block(self, system: str, count: int) -> Block:
-        """One block of a system, with the CPU that both processes spent on it."""
+        """Returns one block of a system, with the CPU that both processes spent on it."""
         runner, batch = self._runners[system], self._batches[system]
         return run_block(lambda n: runner(n, batch), count, self._target_pid, batch)
 
@@ -210,7 +210,7 @@ class Driver:
         return alternate(self.block, systems, limit, counts, rounds)
 
     def waiting(self, seconds: float) -> tuple[float, float]:
-        """Wall time and CPU time of the target while it waits for a word that nobody stores."""
+        """Returns the wall and CPU time of the target while it waits for a word that nobody stores."""
         self._link.send(("wait", seconds))
         time.sleep(0.25)  # its spin is over and its interpreter at rest
         cpu, begin = process_cpu_seconds(self._target_pid), time.perf_counter()

@@ -26,7 +26,7 @@ Runner = Callable[[int], Sequence[float]]
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of all values do not exceed (nearest rank).
+    """Returns the smallest value that at least `fraction` of all values do not exceed.
 
     Raises:
         ValueError: no values, or a fraction outside 0 to 1.
@@ -37,7 +37,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def median_rank(count: int) -> int | None:
-    """The rank whose value and mirror image enclose the true median with 95 % confidence.
+    """Returns the rank whose value and mirror image enclose the true median with 95 % confidence.
 
     Counted from 1: of `count` sorted values the r-th smallest and the r-th largest are the
     interval. None when even the extremes do not suffice (count < 6). The number of values below
@@ -55,7 +55,7 @@ def median_rank(count: int) -> int | None:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the true median by order statistics; None with too few values."""
+    """Returns the 95 % interval of the true median by order statistics; None for few values."""
     rank = median_rank(len(values))
     if rank is None:
         return None
@@ -73,7 +73,7 @@ class Ratio:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
-    """The median of above[i] / below[i]. None when there is no pair.
+    """Returns the median of above[i] / below[i]. None when there is no pair.
 
     Raises:
         ValueError: sequences of unequal length.
@@ -90,7 +90,7 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
 
 
 def time_each(operation: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` calls, with the garbage collector off as `timeit` does.
+    """Returns seconds of each of `count` calls, with the garbage collector off as `timeit` does.
 
     Two looks at the clock (about 0.1 µs together) are part of every figure.
     """
@@ -159,7 +159,7 @@ class Series:
         return [median(block.seconds) for block in self.blocks]
 
     def cpu_per_operation(self) -> tuple[float, float]:
-        """CPU seconds per operation, local and remote."""
+        """Returns CPU seconds per operation, local and remote."""
         operations = max(1, self.operations)
         return (
             sum(block.cpu_seconds_local for block in self.blocks) / operations,
@@ -214,7 +214,7 @@ class Budget:
     max_count: int = 2000
 
     def count(self, seconds_each: float) -> int:
-        """Operations of this length in one block, at least one."""
+        """Returns operations of this length in one block, at least one."""
         return max(1, min(self.max_count, int(self.block_s / max(seconds_each, 1e-9))))
 
     def rounds(self, seconds_per_round: float) -> int:
@@ -238,11 +238,11 @@ def warm_up(runner: Runner, max_s: float = 0.2, max_count: int = 50) -> float:
 
 
 def laps_of(rounds: int, laps: int) -> list[int]:
-    """`rounds` cut into at most `laps` parts that differ by one at most."""
+    """Returns `rounds` cut into at most `laps` parts that differ by one at most."""
     laps = max(1, min(laps, rounds))
     return [rounds // laps + (1 if i < rounds % laps else 0) for i in range(laps)]
 
 
 def flatten(parts: Iterable[Series]) -> Series:
-    """The blocks of several series as one."""
+    """Returns the blocks of several series as one."""
     return Series([block for part in parts for block in part.blocks])

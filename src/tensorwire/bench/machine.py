@@ -26,34 +26,34 @@ _ROOT = Path("/")
 
 
 def chosen(path: Path) -> str | None:
-    """The bracketed word of a kernel switch: "always [madvise] never" gives "madvise"."""
+    """Returns the bracketed word of a kernel switch: "always [madvise] never" gives "madvise"."""
     text = read_line(path)
     words = (text or "").split()
     return next((word[1:-1] for word in words if word[0] + word[-1] == "[]"), text)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Key and value of each line "key: value"."""
+    """Yields key and value of each line "key: value"."""
     for line in (read_line(path) or "").splitlines():
         key, _, value = line.partition(":")
         yield key.strip(), value.strip()
 
 
 def cpu_model(root: Path = _ROOT) -> str | None:
-    """The processor's name as the kernel gives it."""
+    """Returns the processor's name as the kernel gives it."""
     keys = ("model name", "Model", "Processor")
     found = (value for key, value in _entries(root / "proc/cpuinfo") if key in keys)
     return next(found, None) or platform.processor() or None
 
 
 def memory_bytes(key: str = "MemTotal", root: Path = _ROOT) -> int | None:
-    """A figure of /proc/meminfo in bytes."""
+    """Returns a figure of /proc/meminfo in bytes."""
     value = dict(_entries(root / "proc/meminfo")).get(key)
     return None if value is None else int(value.split()[0]) * 1024
 
 
 def version(package: str) -> str | None:
-    """The version of an installed distribution, None when it is not installed."""
+    """Returns the version of an installed distribution, None when it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def version(package: str) -> str | None:
 
 
 def load_average() -> tuple[float, float, float] | None:
-    """Runnable tasks over 1, 5 and 15 minutes."""
+    """Returns runnable tasks over 1, 5 and 15 minutes."""
     try:
         return os.getloadavg()
     except OSError:
@@ -69,7 +69,7 @@ def load_average() -> tuple[float, float, float] | None:
 
 
 def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Everything about this machine that a reader of the figures needs, as JSON-ready data."""
+    """Returns everything about this machine that a reader of the figures needs, ready for JSON."""
     load = load_average()
     huge = _ROOT / "sys/kernel/mm/transparent_hugepage"
     return {
@@ -138,7 +138,7 @@ def pin_process(cores: Iterable[int]) -> None:
 
 
 def process_cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of another process, dead ones included, without disturbing it.
+    """Returns the CPU time of all threads of another process, dead ones included.
 
     It is the process CPU clock of `clock_getcpuclockid(3)`: the kernel encodes it as the complement
     of the process number, shifted by three, with 2 for the scheduler's nanosecond clock.

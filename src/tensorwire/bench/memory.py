@@ -62,7 +62,7 @@ Pins = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _halves() -> Pins | None:
-    """The cores cut in two, one half per process, as two hosts would have it; None with one core.
+    """Returns the cores cut in two, one half per process, as two hosts would have them.
 
     Without it the kernel now runs both ends of a TCP connection on one core and now on two, which
     moves any figure by a factor of two and hides the rest.
@@ -128,7 +128,7 @@ class MemorySettings:
 
 
 def wires_of(system: str) -> tuple[str, ...]:
-    """The wires on which a system of `SYSTEMS` is measured."""
+    """Returns the wires on which a system of `SYSTEMS` is measured."""
     if system in (PYTHON, CPP):
         return WIRES
     if system == TORCH_COPY:
@@ -138,7 +138,7 @@ def wires_of(system: str) -> tuple[str, ...]:
 
 
 def plan(settings: MemorySettings) -> list[Case]:
-    """The cases of a run, in order."""
+    """Returns the cases of a run, in order."""
     first, *others = sorted(os.sched_getaffinity(0))
     two: Pins | None = ((first,), (others[0],)) if others else None
     batches = [f"{batch}{way}" for batch in BATCHES for way in ("", "_by_index")]
@@ -225,13 +225,13 @@ class _Taken:
         self.failed: dict[str, str] = {}
 
     def ratio(self, above: str, below: str) -> Ratio | None:
-        """The paired ratio of two systems, lap by lap."""
+        """Returns the paired ratio of two systems, lap by lap."""
         found = [[median(lap.seconds) for lap in self.laps[name]] for name in (above, below)]
         pairs = min(map(len, found))
         return paired_ratio(found[0][:pairs], found[1][:pairs])
 
     def ratio_to_limit(self, name: str) -> Ratio | None:
-        """The paired ratio of a system and the limit beside it, block by block."""
+        """Returns the paired ratio of a system and the limit beside it, block by block."""
         beside = flatten(self.laps[f"{name}|limit"])
         return (
             paired_ratio(beside.medians, flatten(self.laps[name]).medians)
@@ -303,7 +303,7 @@ class _Wire:
     # --- one case -------------------------------------------------------------------------------
 
     def measure(self, case: Case) -> tuple[list[Row], list[Comparison]]:
-        """The rows of a case and the paired comparisons with the rivals that ran in it."""
+        """Returns the rows of a case and the paired comparisons with the rivals that ran in it."""
         if case.action == "waiting":
             return [self._waiting(case)], []
         if case.name.endswith("two_cores") and not case.pins:

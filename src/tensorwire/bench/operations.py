@@ -33,13 +33,13 @@ loops: Any = _core.bench_loops
 
 
 def moving(remote: RemoteRegion, local: Any, read: bool) -> Runner:
-    """A write of an array, or a read into it, from the call in Python until it is complete."""
+    """Returns a write of an array, or a read into it, from the call until it is complete."""
     call = remote.read if read else remote.write
     return lambda count, batch: time_each(lambda: call(local).wait(PATIENCE_S), count)
 
 
 def copying(remote: RemoteRegion, local: Any, read: bool) -> Runner:
-    """Memcpy between an array and the pages that a write to the region's beginning reaches."""
+    """Returns a memcpy between an array and the pages that a write to the region reaches."""
     ends = loops.mapped_address(core_of(remote)), local.ctypes.data
     target, source = ends[::-1] if read else ends
     return partial(loops.copy_pieces, target, source, local.nbytes, 0, 1)
@@ -49,7 +49,7 @@ def ping(
     mine: Word, theirs: RemoteWord, values: Iterable[int], peer: Peer | None = None,
     pause_s: float = 0.0,
 ) -> list[float]:  # fmt: skip
-    """Seconds of a signal's round trips, one for each value, while the other side runs `pong`.
+    """Returns the seconds of a signal's round trips, while the other side runs `pong`.
 
     A pause before each lets the other side sleep. With `peer` the waiting ends if it is lost.
     """

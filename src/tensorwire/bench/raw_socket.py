@@ -144,7 +144,7 @@ class RawClient:
             raise
 
     def run(self, count: int, batch: int = 1) -> Sequence[float]:
-        """Seconds of each of `count` operations, or per operation of so many samples.
+        """Returns seconds of each of `count` operations, or per operation of so many samples.
 
         Raises:
             PeerLostError: the other side is gone or silent.

@@ -60,7 +60,7 @@ def machine_line(report: Report) -> Text:
 
 
 def new_table(title: str, *columns: str, **more: Any) -> Table:
-    """An empty table as all reports have them; the ">" before a heading aligns right."""
+    """Returns an empty table as all reports have them; the ">" before a heading aligns right."""
     look = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
     table = Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
     for heading in columns:
@@ -80,12 +80,12 @@ def add_groups(table: Table, rows: Iterable[Sequence[str | Text]]) -> None:
 
 
 def shown(figure: float | None, form: str) -> str:
-    """A figure in this format, or a dash for one that is not known."""
+    """Returns a figure in this format, or a dash for one that is not known."""
     return "–" if figure is None else format(figure, form)
 
 
 def case_table(case: str, rows: Iterable[Row]) -> Table:
-    """The rows of one case, sizes apart."""
+    """Returns the rows of one case, sizes apart."""
     table = new_table(
         case,
         ">size",
@@ -126,7 +126,7 @@ def _ratio(row: Row) -> Text:
 
 
 def missing_lines(rows: Iterable[Row]) -> list[Text]:
-    """One line per system and reason, with the number of cases that it concerns."""
+    """Returns one line per system and reason, with the number of cases that it concerns."""
     counts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if not row.measured:

@@ -36,7 +36,7 @@ class Rival:
     polls: bool = False
 
     def missing(self) -> str | None:
-        """Why it cannot run here, with the remedy; None when it can."""
+        """Returns why it cannot run here, with the remedy; None when it can."""
         if self.module.startswith(checkout.PACKAGE):
             reason = checkout.missing(f"the rival {self.name}", "bench memory")
             if reason is not None:

@@ -65,7 +65,7 @@ class Row:
         return self.seconds_median is not None
 
     def timed(self, seconds: Sequence[float], *, moves: bool = False, **figures: Any) -> Row:
-        """The row with median and p99 of these samples, their number, and further figures.
+        """Returns the row with median and p99 of these samples, their number, and further figures.
 
         Where the operation `moves` its bytes, GB/s follow from the median.
         """
@@ -79,7 +79,7 @@ class Row:
         return dataclasses.replace(self, **(found | figures))
 
     def beside(self, ratio: Ratio | None) -> Row:
-        """The row with the ratio to its limit, if there is one."""
+        """Returns the row with the ratio to its limit, if there is one."""
         if ratio is None:
             return self
         return dataclasses.replace(self, ratio_to_limit=ratio.median, ratio_interval=ratio.interval)
@@ -121,7 +121,7 @@ class Verdict:
         return 0.0 if self.met else abs(self.measured - self.bar)
 
     def line(self) -> str:
-        """The verdict as one line of text."""
+        """Returns the verdict as one line of text."""
         if self.measured is None or self.met is None:
             return f"not measured  {self.name}: {self.detail}"
         word = "met   " if self.met else "MISSED"
@@ -160,7 +160,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def find(self, case: str, system: str, size_bytes: int) -> Row | None:
-        """The row of a case, system and size; None when there is none."""
+        """Returns the row of a case, system and size; None when there is none."""
         wanted = (case, system, size_bytes)
         return next((row for row in self.rows if (row.case, row.system, row.bytes) == wanted), None)
 
@@ -174,7 +174,7 @@ class Report:
         self.settings["interrupted"] |= other.settings["interrupted"]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON-ready data. Not-a-number never appears: it becomes null."""
+        """Returns the report as JSON-ready data. Not-a-number never appears: it becomes null."""
         return {
             "format": FORMAT,
             "bench": self.bench,
@@ -247,7 +247,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "8", "64KiB" or "1 MiB" (binary units, any case).
+    """Returns bytes from "8", "64KiB" or "1 MiB" (binary units, any case).
 
     Raises:
         ValueError: not a positive size.
@@ -261,7 +261,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest exact text for a size: "8 B", "64 KiB", "1 MiB"."""
+    """Returns the shortest exact text for a size: "8 B", "64 KiB", "1 MiB"."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= factor and size_bytes % factor == 0:
             return f"{size_bytes // factor} {unit}"
@@ -269,7 +269,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Three significant figures in the unit that suits: "1.85 µs"."""
+    """Returns three significant figures in the unit that suits: "1.85 µs"."""
     if seconds is None:
         return "–"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

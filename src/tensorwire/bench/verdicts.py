@@ -21,12 +21,12 @@ Figure = tuple[float, tuple[float, float] | None]
 
 
 def ratio(row: Row) -> Figure | None:
-    """The part of the limit's speed."""
+    """Returns the part of the limit's speed."""
     return None if row.ratio_to_limit is None else (row.ratio_to_limit, row.ratio_interval)
 
 
 def by_limit(row: Row) -> Figure | None:
-    """The ratio turned round: own time by the limit's."""
+    """Returns the ratio turned round: own time by the limit's."""
     if not row.ratio_to_limit:
         return None
     interval = row.ratio_interval
@@ -39,7 +39,7 @@ def _microseconds(row: Row) -> Figure | None:
 
 
 def _remote_cpu(row: Row) -> Figure | None:
-    """CPU time there by the duration, in percent."""
+    """Returns CPU time there by the duration, in percent."""
     if row.seconds_median is None or row.cpu_seconds_remote is None:
         return None
     return 100 * row.cpu_seconds_remote / row.seconds_median, None
@@ -70,7 +70,7 @@ class Bar:
     upper_end: bool = False
 
     def judge(self, report: Report) -> Verdict:
-        """The verdict on a report."""
+        """Returns the verdict on a report."""
         found = [
             (*figure, item.bytes)
             for item in (report.comparisons if self.rival else report.rows)
@@ -161,6 +161,6 @@ BARS: tuple[Bar, ...] = (
 
 
 def judge(report: Report) -> list[Verdict]:
-    """All verdicts on a report, in the order in which the bars are written down."""
+    """Returns all verdicts on a report, in the order in which the bars are written down."""
     on_gpu = "gpu" in report.settings.get("wires", ())
     return [bar.judge(report) for bar in BARS if on_gpu or not bar.case.startswith("gpu.")]

@@ -139,7 +139,7 @@ def memory(
 
 
 def _stored(path: Path, bench: str) -> Report:
-    """The report that an earlier run of this bench wrote."""
+    """Returns the report that an earlier run of this bench wrote."""
     try:
         report = Report.load(path)
     except (OSError, ValueError) as error:
@@ -150,7 +150,7 @@ def _stored(path: Path, bench: str) -> Report:
 
 
 def in_repository() -> Iterable[click.Command]:
-    """The other benches; where they are not, commands that say where to get them."""
+    """Returns the other benches; where they are not, commands that say where to get them."""
     if checkout.found():
         found: Iterable[click.Command] = checkout.load("commands").COMMANDS
         return found

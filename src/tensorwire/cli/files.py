@@ -53,7 +53,7 @@ class _Trees:
         self._stack.close()
 
     def tree(self, address: str) -> Tree:
-        """The tree of a job."""
+        """Returns the tree of a job."""
         if address not in self._found:
             with as_os_errors(f"{_SCHEME}{address}"):
                 try:

@@ -51,7 +51,7 @@ def info(as_json: bool) -> None:
 
 
 def _table(found: list[Finding]) -> Table:
-    """The findings as a coloured table; the state is a word too, so it reads without colour."""
+    """Returns the findings as a coloured table; the state is a word too, for readers without colour."""
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("what", style="bold", no_wrap=True)
     shown.add_column("here", no_wrap=True)

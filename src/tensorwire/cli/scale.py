@@ -114,7 +114,7 @@ def scale(
 
 
 def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
-    """The job that is meant, which runs."""
+    """Returns the job that is meant, which runs."""
     if address is not None:
         address = bare_address(address)
         found = [job for job in jobs if address in job.addresses]

@@ -171,14 +171,14 @@ def _told(log: LoggedJob) -> dict[str, Any]:
 
 
 def _without_servers(log: LoggedJob) -> dict[str, Any]:
-    """A job that runs, and of which no process is server 0 at this moment."""
+    """Returns a job that runs, and of which no process is server 0 at this moment."""
     about = {"address": log.addresses[0], **_run_by(log)}
     error = "its server 0 is being replaced, or the job is about to end"
     return {**about, **_told(log), "error": error}
 
 
 def _of_log(log: LoggedJob) -> dict[str, Any]:
-    """A job that is over, and did not end well."""
+    """Returns a job that is over, and did not end well."""
     failure = log.failure or f"its launcher (pid {log.launcher}) was killed"
     return {"failed": failure, "command": log.command, "started": log.started, **_told(log)}
 
@@ -211,7 +211,7 @@ def _stopped(name: str, pid: int) -> str:
 
 
 def _seen(worker: dict[str, Any], server: RunningServer | None) -> dict[str, Any]:
-    """A worker as its server says, and whether its process is stopped, if it is on this host."""
+    """Returns a worker as its server sees it; on this host also whether its process is stopped."""
     here = server is not None and _is_here(server.pids)
     near = here and worker.get("transport") == "shm" and worker["state"] == "connected"
     return {**worker, "state": "stopped"} if near and is_stopped(worker["pid"]) else worker
@@ -226,7 +226,7 @@ def _ask(node: Node, address: str) -> dict[str, Any]:
 
 
 def _secret_of(known: RunningServer | None) -> bytes | None:
-    """The job's secret; None for what the environment says."""
+    """Returns the job's secret; None for what the environment says."""
     if known is None:
         return None
     if known.secret_file:
@@ -353,7 +353,7 @@ def _show_files(job: dict[str, Any], console: Console) -> None:
 
 
 def _stopped_of(job: dict[str, Any]) -> dict[str, int]:
-    """The processes of a running job that are stopped, as far as they are of this host."""
+    """Returns the processes of a running job that are stopped, as far as they are of this host."""
     found = {
         f"{each['kind']} {each['index']}": each["pid"]
         for each in job.get("members", ())

@@ -108,7 +108,7 @@ class LinkFacts:
         return [facts for facts in (self.here, self.there) if facts is not None]
 
     def find(self, case: str, system: str = PYTHON) -> Row | None:
-        """The largest size of a case that was measured."""
+        """Returns the largest size of a case that was measured."""
         rows = [r for r in self.rows if r.case == case and r.system == system and r.measured]
         return max(rows, key=lambda row: row.bytes, default=None)
 
@@ -126,13 +126,13 @@ class LinkFacts:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The gravest level."""
+    """Returns the gravest level."""
     levels = {finding.level for finding in findings}
     return next((level for level in (WARNING, NOTE) if level in levels), OK)
 
 
 def _judge(subject: str, text: str, *cases: tuple[object, str, str, str]) -> Finding:
-    """The first case (condition, level, text, remedy) that holds; without one, all is well."""
+    """Returns the first case (condition, level, text, remedy) that holds, or that all is well."""
     for holds, level, found, remedy in cases:
         if holds:
             return Finding(level, subject, found, remedy)
@@ -276,7 +276,7 @@ def about_tcp(tcp: Tcp, interfaces: Iterable[Interface]) -> Iterator[Finding]:
 
 
 def buffers_remedy(needed: int) -> str:
-    """The commands that let so many bytes be on their way."""
+    """Returns the commands that let so many bytes be on their way."""
     most = max(16 << 20, 1 << (2 * needed - 1).bit_length())
     return f'sysctl -w net.ipv4.tcp_rmem="4096 131072 {most}" net.ipv4.tcp_wmem="4096 65536 {most}"'
 
@@ -469,7 +469,7 @@ def about_network(link: LinkFacts) -> Iterator[Finding]:
 def _why_slow(
     link: LinkFacts, gb_per_s: float, raw_gb_per_s: float | None, promised: float
 ) -> tuple[str, str]:
-    """The likeliest cause of a slow network and its remedy, gravest first."""
+    """Returns the likeliest cause of a slow network and its remedy, gravest first."""
     latency = link.find("tcp.signal", RAW) or link.find("tcp.signal")
     windows = [end.tcp.window_bytes for end in link.ends if end.tcp.window_bytes is not None]
     if latency is not None and latency.seconds_median is not None and windows:

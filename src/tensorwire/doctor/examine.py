@@ -75,7 +75,7 @@ class Examination:
         return 1 if worst(self.findings) == WARNING else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The report that every bench makes, with what a doctor adds."""
+        """Returns the report that every bench makes, with what a doctor adds."""
         settings = {"address": self.address, "interrupted": self.interrupted}
         here, there = self.here, self.there
         return {
@@ -116,7 +116,7 @@ def examine_peer(
 
 
 def _secret_of_job(address: str) -> bytes | None:
-    """The secret of a job of this user on this host whose server listens at an address.
+    """Returns the secret of a job of this user on this host whose server listens at an address.
 
     None, which stands for that of the environment, if there is no such job or it has no secret.
 
@@ -289,7 +289,7 @@ class _Look:
 
 
 def _notes_as_findings(rows: list[Row]) -> Iterator[Finding]:
-    """The reasons why rows have no figure, each once."""
+    """Yields the reasons why rows have no figure, each once."""
     told = set()
     for row in rows:
         if row.system == PYTHON and row.note and row.note not in told:

@@ -185,7 +185,7 @@ class Facts:
     interfaces: tuple[Interface, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns JSON-ready data."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
@@ -250,7 +250,7 @@ def read(root: Path = _ROOT) -> Facts:
 
 
 def read_cpu(root: Path = _ROOT) -> Cpu:
-    """Cores, quota, load and threads."""
+    """Returns cores, quota, load and threads."""
     load = (read_line(root / "proc/loadavg") or "").split()
     threads = os.environ.get("OMP_NUM_THREADS", "")[:9]
     return Cpu(
@@ -304,7 +304,7 @@ def memfd_fault(read_only: bool = False) -> str:
 
 
 def read_tcp(root: Path = _ROOT) -> Tcp:
-    """The kernel's limits of TCP."""
+    """Returns the kernel's limits of TCP."""
     net = root / "proc/sys/net"
     adapts = read_number(net / "ipv4/tcp_moderate_rcvbuf")
     return Tcp(
@@ -322,7 +322,7 @@ def _third(path: Path) -> int | None:
 
 
 def read_rdma(root: Path = _ROOT) -> Rdma:
-    """Devices, library and permissions."""
+    """Returns devices, library and permissions."""
     ucx, fault = load_ucx()
     return Rdma(
         ports=tuple(rdma_ports(root)),
@@ -336,7 +336,7 @@ def read_rdma(root: Path = _ROOT) -> Rdma:
 
 
 def load_ucx() -> tuple[str, str]:
-    """The version of UCX that a process here can load, or "" and the reason."""
+    """Returns the version of UCX that a process here can load, or "" and the reason."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _LOAD_UCX], capture_output=True, text=True, timeout=20
@@ -350,7 +350,10 @@ def load_ucx() -> tuple[str, str]:
 
 
 def read_gpus() -> Gpus:
-    """The GPUs that a process here sees. Another one looks: a driver stays where it was loaded."""
+    """Returns the GPUs that a process here sees.
+
+    A child process looks for them: once loaded, a driver stays in its process.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", _LOOK_FOR_GPUS], capture_output=True, text=True, timeout=30
@@ -365,7 +368,7 @@ def read_gpus() -> Gpus:
 
 
 def locked_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that may be locked; None without a limit, or for a process that needs to obey none."""
+    """Returns the bytes that may be locked; None without a limit, or for a privileged process."""
     for line in (read_line(root / "proc/self/status") or "").splitlines():
         if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
             return None

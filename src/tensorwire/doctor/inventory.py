@@ -187,7 +187,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 
 
 def look() -> list[Finding]:
-    """All findings; a check that fails unexpectedly is a finding too."""
+    """Returns all findings; a check that fails unexpectedly is a finding too."""
     found = []
     for subject, check in CHECKS.items():
         try:

@@ -88,7 +88,7 @@ class ProbeCase:
 
 
 def plan(effort: Effort, helped: bool) -> list[ProbeCase]:
-    """The cases of one path; signals need the other end's help."""
+    """Returns the cases of one path; signals need the other end's help."""
     sizes = effort.sizes
     found = []
     for size in sizes:
@@ -108,7 +108,7 @@ class Cost:
     per_byte_s: float
 
     def of(self, size_bytes: int) -> float:
-        """Seconds of one operation of this size."""
+        """Returns seconds of one operation of this size."""
         return self.start_s + self.per_byte_s * size_bytes
 
 
@@ -157,7 +157,7 @@ class PathProbe:
             self.facts_fault = str(error)
 
     def interface_there(self) -> Interface | None:
-        """The peer's interface that has the address by which it was reached."""
+        """Returns the peer's interface that has the address by which it was reached."""
         if self.facts is None:
             return None
         try:
@@ -174,7 +174,7 @@ class PathProbe:
     # --- measuring ------------------------------------------------------------------------------
 
     def measure(self, effort: Effort, seconds: float, progress: Progress) -> Iterator[Row]:
-        """All cases of this path, in about `seconds`; each row as soon as it is known.
+        """Yields all cases of this path, in about `seconds`; each row as soon as it is known.
 
         Raises:
             PeerLostError, TimeoutError: the peer went away, or does not answer.
@@ -240,7 +240,7 @@ class PathProbe:
     def _limit(
         self, case: ProbeCase, near: Any, far: RemoteRegion, stack: contextlib.ExitStack
     ) -> tuple[Runner | None, str]:
-        """The limit beside a case, or None and the reason if there should be one.
+        """Returns the limit beside a case, or None and the reason if there should be one.
 
         What it opens is closed by the stack.
         """
@@ -263,7 +263,7 @@ class PathProbe:
         return stack.enter_context(contextlib.closing(client)).run, ""
 
     def _ping(self, count: int) -> Sequence[float]:
-        """Round trips of a signal; the first of them wakes the other side and is not counted."""
+        """Returns round trips of a signal; the first one wakes the other side and is not counted."""
         first, count = self._signals + 1, count + 1
         self._signals += count
         self._dialogue.ask({"do": "pong", "first": first, "count": count})

@@ -116,7 +116,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 
 def summary(found: Examination) -> Text:
-    """The result in one line."""
+    """Returns the result in one line."""
     if found.failure:
         where = found.address or "this machine"
         return Text(f"{where} was not examined: {found.failure}", style="bold red")

@@ -138,7 +138,7 @@ def _answer(dialogue: Dialogue, raw: RawServer, request: dict[str, Any]) -> None
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface of this machine that has the address by which a client reached it."""
+    """Returns the interface of this machine that has the address by which a client reached it."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError:

@@ -118,7 +118,7 @@ class Edges:
         return self
 
     def place(self, name: str, shape: Sequence[int] | None = None) -> Value:
-        """Memory to make the next turn of a tensor in, before `put(name)`.
+        """Returns memory to make the next turn of a tensor in, before `put(name)`.
 
         On one host it is the memory in which the one machine that uses the tensor will find it, or
         read it; else memory of this process, from which it is sent. Its content is undefined.
@@ -213,7 +213,7 @@ class Edges:
             outgoing.settle()
 
     def stats(self) -> dict[str, int]:
-        """Bytes of values since the start.
+        """Returns bytes of values since the start.
 
         sent: to each machine. sent_in_place: of those, made where the receiver uses or reads them.
         sent_copied: of those, copied in memory by a CPU of this process, on one host as the

@@ -168,7 +168,7 @@ class Incoming:
 
 
 def wait_opened(peer: Peer, name: str, deadline: float | None, what: str) -> RemoteRegion:
-    """A region that the peer allocates when it gets there.
+    """Returns a region that the peer allocates when it gets there.
 
     Raises:
         TimeoutError: it did not.

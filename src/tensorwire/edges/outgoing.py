@@ -64,7 +64,7 @@ class Outgoing:
         self._far, self._filled_word = remote, cache(remote.word)
 
     def place(self, name: str, shape: tuple[int, ...]) -> Value | None:
-        """Memory in which the target will find the next turn of a tensor; None if there is none.
+        """Returns memory where the target will find the next turn of a tensor; None if there is none.
 
         The target's own where this process has it mapped, or what the target will read.
         """

@@ -73,11 +73,11 @@ class Route:
         return f"{self.name}/taken"
 
     def memory_name(self, bucket: Bucket, at: int, turn: int, number: int) -> str:
-        """The name of memory at the source that the target reads."""
+        """Returns the name of memory at the source that the target reads."""
         return f"{self.name}/{bucket.index}.{at}.{self.flight(turn)}.{number}"
 
     def flight(self, turn: int) -> int:
-        """Which memory a turn uses."""
+        """Returns which memory a turn uses."""
         return (turn - 1) % self.flights
 
     @property
@@ -91,15 +91,15 @@ class Route:
         return ALIGN_BYTES + self.words_bytes + self.arena_bytes * self.flights
 
     def taken(self, bucket: Bucket, turn: int) -> int:
-        """Offset of a word at the source."""
+        """Returns offset of a word at the source."""
         return ALIGN_BYTES * (bucket.index * self.flights + self.flight(turn))
 
     def filled(self, bucket: Bucket, turn: int) -> int:
-        """Offset of a word at the target."""
+        """Returns offset of a word at the target."""
         return ALIGN_BYTES + self.taken(bucket, turn)
 
     def start(self, bucket: Bucket, turn: int) -> int:
-        """Offset of a bucket at the target."""
+        """Returns offset of a bucket at the target."""
         arena = ALIGN_BYTES + self.words_bytes + self.arena_bytes * self.flight(turn)
         return arena + bucket.offset
 

@@ -63,14 +63,14 @@ def values_in(tensor: Tensor, shape: tuple[int, ...], memory: Any) -> Value:
 
 
 def write_block(tensor: Tensor, shape: tuple[int, ...], memory: int = 0) -> NDArray[np.uint8]:
-    """The block of a run; `memory` is the number of the sender's memory that holds the values."""
+    """Returns the block of a run; `memory` is the number of the sender's memory with the values."""
     dims = shape + (0,) * (16 - len(shape))
     text = _BLOCK.pack(_MAGIC, len(shape), size_bytes(tensor, shape), memory, *dims)
     return np.frombuffer(text.ljust(BLOCK_BYTES, b"\0"), np.uint8)
 
 
 def read_block(slot: Slot, block: bytes) -> tuple[tuple[int, ...], int]:
-    """(shape, number of the memory).
+    """Returns (shape, number of the memory).
 
     Raises:
         ValueError: it contradicts the plan or itself.

@@ -43,7 +43,7 @@ _AGAIN_S = 0.1
 
 
 def is_checkpoint(path: str) -> bool:
-    """A path is that of a checkpoint, or in one."""
+    """Tells whether a path is that of a checkpoint, or in one."""
     return path.startswith(f"{CHECKPOINTS}/")
 
 

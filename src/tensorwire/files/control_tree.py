@@ -32,7 +32,7 @@ class Controlled(Protocol):
     changes: Changes
 
     def version(self) -> int:
-        """The version in place of the first store."""
+        """Returns the version in place of the first store."""
 
     def take(self, store: int = 0, whole: bool = True) -> int:
         """Takes a snapshot."""
@@ -44,7 +44,7 @@ class Controlled(Protocol):
         """The stores and versions of those that are held."""
 
     def written(self) -> list[str]:
-        """The files of parameters that are written and not committed."""
+        """Returns the files of parameters that are written and not committed."""
 
     def discard_written(self) -> None:
         """They are not to be committed."""

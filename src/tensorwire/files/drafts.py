@@ -118,7 +118,7 @@ class Drafts:
 
 
 def is_written(tensor: StoredTensor) -> bool:
-    """Values that servers get for it while the job is paused reach the workers."""
+    """Tells whether values that servers get for it while the job is paused reach the workers."""
     return tensor.spec.kind != "constant"
 
 

@@ -33,7 +33,7 @@ _ERRNOS: tuple[tuple[type[BaseException], int], ...] = (
 
 
 def refuse(code: int, path: str, why: str = "") -> OSError:
-    """The error for a path; Python makes it a FileNotFoundError or the like where it has one."""
+    """Returns the error for a path, in the subclass of OSError that Python has for this errno."""
     text = os.strerror(code)
     return OSError(code, f"{text}: {why}" if why else text, path)
 

@@ -66,7 +66,7 @@ MODE, UID, GID = 1 << 0, 1 << 1, 1 << 2
 
 
 def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid: int) -> bytes:
-    """The attributes of a file or folder, as answers have them."""
+    """Returns the attributes of a file or folder, as answers have them."""
     seconds = int(modified)
     nanoseconds = int((modified - seconds) * 1e9)
     return _ATTRIBUTES.pack(
@@ -85,22 +85,22 @@ def inode_of(path: str) -> int:
 
 
 def entry(node: int, valid_s: int, found: bytes) -> bytes:
-    """The answer to LOOKUP; the kernel may keep the name for so long, and no attributes."""
+    """Returns the answer to LOOKUP; the kernel may keep the name for so long, and no attributes."""
     return _ENTRY.pack(node, 0, valid_s, 0, 0, 0) + found
 
 
 def attributes_answer(found: bytes) -> bytes:
-    """The answer to GETATTR and SETATTR; they are asked for anew each time."""
+    """Returns the answer to GETATTR and SETATTR; they are asked for anew each time."""
     return _ATTRIBUTES_HEAD.pack(0, 0, 0) + found
 
 
 def opened(handle: int, flags: int = 0, backing: int = 0) -> bytes:
-    """The answer to OPEN and OPENDIR; `backing` goes with PASSTHROUGH."""
+    """Returns the answer to OPEN and OPENDIR; `backing` goes with PASSTHROUGH."""
     return _OPENED.pack(handle, flags, backing)
 
 
 def directory(names: Sequence[tuple[str, bool]], first: int, most_bytes: int) -> bytes:
-    """The answer to READDIR: as many names as fit, from a number on; whether each is a folder."""
+    """Returns the answer to READDIR: the names that fit, each with a flag that says it is a folder."""
     found = bytearray()
     for number, (name, is_folder) in enumerate(names[first:], first + 1):
         data = name.encode("utf-8", "surrogateescape")
@@ -114,45 +114,45 @@ def directory(names: Sequence[tuple[str, bool]], first: int, most_bytes: int) ->
 
 
 def statfs() -> bytes:
-    """The answer to STATFS: no free space, and names of up to 1024 bytes."""
+    """Returns the answer to STATFS: no free space, and names of up to 1024 bytes."""
     return _STATFS.pack(0, 0, 0, 0, 0, 4096, 1024, 4096, 0)
 
 
 def name_in(body: bytes) -> str:
-    """A name at the beginning of a body."""
+    """Returns a name at the beginning of a body."""
     return body.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def unpack_setattr(body: bytes) -> tuple[int, int]:
-    """Which attributes are to be changed, and the new size."""
+    """Returns which attributes are to be changed, and the new size."""
     valid, _, _, size = struct.unpack_from("<IIQQ", body)
     return valid, size
 
 
 def unpack_open(body: bytes) -> int:
-    """The flags of open(2)."""
+    """Returns the flags of open(2)."""
     return int(struct.unpack_from("<I", body)[0])
 
 
 def unpack_create(body: bytes) -> tuple[int, str]:
-    """The flags of open(2), and the name, of CREATE."""
+    """Returns the flags of open(2), and the name, of CREATE."""
     return int(struct.unpack_from("<I", body)[0]), name_in(body[16:])
 
 
 def unpack_mkdir(body: bytes) -> str:
-    """The name of MKDIR."""
+    """Returns the name of MKDIR."""
     return name_in(body[8:])
 
 
 def unpack_rename(body: bytes, has_flags: bool) -> tuple[int, int, str, str]:
-    """The new folder, flags, and both names, of RENAME, and of RENAME2, which has flags."""
+    """Returns the new folder, flags, and both names, of RENAME, and of RENAME2, which has flags."""
     folder, flags = struct.unpack_from("<QI", body)
     old, new = body[16 if has_flags else 8 :].split(b"\0")[:2]
     return folder, flags if has_flags else 0, name_in(old), name_in(new)
 
 
 def unpack_read(body: bytes) -> tuple[int, int, int]:
-    """Handle, offset and size, of READ, READDIR, and WRITE, whose data follow at 40."""
+    """Returns handle, offset and size, of READ, READDIR, and WRITE, whose data follow at 40."""
     handle, offset, size = struct.unpack_from("<QQI", body)
     return handle, offset, size
 
@@ -161,12 +161,12 @@ WRITTEN_AT = 40
 
 
 def unpack_handle(body: bytes) -> int:
-    """The handle of RELEASE, FSYNC and others."""
+    """Returns the handle of RELEASE, FSYNC and others."""
     return int(struct.unpack_from("<Q", body)[0])
 
 
 def unpack_xattr(body: bytes) -> tuple[int, str]:
-    """The size of the caller's buffer, 0 if it asks for the size; the name, of GETXATTR."""
+    """Returns the size of the caller's buffer, 0 if it asks for the size; the name, of GETXATTR."""
     return int(struct.unpack_from("<I", body)[0]), name_in(body[8:])
 
 
@@ -176,22 +176,22 @@ def xattr_size(size: int) -> bytes:
 
 
 def unpack_poll(body: bytes) -> tuple[int, int, int]:
-    """Handle, the number under which the poll is woken, and whether that is wanted."""
+    """Returns handle, the number under which the poll is woken, and whether that is wanted."""
     handle, poll, flags, _ = struct.unpack_from("<QQII", body)
     return handle, poll, flags & 1
 
 
 def poll_answer(events: int) -> bytes:
-    """The answer to POLL."""
+    """Returns the answer to POLL."""
     return struct.pack("<II", events, 0)
 
 
 def unpack_forget(body: bytes) -> int:
-    """How many lookups are forgotten."""
+    """Returns how many lookups are forgotten."""
     return int(struct.unpack_from("<Q", body)[0])
 
 
 def unpack_batch_forget(body: bytes) -> list[tuple[int, int]]:
-    """Nodes and how many of their lookups are forgotten."""
+    """Returns nodes and how many of their lookups are forgotten."""
     (count, _) = struct.unpack_from("<II", body)
     return [struct.unpack_from("<QQ", body, 8 + 16 * i) for i in range(count)]

@@ -63,7 +63,7 @@ class GradientFile:
 
 
 def plan(layout: Layout) -> tuple[list[GradientFile], bytes, int]:
-    """The files of a store's gradients, what is told of them, and the size of the memory."""
+    """Returns the files of a store's gradients, their description, and the memory's size."""
     files: list[GradientFile] = []
     tensors = [layout.spec.tensors[index] for index in layout.trained]
     # What is told has a length that does not depend on where the files lie.
@@ -147,7 +147,7 @@ class GradientMemory:
         return self._index[name]
 
     def room(self, index: int) -> Bytes:
-        """The memory of one file."""
+        """Returns the memory of one file."""
         file = self.files[index]
         return self._memory[file.at : file.at + file.room_bytes]
 
@@ -192,7 +192,7 @@ class GradientMemory:
         return len(source)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file, as far as there are."""
+        """Returns bytes [start, stop) of a file, as far as there are."""
         return self.room(index)[start : min(stop, self.size(index))].tobytes()
 
     # ---- who commits
@@ -217,7 +217,7 @@ class GradientMemory:
         self._words[_STATE] = OVER
 
     def elements(self, index: int, path: str, allow_nan: bool = True) -> Bytes | None:
-        """The elements of a whole file; None for a tensor without a gradient.
+        """Returns the elements of a whole file; None for a tensor without a gradient.
 
         Raises:
             OSError: ENODATA if it is not whole, EFBIG if it is longer, EINVAL if it is of another
@@ -230,7 +230,7 @@ class GradientMemory:
 
 
 def elements_of(written: Bytes, file: GradientFile, path: str, allow_nan: bool) -> Bytes:
-    """The elements of a whole .npy file, as far as it was written; raises as `elements`."""
+    """Returns the elements of a whole .npy file, as far as it was written; raises as `elements`."""
     size = len(written)
     if size == 0:
         raise refuse(errno.ENODATA, path, "it was not written since the last version")
@@ -250,7 +250,7 @@ def elements_of(written: Bytes, file: GradientFile, path: str, allow_nan: bool) 
 
 
 def room_of(dtype: str, shape: Sequence[int]) -> int:
-    """How much a file may have in front of its elements."""
+    """Returns how much a file may have in front of its elements."""
     return max(_HEADER_ROOM, len(npy_header(dtype, shape)) + 256)
 
 

@@ -31,7 +31,7 @@ class Way(NamedTuple):
 def find_way(
     address: str, secret: str | bytes | None = None, secret_file: str | None = None
 ) -> Way:
-    """How to reach the job whose server 0 is at an address.
+    """Returns how to reach the job whose server 0 is at an address.
 
     Args:
         address: of server 0 or of its door; of a job of another host or user that of the door,
@@ -65,7 +65,7 @@ def find_way(
 
 
 def find_server(address: str) -> RunningServer | None:
-    """Server 0 of the job at an address, of this user on this host; None: it is not known here."""
+    """Returns server 0 of the job of this user and host at an address; None if it is not known."""
     return next((each for each in _running() if each.index == 0 and _is_at(each, address)), None)
 
 
@@ -79,12 +79,12 @@ def is_launched_here(address: str) -> bool:
 
 
 def running_jobs() -> list[RunningServer]:
-    """The first servers of the jobs of this host and user that let readers in."""
+    """Returns the first servers of the jobs of this host and user that let readers in."""
     return [each for each in _running() if each.index == 0 and each.door]
 
 
 def file_workers_of(address: str) -> list[RunningFileWorker]:
-    """The workers of a job that take gradients from files of this user on this host, by rank."""
+    """Returns the workers of a job of this user and host that take gradients from files, by rank."""
     known = next((each for each in _running() if _is_at(each, address)), None)
     server = address if known is None else known.address
     try:
@@ -95,7 +95,7 @@ def file_workers_of(address: str) -> list[RunningFileWorker]:
 
 
 def make_node(name: str, secret: bytes, transports: tuple[str, ...] | None) -> Node:
-    """A reader's Node, without the secret of a job that the environment may name.
+    """Returns a reader's Node, without the secret of a job that the environment may name.
 
     Raises:
         ValueError: the secret is too short.

@@ -74,7 +74,7 @@ class MountedTree:
     # ---- contents
 
     def open(self, path: str) -> FileContent:
-        """The content of a file."""
+        """Returns the content of a file."""
         if path in self._files:
             raise refuse(errno.EBUSY, path, "its checkpoint is not complete")
         return self._tree.open(path)
@@ -236,7 +236,7 @@ class MountedTree:
 
 
 def is_polled(path: str) -> bool:
-    """poll(2) waits for a change of the file."""
+    """Tells whether poll(2) waits for a change of the file."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in _POLLED)
 
 

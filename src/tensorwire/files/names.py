@@ -8,7 +8,7 @@ _SPECIAL = frozenset("/%:*?[]#\\")
 
 
 def file_name(name: str) -> str:
-    """A name that is one part of a path; different names give different ones."""
+    """Returns a name that is one part of a path; different names give different ones."""
     if name in (".", "..", ""):
         return name.replace(".", "%2E") or "%"
     return "".join(
@@ -18,5 +18,5 @@ def file_name(name: str) -> str:
 
 
 def tensor_name(file: str) -> str:
-    """The inverse of `file_name`; what that never gives is the name of nothing that there is."""
+    """Returns the name of the tensor of a file: the inverse of `file_name`."""
     return "" if file == "%" else unquote(file, errors="strict")

@@ -14,7 +14,7 @@ _ALIGN_BYTES = 64  # of the data, as numpy wants it
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """The dtype of a tensor as numpy has it."""
+    """Returns the dtype of a tensor as numpy has it."""
     return np.dtype("V2") if name == "bfloat16" else np.dtype(name)
 
 

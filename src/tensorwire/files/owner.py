@@ -85,7 +85,7 @@ class JobOwner:
     # ---- pausing
 
     def held(self) -> tuple[ReadStore, int] | None:
-        """The store that stands still, and its version; None: the job is not paused, or not yet."""
+        """Returns the store that stands still and its version; None while the job is not paused."""
         for number in self._stores():
             if self._reader.has_store(number):
                 store = self._reader.store(number)
@@ -94,7 +94,7 @@ class JobOwner:
         return None
 
     def _stores(self) -> list[int]:
-        """The numbers of the stores; servers do not tell them more often."""
+        """Returns the numbers of the stores; servers do not tell them more often."""
         if time.monotonic() > self._look_at:
             self._numbers, self._look_at = self._reader.stores(), time.monotonic() + _TOLD_S
         return self._numbers
@@ -320,7 +320,7 @@ class JobOwner:
         return found
 
     def first(self) -> tuple[Peer, str]:
-        """Server 0, and the name of this side's Node there.
+        """Returns server 0, and the name of this side's Node there.
 
         Raises:
             PermissionError, UnavailableError, PeerLostError: as for `pause`.

@@ -115,13 +115,13 @@ class JobReader:
             return read_status(door, node.name, _STATUS_S)
 
     def members(self) -> tuple[int, int]:
-        """How many workers the job has, and how many servers, as server 0 knows it."""
+        """Returns how many workers the job has, and how many servers, as server 0 knows it."""
         told = self.status()
         workers = sum(each["state"] == "connected" for each in told["workers"])
         return workers, int(told["server_processes"])
 
     def stores(self) -> list[int]:
-        """The numbers of the stores that are open: one for each optimizer of the job."""
+        """Returns the numbers of the stores that are open: one for each optimizer of the job."""
         return [int(each["number"]) for each in self.status()["stores"]]
 
     def store(self, number: int = 0) -> ReadStore:
@@ -142,7 +142,7 @@ class JobReader:
             return found
 
     def checkpoints(self) -> Index:
-        """The complete files of checkpoints that the job has lent memory for, by their paths."""
+        """Returns the complete files of checkpoints for which the job has lent memory, by path."""
         with self._lock:
             _, door = self._connected()
             try:
@@ -154,13 +154,13 @@ class JobReader:
         return read_index(data.tobytes().partition(b"\0")[0])
 
     def regions(self, names: Sequence[str]) -> list[RemoteRegion]:
-        """Regions at the door of server 0; LookupError if one is gone."""
+        """Returns regions at the door of server 0; LookupError if one is gone."""
         with self._lock:
             _, door = self._connected()
             return [door.region(name) for name in names]
 
     def has_store(self, number: int) -> bool:
-        """A store is open."""
+        """Tells whether a store is open."""
         try:
             self.store(number)
         except LookupError:
@@ -172,7 +172,7 @@ class JobReader:
     def read(
         self, tensor: StoredTensor, start: int = 0, stop: int | None = None, header: bytes = b""
     ) -> Read:
-        """Bytes [start, stop) of a tensor, of one version, with a header in front.
+        """Returns bytes [start, stop) of a tensor, of one version, with a header in front.
 
         They are read again if the values moved meanwhile. If they always move they are taken from a
         snapshot.
@@ -239,7 +239,7 @@ class JobReader:
     def snapshot(
         self, store: int = 0, *, version: int | None = None, whole: bool = False
     ) -> ReaderSnapshot:
-        """All values of one version, in memory that the servers lend until it is closed.
+        """Returns all values of one version, in memory that the servers lend until it is closed.
 
         Args:
             store: number of the store.
@@ -274,7 +274,7 @@ class JobReader:
                 wanted, ahead = first + ahead, min(2 * ahead + 1, _MOST_AHEAD)
 
     def sealed_model(self, store: int = 0) -> SealedModel:
-        """The newest version as a file that `safetensors.safe_open` maps, until it is closed.
+        """Returns the newest version as a file for `safetensors.safe_open`, valid until it is closed.
 
         Raises:
             BusyError, MemoryError, TimeoutError, PeerLostError: as for `snapshot`.
@@ -386,7 +386,7 @@ def _connect_first(node: Node, way: Way) -> Peer:
 
 
 def _doors_of(door: Peer, reader: str) -> list[str]:
-    """The addresses of the doors of all servers; those of servers that start are waited for."""
+    """Returns the addresses of the doors of all servers; waits for servers that start."""
     deadline = time.monotonic() + _CONNECT_S
     while True:
         try:
@@ -417,7 +417,7 @@ def _without_store(number: int, told: Mapping[str, Any]) -> str:
 
 
 def _first_possible(refused: Sequence[Reply], ask: Ask) -> int:
-    """The first version that all servers can still copy; raises what else they say."""
+    """Returns the first version that all servers can still copy; raises what else they say."""
     for each in refused:
         if each.outcome == RequestOutcome.BUSY:
             raise BusyError(f"{each.text}: wait until a reader closes one")

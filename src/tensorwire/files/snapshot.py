@@ -91,7 +91,7 @@ class ReaderSnapshot:
             self._release(self._ask)
 
     def tensor_bytes(self, tensor: StoredTensor, header: bytes = b"") -> bytes:
-        """A tensor, or a state if the snapshot is whole, behind a header."""
+        """Returns a tensor, or a state if the snapshot is whole, behind a header."""
         self._check()
         if tensor.state is None:
             place = self._file.places[tensor.index]
@@ -107,7 +107,7 @@ class ReaderSnapshot:
         return b"".join(pieces)
 
     def read(self, start: int, stop: int, header: bytes = b"") -> bytes:
-        """Bytes [start, stop) of the model file, behind a header."""
+        """Returns bytes [start, stop) of the model file, behind a header."""
         self._check()
         pieces: list[tuple[int, bytes | memoryview]] = [(-1, header)]
         for part in self._parts:
@@ -119,7 +119,7 @@ class ReaderSnapshot:
         return b"".join(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
 
     def mapped_pieces(self) -> list[bytes | memoryview] | None:
-        """The model file as memory of servers that is mapped here; None if it is not."""
+        """Returns the model file as memory of servers that is mapped here; None if it is not."""
         self._check()
         if not all(part.model.mapped for part in self._parts):
             return None
@@ -165,7 +165,7 @@ class ReaderSnapshot:
         return path if _is_mapped(path, part.model.memoryview()) else None
 
     def sealed_copy(self) -> int:
-        """A memfd with the model file, sealed against every change; the caller closes it."""
+        """Returns a sealed memfd with the model file, which nobody can change; the caller closes it."""
         descriptor = memory_file("model.safetensors", self.size_bytes)
         try:
             with mmap.mmap(descriptor, self.size_bytes) as memory:

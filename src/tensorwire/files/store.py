@@ -49,7 +49,7 @@ class ReadStore:
 
     @staticmethod
     def find(number: int, doors: Sequence[Peer]) -> ReadStore:
-        """The store of a number.
+        """Returns the store of a number.
 
         Raises:
             LookupError: there is none.
@@ -64,7 +64,7 @@ class ReadStore:
             raise UnavailableError(f"the job at {doors[0].address}: {error}") from error
 
     def is_over(self) -> bool:
-        """The store is freed, or a server is gone."""
+        """Tells whether the store is freed, or a server is gone."""
         try:
             self._word(0)
         except (StaleHandleError, ConnectionError):
@@ -72,14 +72,14 @@ class ReadStore:
         return False
 
     def tensor(self, name: str, state_name: str | None = None) -> StoredTensor:
-        """A tensor, or the optimizer's state for it; LookupError if there is none."""
+        """Returns a tensor, or the optimizer's state for it; LookupError if there is none."""
         index = self._indices[name]
         if state_name is not None and not self.has_state(index, state_name):
             raise LookupError(state_name)
         return StoredTensor(self, index, state_name)
 
     def has_state(self, index: int, name: str) -> bool:
-        """The optimizer keeps a state of this name for a tensor."""
+        """Tells whether the optimizer keeps a state of this name for a tensor."""
         return name in self.states and index in self.layout.trained
 
     @property
@@ -88,12 +88,12 @@ class ReadStore:
         return list(self._indices)
 
     def newest_version(self) -> int:
-        """The newest version that a server has, or makes just now."""
+        """Returns the newest version that a server has, or makes just now."""
         words = [self._word(server) for server in range(len(self.doors))]
         return max(FIRST_VERSION, *((word + 1) // 2 for word in words))
 
     def version(self) -> int:
-        """The version in place at server 0; while the next one is made that before it."""
+        """Returns the version in place at server 0; while the next one is made that before it."""
         return self._word(0) // 2
 
     def held_word(self) -> int:
@@ -103,7 +103,7 @@ class ReadStore:
         return int(value[0])
 
     def held_version(self) -> int | None:
-        """The version at which it stands still; None: it does not."""
+        """Returns the version at which it stands still; None: it does not."""
         return held_version(self.held_word())
 
     def settled(self, servers: Sequence[int]) -> int | None:
@@ -113,7 +113,7 @@ class ReadStore:
         return word // 2 if not words and word % 2 == 0 and word >= 2 * FIRST_VERSION else None
 
     def region(self, place: ReadPlace) -> RemoteRegion:
-        """The region of an array as it is now."""
+        """Returns the region of an array as it is now."""
         key = place.server, place.region
         if key not in self._regions:
             self._regions[key] = self.doors[place.server].region(place.region)
@@ -157,7 +157,7 @@ class StoredTensor:
         )
 
     def settled_version(self, start: int, stop: int) -> int | None:
-        """The version of its bytes [start, stop) as they are now; None: they are changed now."""
+        """Returns the version of its bytes [start, stop); None while they are being changed."""
         return self.store.settled(self._servers(start, stop))
 
     def copy(self, start: int, stop: int, header: bytes = b"") -> bytes:

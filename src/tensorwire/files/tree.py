@@ -101,7 +101,7 @@ class Tree:
     # ---- contents
 
     def open(self, path: str) -> FileContent:
-        """The content of a file, of one version until it is closed; raises EISDIR and others."""
+        """Returns the content of a file, of one version until it is closed; raises OSErrors (EISDIR)."""
         parts = _parts(path)
         with as_os_errors(path):
             found = self._find(path, parts)
@@ -122,7 +122,7 @@ class Tree:
             return found.open_for_writing()
 
     def sealed(self, path: str) -> SealedModel:
-        """A model.safetensors as a file of this host that can be mapped; raises EINVAL for others.
+        """Returns a model.safetensors as a file of this host that can be mapped; else raises EINVAL.
 
         What it is good for and until when: see `SealedModel`.
         """
@@ -179,7 +179,7 @@ class Tree:
             snapshot.close()
 
     def taken(self) -> list[tuple[int, int]]:
-        """The stores and versions of the snapshots that `take` holds."""
+        """Returns the stores and versions of the snapshots that `take` holds."""
         return sorted(self._snapshots)
 
     # ---- parameters that are written
@@ -192,7 +192,7 @@ class Tree:
         return found
 
     def written(self) -> list[str]:
-        """The names of the files that are written and not committed."""
+        """Returns the names of the files that are written and not committed."""
         found = [self.reader.store(n) for n in list(self._drafts) if self.reader.has_store(n)]
         return [name for store in found for name in self.drafts(store).names]
 
@@ -210,7 +210,7 @@ class Tree:
     # ---- for what is in the tree
 
     def version(self) -> int:
-        """The version in place of the first store."""
+        """Returns the version in place of the first store."""
         return self.reader.store(_first(self)).version()
 
     def seen(self, version: int) -> float:
@@ -229,7 +229,7 @@ class Tree:
         return [version, True] in self.snapshots(store)
 
     def snapshots(self, store: int) -> list[list[Any]]:
-        """The versions of which there are snapshots, and whether they have the state."""
+        """Returns the versions of which there are snapshots, and whether they have the state."""
         mine = [[v, s.whole] for (number, v), s in self._snapshots.items() if number == store]
         told = self.reader.status()["snapshots"].get(str(store), [])
         return sorted(mine + [each for each in told if each not in mine])

@@ -92,7 +92,7 @@ class FileContent:
         self.close()
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop), as far as there are; raises ESTALE and others."""
+        """Returns bytes [start, stop), as far as there are; raises ESTALE and others."""
         stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
         with as_os_errors(self._path):
             return self._read(start, stop) if start < stop else b""
@@ -154,7 +154,7 @@ class Item:
         raise NotImplementedError
 
     def open(self) -> FileContent:
-        """A file's content."""
+        """Returns a file's content."""
         raise NotImplementedError
 
     def open_for_writing(self) -> FileWriting:
@@ -197,7 +197,7 @@ class Text(Item):
         return TreeEntry(self.path, size_bytes=len(data), modified=modified)
 
     def open(self) -> FileContent:
-        """A file's content."""
+        """Returns a file's content."""
         return FileContent.of_bytes(self._text().encode())
 
 
@@ -248,5 +248,5 @@ class CommandItem(Text):
 
 
 def fixed(path: str, children: dict[str, Callable[[str], Item]]) -> Folder:
-    """A folder with these files and folders."""
+    """Returns a folder with these files and folders."""
     return Folder(path, lambda: sorted(children), lambda at, name: children[name](at))

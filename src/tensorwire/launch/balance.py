@@ -85,7 +85,7 @@ class Balance:
 def suggest(
     owners: Mapping[int, int], worked: Mapping[int, int], sizes: Mapping[int, int]
 ) -> Suggestion | None:
-    """The move that lets the slowest of all servers take least; None: none would be worth it.
+    """Returns the move that relieves the slowest server most; None if no move is worth it.
 
     Args:
         owners: the server that has each share.

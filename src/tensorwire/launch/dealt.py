@@ -65,7 +65,7 @@ class Dealt:
 
 
 def deal_anew(owners: Mapping[int, int], servers: Sequence[int]) -> dict[int, int]:
-    """Equally many shares for each of some servers, with as few moves as can be.
+    """Returns equally many shares for each of some servers, with as few moves as can be.
 
     Args:
         owners: by shares.

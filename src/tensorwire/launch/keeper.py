@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
-    """The launcher's end of a server's socket, which never blocks, and the server's."""
+    """Returns the launcher's end of a server's socket, which never blocks, and the server's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
@@ -149,7 +149,7 @@ class Keeper:
         self.send()
 
     def held(self, key: str) -> int | None:
-        """The descriptor that is held under a key, which stays this object's; None: none is."""
+        """Returns the descriptor held under a key, still owned by this object; None if there is none."""
         return self._held[key].descriptor if key in self._held else None
 
     def hand_over(self, arguments: list[str], term: int, restarts: int) -> None:
@@ -205,11 +205,11 @@ class Keeper:
         self._read(_ALL)
 
     def progress(self) -> int:
-        """How far the server has come, by the numbers in the files that it said to count."""
+        """Returns how far the server has come, by the counters in the files that it has named."""
         return sum(self.counted("progress").values())
 
     def counted(self, name: str) -> dict[str, int]:
-        """The present value of a counter in each of the files that have it, by their keys."""
+        """Returns the present value of a counter, by the key of each file that has this counter."""
         found = {}
         for key, kept in self._held.items():
             if (offset := kept.counters.get(name)) is not None:
@@ -335,7 +335,7 @@ class Keeper:
 
 
 def _batches(held: Iterable[_Kept]) -> Iterator[tuple[bytes, list[int]]]:
-    """The messages that hand all over: none too long, none with too many descriptors."""
+    """Yields the messages that hand all over: none too long, none with too many descriptors."""
     entries: list[str] = []
     descriptors: list[int] = []
     for kept in held:

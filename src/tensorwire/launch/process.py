@@ -251,7 +251,7 @@ class Process:
         self._guard.forget(self.pid)
 
     def ending(self) -> str:
-        """How it ended, as a phrase that follows its name."""
+        """Returns how it ended, as a phrase that follows its name."""
         if self.code is None:
             return "was still running"
         if self.code == LOST_MEMBER_CODE and self.kind == "server":

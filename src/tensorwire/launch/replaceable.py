@@ -19,7 +19,7 @@ class Replaceable(Protocol):
         """Whether one that has ended can have a successor; who tells why it ends has none."""
 
     def ending(self) -> str:
-        """How it ended, as a phrase that follows its name."""
+        """Returns how it ended, as a phrase that follows its name."""
 
     def fence(self, why: str) -> None:
         """Ends it as if it had died; `why` is what `ending` says then."""

@@ -52,7 +52,7 @@ class Reports:
         return name in self._failures
 
     def cause(self) -> str:
-        """The first worker with an error that is no other process's; "" if there is none."""
+        """Returns the first worker whose error no other process has caused; "" if there is none."""
         own = (n for n, each in self._failures.items() if not each.consequence | each.interrupt)
         return next(own, "")
 
@@ -63,7 +63,7 @@ class Reports:
         return self.has(process.name) and self._failures[process.name].consequence
 
     def culprit(self, process: Process, others: Iterable[Process]) -> Process | None:
-        """The worker whose error came first, if a process failed after it and ended before it.
+        """Returns the worker whose error came first, if a process failed after it and ended before.
 
         A server ends when a worker is lost, and on a busy machine sooner than that worker.
         """
@@ -74,23 +74,23 @@ class Reports:
         return next((other for other in others if other.name == cause), None)
 
     def first(self) -> str:
-        """The first worker that has failed; "" if none has."""
+        """Returns the first worker that has failed; "" if none has."""
         return next(iter(self._failures), "")
 
     def kind(self, name: str) -> str:
-        """Class and place of a worker's error; its message is in the traceback."""
+        """Returns class and place of a worker's error; its message is in the traceback."""
         failure = self._failures[name]
         return f"{failure.kind} at {failure.where}" if failure.where else failure.kind
 
     def traceback(self, name: str) -> str:
-        """The traceback of a worker, which is shown from now on and will not be a line."""
+        """Returns the traceback of a worker, which is shown from now on and will not be a line."""
         self.shown = name
         failure = self._failures[name]
         text = failure.text if failure.text.endswith("\n") else f"{failure.text}\n"
         return f"{text}({hint(failure.hidden)})\n" if failure.hidden else text
 
     def lines(self, blamed: bool) -> list[tuple[str, str]]:
-        """The other workers: name, and one line without an end.
+        """Returns the other workers: name, and one line without an end.
 
         Args:
             blamed: the process that failed first is known, and these ended because of it.

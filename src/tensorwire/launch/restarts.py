@@ -271,7 +271,7 @@ class Restarts:
         return process.kind == "worker" and self.takeovers is not None
 
     def obstacle(self, process: Replaceable) -> str:
-        """Why nobody goes on with the work of a worker that was killed, as a phrase, or ""."""
+        """Returns why nobody continues the work of a killed worker, as a phrase, or ""."""
         if self.takeovers is None or process.kind != "worker" or not process.killed:
             return ""
         keeper = self._members["worker", process.index].keeper
@@ -425,13 +425,13 @@ class Restarts:
         return any(member.term > 0 for member in self._members_of(process).values())
 
     def ending(self, process: Replaceable) -> str:
-        """How a member ended, as a phrase that follows its name."""
+        """Returns how a member ended, as a phrase that follows its name."""
         if any(member.overdue for member in self._members_of(process).values()):
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
     def history(self, process: Replaceable) -> str:
-        """How often a member was replaced, as a phrase that follows its ending."""
+        """Returns how often a member was replaced, as a phrase that follows its ending."""
         if self._is_passed_on(process):
             return "and no worker is left to go on for it"
         member = next(iter(self._members_of(process).values()))
@@ -538,7 +538,7 @@ class Restarts:
             return process, ours
 
     def standby(self) -> Process:
-        """The one that waits for a server's end; it is started if there is none.
+        """Returns the one that waits for a server's end; it is started if there is none.
 
         Raises:
             OSError: it cannot be started.

@@ -51,6 +51,6 @@ def _with_checkpoint(command: str, loaded: str, saved: str) -> tuple[str, bool]:
 
 
 def _shown(path: str) -> str:
-    """A path as short as it can be from where the command is given."""
+    """Returns a path as short as it can be from where the command is given."""
     inside = path.startswith(os.path.join(os.getcwd(), ""))
     return os.path.relpath(path) if inside else path

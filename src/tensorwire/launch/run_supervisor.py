@@ -93,7 +93,7 @@ class RunSupervisor(Supervisor):
         self._log.add(what, **about)
 
     def _reason_against(self) -> str:
-        """Why nothing of this job can be changed now; "" if it can."""
+        """Returns why nothing of this job can be changed now; "" if it can."""
         if self._ending:
             return "the job is ending"
         if self._workers_left:

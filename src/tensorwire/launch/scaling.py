@@ -157,7 +157,7 @@ class Scaling:
         self._waiting = list(asked.items())
 
     def _reason_of_request(self, asked: Mapping[str, RequestPart]) -> str:
-        """Why what is asked cannot be done; "" if it can be, as far as is known."""
+        """Returns why what is asked cannot be done; "" if it can be, as far as is known."""
         unknown = sorted(asked.keys() - self._handlers.keys())
         if unknown or not asked:
             return f"this job cannot change {', '.join(unknown) or 'nothing'}"
@@ -200,7 +200,10 @@ class Scaling:
 
 
 def _reason_in(error: Exception) -> str:
-    """Why a request is not done. A mistake of this program ends the request, and not the job."""
+    """Returns why a request is not done.
+
+    A mistake of this program ends the request, not the job.
+    """
     if isinstance(error, ScaleError):
         return str(error)
     return f"the launcher has made a mistake, {type(error).__name__}: {error}"

@@ -95,7 +95,7 @@ def _is_terminal(output: Output) -> bool:
 
 
 def _colour_of(name: str, output: Output) -> int | None:
-    """The colour of a process; None where the output shows none."""
+    """Returns the colour of a process; None where the output shows none."""
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     if not wanted or not _is_terminal(output):
         return None

@@ -34,7 +34,7 @@ class StopSignals:
         self._old_wakeup = -1
 
     def take(self) -> list[int]:
-        """The signals that came since the last call, in their order; empty if there were none."""
+        """Returns the signals that came since the last call, in their order."""
         try:
             numbers = os.read(self.descriptor, 4096)
         except BlockingIOError:

@@ -240,7 +240,7 @@ class JobSpec:
         term: int = 0,
         joins: int = 0,
     ) -> dict[str, str]:
-        """The environment of one worker: ours, and what torchrun sets, for other libraries.
+        """Returns the environment of one worker: ours, and what torchrun sets, for other libraries.
 
         Args:
             environment: of `environment`.
@@ -288,13 +288,13 @@ class JobSpec:
         return {**environment, **added}
 
     def worker_command(self, rank: int) -> list[str]:
-        """The command of a worker: the script, or for the last ranks what takes files."""
+        """Returns the command of a worker: the script, or for the last ranks what takes files."""
         if self.file_workers and rank >= self.workers:
             return list(_FILE_WORKER_COMMAND)
         return [sys.executable, *self.command]
 
     def server_arguments(self, index: int, addresses: list[str]) -> list[str]:
-        """The options of one server, and of each that takes its place.
+        """Returns the options of one server, and of each that takes its place.
 
         Args:
             index: its place among the servers; that of its share, where shares can move.
@@ -317,7 +317,7 @@ class JobSpec:
     def server_command_for(
         self, arguments: list[str], address_fd: int, store_fd: int | None
     ) -> list[str]:
-        """The command of one server.
+        """Returns the command of one server.
 
         Args:
             arguments: of `server_arguments`.
@@ -328,7 +328,7 @@ class JobSpec:
         return command if store_fd is None else [*command, "--descriptor-store", str(store_fd)]
 
     def standby_command(self, store_fds: Sequence[int], ready_fd: int | None = None) -> list[str]:
-        """The command of a process that may become any server; a socket will tell it which.
+        """Returns the command of a process that may become any server; a socket will tell it which.
 
         Args:
             store_fds: its sockets; several where it may have several shares.
@@ -339,7 +339,7 @@ class JobSpec:
         return command if ready_fd is None else [*command, "--address-fd", str(ready_fd)]
 
     def _share_obstacle(self) -> str:
-        """Why no share could move, and what to do about it."""
+        """Returns why no share could move, and what to do about it."""
         if self.durable is False:
             return "--no-durable says that nothing outlives a process; leave it out"
         why = self._obstacle()
@@ -365,7 +365,7 @@ class JobSpec:
             )
 
     def _takeover_obstacle(self) -> str:
-        """Why no worker could take over the slices of another one, and what to do about it."""
+        """Returns why no worker could take over the slices of another one, and the remedy."""
         if self.durable is False:
             return "--no-durable says that nothing outlives a process; leave it out"
         if self.places == 1:
@@ -374,7 +374,7 @@ class JobSpec:
         return why and f"{why}, or let workers be restarted"
 
     def _obstacle(self) -> str:
-        """Why no server could be replaced, and what to do about it; "" if all of them can be."""
+        """Returns why no server could be replaced, and the remedy; "" if all of them can be."""
         names = self.transports
         if names is None and (inherited := os.environ.get("TENSORWIRE_TRANSPORTS")):
             names = tuple(name.strip() for name in inherited.split(","))
@@ -400,7 +400,7 @@ class JobSpec:
 
 
 def reserve_port() -> socket.socket:
-    """A socket with a port of this host that nobody gets by chance as long as it is open.
+    """Returns a socket with a port of this host that nobody gets by chance as long as it is open.
 
     It is bound and does not listen, so that a process that names this port can listen there: with
     SO_REUSEADDR, which the stores of torch.distributed set.

@@ -314,7 +314,7 @@ class Supervisor:
         return self._restarts.could_replace(process)
 
     def _watched(self) -> Iterable[Replaceable]:
-        """The processes that have to run, and are not to be stopped."""
+        """Returns the processes that have to run, and are not to be stopped."""
         return self._running
 
     def _descriptors(self) -> Iterable[int]:

@@ -58,7 +58,7 @@ class PassedSlices:
 
     @staticmethod
     def reason_against(keeper: Keeper) -> str:
-        """Why nobody could take over the slices of a worker that has ended; "" if one could."""
+        """Returns why nobody could take over the slices of an ended worker; "" if one could."""
         if keeper.offer is None:
             return (
                 "it had not come to job.epochs, or nobody is to be replaced, as worker 0 has said"
@@ -152,7 +152,7 @@ class PassedSlices:
     # ---- changes that are wanted
 
     def present(self) -> list[int]:
-        """The places in which there are workers, in the job."""
+        """Returns the places in which there are workers, in the job."""
         return sorted(self._owners)
 
     def owner_of(self, place: int) -> int:

@@ -71,7 +71,7 @@ class Visitor:
         return bool(poll.poll(0))
 
     def ending(self) -> str:
-        """How it ended, as a phrase that follows its name."""
+        """Returns how it ended, as a phrase that follows its name."""
         return self._ending
 
     def fence(self, why: str) -> None:

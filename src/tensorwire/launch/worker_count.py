@@ -193,7 +193,7 @@ class WorkerCount:
         return self._await_change() if self._state == "switching" else None
 
     def _present(self) -> list[int]:
-        """The workers that are in the job, without those that join."""
+        """Returns the workers that are in the job, without those that join."""
         takeovers = self._restarts.takeovers
         assert takeovers is not None
         return [r for r in takeovers.present() if r not in self._joining and r not in self._came]

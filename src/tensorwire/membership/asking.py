@@ -58,7 +58,7 @@ def proof_of(secret: bytes, nonce: str) -> str:
 
 
 def secret_of(server: RunningServer) -> bytes:
-    """The secret of a job of this user on this host.
+    """Returns the secret of a job of this user on this host.
 
     Raises:
         OSError: it is in a file that cannot be read.

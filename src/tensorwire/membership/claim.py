@@ -70,7 +70,7 @@ def drop_claim() -> None:
 
 
 def refusal(rank: int, told_by: str, holder: str) -> str:
-    """The message for a process that claims a rank that is taken.
+    """Returns the message for a process that claims a rank that is taken.
 
     Args:
         rank: the rank.
@@ -85,7 +85,7 @@ def refusal(rank: int, told_by: str, holder: str) -> str:
 
 
 def _lock_patiently(path: Path) -> int | None:
-    """The descriptor of a file that is locked and has this name; None if a worker holds it."""
+    """Returns the descriptor of the locked file of this name; None if a worker holds it."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -112,7 +112,7 @@ def _remove_left(folder: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    """The process id in the file, "" if there is none yet."""
+    """Returns the process id in the file, "" if there is none yet."""
     with contextlib.suppress(OSError):
         return path.read_text("ascii", "replace")[:20]
     return ""

@@ -248,7 +248,7 @@ class Collective:
             self._member.history.answered = number
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all workers, of any number of numbers; all give equally many.
+        """Returns the sums over all workers, of any number of numbers; all give equally many.
 
         Raises:
             ValueError: the workers gave different amounts.

@@ -54,7 +54,7 @@ class Colocation:
         self._told = [_read(rank, data) for rank, data in enumerate(introductions)]
 
     def neighbour(self) -> tuple[int, Peer] | None:
-        """Rank and Peer of the worker of this host whose view of the parameters this one shares.
+        """Returns rank and Peer of the worker of this host that shares its view of the parameters.
 
         Over a network, what a server sends is then sent once per host. It is the first worker of
         the host, or with pipelines the first with the same part of the model; None: this one has a

@@ -145,7 +145,7 @@ class DescriptorStore:
         return parse_json(data, form, _MOST_BYTES) if data else None
 
     def map_donor(self) -> NDArray[np.uint8]:
-        """The history of the worker from which a member that joins learns where the script is."""
+        """Returns the history of the worker that tells a joining member where the script is."""
         if (kept := self.take(DONOR)) is not None:
             self._map_donor(kept.descriptor)
         return self._donor
@@ -181,7 +181,7 @@ class DescriptorStore:
             return self._kept.pop(key, None)
 
     def left(self) -> list[str]:
-        """The keys that nobody has taken."""
+        """Returns the keys that nobody has taken."""
         with self._lock:
             return list(self._kept)
 

@@ -122,7 +122,7 @@ class DurableMemory:
         region.free()
 
     def is_left(self, name: str) -> bool:
-        """A predecessor had a region of this name, and nobody has asked for it so far."""
+        """Tells whether a predecessor had a region of this name that nobody has asked for so far."""
         return name in self._restored
 
     def forget(self, prefix: str) -> None:

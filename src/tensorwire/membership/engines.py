@@ -118,7 +118,7 @@ def find_cluster_start(environ: Mapping[str, str]) -> Start | None:
 
 
 def explicit_start(environ: Mapping[str, str], rank: int, workers: int) -> Start:
-    """The one that a program names itself; the meeting point is MASTER_ADDR and MASTER_PORT.
+    """Returns the start that a program names itself; it meets at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: these are not set, or rank and workers make no sense.
@@ -142,7 +142,7 @@ def torch_job(environ: Mapping[str, str]) -> str:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that is no worker, such as a server."""
+    """Returns the environment for a process that is no worker, such as a server."""
     return {
         name: value
         for name, value in environ.items()
@@ -153,7 +153,7 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def number(name: str, text: str, low: int, high: int) -> int:
-    """The value of a variable.
+    """Returns the value of a variable.
 
     Raises:
         ValueError: it is no number from low to high.

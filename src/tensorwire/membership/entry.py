@@ -92,7 +92,7 @@ def _rank(environ: MutableMapping[str, str]) -> int:
 
 
 def _connect(path: str, timeout_s: float) -> socket.socket:
-    """A connection to a supervisor of this user."""
+    """Returns a connection to a supervisor of this user."""
     deadline = time.monotonic() + timeout_s
     while True:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

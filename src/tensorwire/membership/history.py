@@ -229,7 +229,7 @@ class History:
     def lies_ahead(
         self, kind: NoteKind, store: int, number: int | None = None, slice_: int | None = None
     ) -> bool:
-        """A predecessor has noted this, and this process is not yet there; None: any."""
+        """Tells whether a predecessor has noted this, of any version if None, further on than here."""
         return any(
             each.kind == kind
             and each.store == store
@@ -240,7 +240,7 @@ class History:
         )
 
     def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
-        """The commit of a slice for a version, as a predecessor has made it or was about to."""
+        """Returns the commit of a slice for a version that a predecessor made or was about to make."""
         return self._commits.get((NoteKind.COMMIT, store, version, slice_))
 
     def reach(self) -> None:
@@ -255,7 +255,7 @@ class History:
         self._joins = False
 
     def different(self) -> RuntimeError:
-        """The error of a script that does other things than it did in the predecessor."""
+        """Returns the error of a script that does other things than it did in the predecessor."""
         return RuntimeError(
             f"worker {self._rank} was killed, and the process that took its place does other "
             "things: the script's sums, barriers and steps have to be the same when it runs again, "

@@ -39,7 +39,7 @@ _MOST_NAMES = 8  # that one message lists
 
 
 def lost(peer: Peer, noticed: object = "") -> PeerLostError:
-    """The error for a member that is gone; `noticed`: what tells it if its Peer does not yet."""
+    """Returns the error for a lost member; `noticed` is the cause that its Peer does not show yet."""
     reason = peer.lost_reason.rpartition("): ")[2]  # alone: the message names the peer
     if _CLOSED in reason:
         reason = "it ended before the others; its own messages tell why"
@@ -47,7 +47,7 @@ def lost(peer: Peer, noticed: object = "") -> PeerLostError:
 
 
 def taken_by(rank: int, number: int) -> int:
-    """The control word of a place whose slices are a worker's since a takeover or a change.
+    """Returns the control word of a place whose slices are a worker's since a takeover or a change.
 
     It is that place's own one where a process has joined the job in it. Words only grow, and of two
     of these the later one counts.
@@ -62,12 +62,12 @@ def taker_in(word: int) -> int | None:
 
 
 def was_never_there(word: int) -> bool:
-    """No worker has been in a place so far, by its control word: there are fewer than places."""
+    """Tells by its control word whether a place never had a worker, because workers are fewer."""
     return GOODBYE < word < taken_by(-1, 1)
 
 
 def ended_in_order(peer: Peer) -> bool:
-    """A member that is lost has closed its Node itself: it was not killed."""
+    """Tells whether a member that is lost has closed its Node itself: it was not killed."""
     return _CLOSED in peer.lost_reason
 
 
@@ -121,12 +121,12 @@ def check_name(peer: Peer, name: str, address: str) -> None:
 
 
 def worker_name(rank: int) -> str:
-    """The name of a worker's Node."""
+    """Returns the name of a worker's Node."""
     return f"worker-{rank}"
 
 
 def server_name(index: int) -> str:
-    """The name of a server's Node."""
+    """Returns the name of a server's Node."""
     return f"server-{index}"
 
 

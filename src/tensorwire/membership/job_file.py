@@ -82,7 +82,7 @@ _PREFIXES = {RunningServer: "server-", RunningFileWorker: "file-worker-"}
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """A command as people read it: in one line, not too long, without what a terminal obeys."""
+    """Returns a command for people: in one short line, without characters that a terminal obeys."""
     text = " ".join(map(str, words))
     text = "".join(each if each.isprintable() else "?" for each in text[: _MOST_SHOWN + 1])
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
@@ -122,7 +122,7 @@ class JobFile:
 
 
 def running_servers() -> list[RunningServer]:
-    """The servers of this user on this host, the oldest first; removes files of dead ones.
+    """Returns the servers of this user on this host, the oldest first; removes files of dead ones.
 
     Raises:
         UnavailableError: no folder is fit for such files.

@@ -293,7 +293,7 @@ def note_in_job_log(what: str, **about: Any) -> None:
 
 
 def logged_jobs() -> list[LoggedJob]:
-    """The jobs of this user on this host, the oldest first: those that run, and failed ones.
+    """Returns the running and the failed jobs of this user on this host, the oldest first.
 
     Raises:
         UnavailableError: no folder is fit for logs.

@@ -20,7 +20,7 @@ RUNTIME = "XDG_RUNTIME_DIR"
 
 
 def runtime_folder() -> Path:
-    """The first of three places that is fit, made if it is missing; the same for all processes.
+    """Returns the first fit one of three folders, made if missing; all processes get the same.
 
     These are `$XDG_RUNTIME_DIR/tensorwire`, `/tmp/tensorwire-UID`, and `~/.cache/tensorwire-HOST`
     for where a stranger has taken the second one.
@@ -46,7 +46,7 @@ def runtime_folder() -> Path:
 
 
 def cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME`, else `~/.cache`; None: that is no path, as of a user without a home."""
+    """Returns `$XDG_CACHE_HOME`, else `~/.cache`; None if neither is a path."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return found if found.is_absolute() else None
 

@@ -200,7 +200,7 @@ class ServerMember:
             look()
 
     def _expected(self) -> list[int]:
-        """The workers that have neither come nor left; the latter if this is a successor."""
+        """Returns the workers that have not come yet; for a successor also not left."""
         ranks = range(self.count)
         return [rank for rank in ranks if rank not in self.workers and not self.has_left(rank)]
 
@@ -232,7 +232,7 @@ class ServerMember:
         turn_away(peer, f"server {self.index}", reason)
 
     def returned(self) -> tuple[Peer, Peer] | None:
-        """A worker that came back while the job runs: as it was, and as it is. After `gather`.
+        """Returns a worker that came back while the job runs: its old Peer and its new one.
 
         It is another incarnation, which knows nothing of the job; the first one is gone, or cannot
         be heard although it was not yet missed. On one host an end is seen at once, so that a
@@ -336,17 +336,17 @@ class ServerMember:
                 time.sleep(0.01)
 
     def has_left(self, rank: int) -> bool:
-        """The worker said goodbye, or there is none in the place and another one has its slices."""
+        """Tells whether a worker said goodbye, or its place is empty and another has its slices."""
         word = self.words[rank].value
         return word >= GOODBYE and taker_in(word) != rank
 
     def has_said_goodbye(self, rank: int) -> bool:
-        """The worker itself said so, and no other one has its slices."""
+        """Tells whether the worker itself said so, and no other one has its slices."""
         word = self.words[rank].value
         return word >= GOODBYE and taker_in(word) is None
 
     def is_taken(self, rank: int) -> bool:
-        """The worker was killed or has left, or never came, and another one has its slices."""
+        """Tells whether another worker has the slices of this one, which was killed, left or never came."""
         return self.owner(rank) != rank
 
     def owner(self, rank: int) -> int:
@@ -357,7 +357,7 @@ class ServerMember:
         return rank
 
     def all_left(self) -> bool:
-        """All workers have left in good order."""
+        """Tells whether all workers have left in good order."""
         return all(self.has_left(rank) for rank in range(self.count))
 
     def check(self) -> None:
@@ -375,7 +375,7 @@ class ServerMember:
                 raise lost(peer)
 
     def _returns(self, worker: Peer) -> bool:
-        """A worker that is lost was killed, and may have a successor: its socket is still held."""
+        """Tells whether a lost worker may have a successor: it was killed and its socket is held."""
         return self.durable and not ended_in_order(worker) and is_open(worker.address)
 
     def _recover(self, index: int, peer: Peer) -> None:
@@ -402,7 +402,7 @@ class ServerMember:
             successor.close()
 
     def _all_leave(self, timeout_s: float) -> bool:
-        """A server that is lost may have had all goodbyes; those to this one are on their way."""
+        """Tells whether a lost server may have had all goodbyes, so that ours are on their way."""
         deadline = time.monotonic() + timeout_s
         while not self.all_left():
             if time.monotonic() > deadline:

@@ -32,7 +32,7 @@ _PLACES = 2  # one more may be in the making while another one is read
 
 
 def reader_name() -> str:
-    """A name for a reader's Node that no other one has."""
+    """Returns a name for a reader's Node that no other one has."""
     return f"{READER}{os.getpid()}-{secrets.token_hex(4)}"
 
 

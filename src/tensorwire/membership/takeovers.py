@@ -32,7 +32,7 @@ from .world import World
 
 
 def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
-    """Which places the workers have that are in some of them: each its own, the others evenly.
+    """Returns the places of each worker that has one: its own, and an even part of the others.
 
     Args:
         places: how many there are.
@@ -286,7 +286,7 @@ class Takeovers:
             self._take(self._go.mine)
 
     def donor(self) -> NDArray[np.uint8]:
-        """The history of the worker that has noted where the others are."""
+        """Returns the history of the worker that has noted where the others are."""
         return self._store.map_donor()
 
     def joined(self) -> None:

@@ -36,7 +36,7 @@ def short_path(path: str | Path) -> Iterator[str]:
 
 
 def listen_in(folder: Path, prefix: str, suffix: str = "") -> tuple[socket.socket, Path]:
-    """A SOCK_SEQPACKET socket that listens and never blocks, and its path, for this user alone.
+    """Returns a non-blocking listening SOCK_SEQPACKET socket and its path, for this user alone.
 
     What processes that were killed have left there under such names is removed.
 

@@ -66,7 +66,7 @@ class World:
         return self.slices_of(self.rank)
 
     def slices_of(self, rank: int) -> range:
-        """The slices that the replica of a worker computes, as long as it lives."""
+        """Returns the slices that the replica of a worker computes, as long as it lives."""
         each = self.slices // self.replicas
         replica = rank // self.pipeline
         return range(replica * each, (replica + 1) * each)

@@ -25,7 +25,7 @@ _PROBE_BYTES = 8 << 20
 
 @functools.cache
 def memory_gb_per_s() -> float:
-    """Speed of one memcpy of 8 MiB in this process, measured once (some milliseconds)."""
+    """Returns speed of one memcpy of 8 MiB in this process, measured once (some milliseconds)."""
     source, target = np.ones(_PROBE_BYTES, np.uint8), np.ones(_PROBE_BYTES, np.uint8)
     ends = target.ctypes.data, source.ctypes.data
     seconds = bench_loops.copy_pieces(*ends, _PROBE_BYTES, 0, 1, 5, 1)
@@ -33,7 +33,7 @@ def memory_gb_per_s() -> float:
 
 
 def source_address(host: str) -> str | None:
-    """The address of this host from which packets to `host` leave, None if there is no route."""
+    """Returns the address of this host from which packets to `host` leave; None without a route."""
     try:
         entry = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(entry[0], socket.SOCK_DGRAM) as probe:
@@ -44,7 +44,7 @@ def source_address(host: str) -> str | None:
 
 
 def interface_of(host: str) -> str | None:
-    """The name of the interface by which packets to `host` leave, None if it is not known."""
+    """Returns the name of the interface by which packets to `host` leave; None if unknown."""
     local = source_address(host)
     if local is None:
         return None
@@ -55,7 +55,7 @@ def interface_of(host: str) -> str | None:
 
 
 def interface_with(local: str) -> str | None:
-    """The name of the interface that has this address, None if none of this host has."""
+    """Returns the name of the interface that has this address, None if none of this host has."""
     if ":" in local:
         packed = socket.inet_pton(socket.AF_INET6, local).hex()
         lines = Path("/proc/net/if_inet6").read_text().split("\n")

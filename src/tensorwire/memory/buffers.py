@@ -80,7 +80,7 @@ def placed(local: Any, stream: Any, gpu_there: int) -> tuple[object, OnStream | 
 
 
 def size_bytes(local: Any) -> int:
-    """The length of an object that `as_local` returned from or accepts."""
+    """Returns the length of an object that `as_local` returned from or accepts."""
     nbytes = getattr(local, "nbytes", None)
     if isinstance(nbytes, int):
         return nbytes
@@ -109,7 +109,7 @@ def check_unmasked(array: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """A few words about an object, for messages: its type and, if it has them, dtype and shape."""
+    """Returns a few words about an object, for messages: its type, its dtype and its shape."""
     words = type(value).__name__
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is not None and shape is not None:
@@ -189,7 +189,7 @@ def array_over(region: Any, dtype: DTypeLike, shape: int | Sequence[int] | None)
 
 
 def shape_in(region: Any, shape: Any, item_bytes: int, dtype: str) -> tuple[int, ...]:
-    """The shape as a tuple, checked against the size of the region.
+    """Returns the shape as a tuple, checked against the size of the region.
 
     Raises:
         ValueError: it does not fit, or None and the size is no multiple of the item.

@@ -18,7 +18,7 @@ _ROOT = Path("/")
 
 
 def read_line(path: Path) -> str | None:
-    """The stripped content of a small file; None when it cannot be read or is not text."""
+    """Returns the stripped content of a small file; None when it cannot be read or is not text."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -26,7 +26,7 @@ def read_line(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in a small file; None when there is none."""
+    """Returns the number in a small file; None when there is none."""
     try:
         return int(read_line(path) or "")
     except ValueError:
@@ -72,7 +72,7 @@ class Interface:
 
 
 def interface(name: str, root: Path = _ROOT) -> Interface | None:
-    """One interface by its name; None when there is none."""
+    """Returns one interface by its name; None when there is none."""
     folder = root / "sys/class/net" / name
     if not folder.is_dir():
         return None
@@ -92,7 +92,7 @@ def interface(name: str, root: Path = _ROOT) -> Interface | None:
 
 
 def interfaces(root: Path = _ROOT) -> list[Interface]:
-    """All of them but loopback, by name."""
+    """Returns all of them but loopback, by name."""
     found = (interface(name, root) for name in _names(root / "sys/class/net") if name != "lo")
     return [each for each in found if each is not None]
 
@@ -132,7 +132,7 @@ class RdmaPort:
 
 
 def rdma_ports(root: Path = _ROOT) -> list[RdmaPort]:
-    """The ports of all RDMA devices."""
+    """Returns the ports of all RDMA devices."""
     top = root / "sys/class/infiniband"
     return [
         _rdma_port(top / device, int(port))

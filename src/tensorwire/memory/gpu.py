@@ -25,7 +25,7 @@ _LEGACY_STREAM = 0
 
 
 def gpu_number(device: Any) -> int:
-    """The GPU that `device=` names, by its number in this process; -1 for memory of the host.
+    """Returns the GPU that `device=` names, by its number in this process; -1 for the host.
 
     Args:
         device: None or "cpu", "cuda", "cuda:N", or a torch.device. "cuda" is torch's current
@@ -73,7 +73,7 @@ def _current_stream_of() -> Callable[[int], int]:
 
 
 def current_stream(gpu: int) -> OnStream | None:
-    """The stream on which torch's operators run now in this thread; None without torch."""
+    """Returns the stream on which torch's operators run now in this thread; None without torch."""
     return None if _started_torch_cuda() is None else (_current_stream_of()(gpu), gpu)
 
 
@@ -114,14 +114,14 @@ def on_stream(stream: Any, gpu: int) -> OnStream:
 
 
 def tensor_buffer(tensor: Any) -> tuple[_core.Buffer, OnStream | None]:
-    """The memory of a dense torch tensor on a GPU, and the stream that its values come from."""
+    """Returns the memory of a dense torch tensor on a GPU, and the stream that made its values."""
     gpu = tensor.device.index
     buffer = _core.Buffer(tensor.data_ptr(), tensor.nbytes, True, tensor, gpu)
     return buffer, (_current_stream_of()(gpu), gpu)
 
 
 def interface_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
-    """The memory of an object with `__cuda_array_interface__`, and the stream that it names.
+    """Returns the memory of an object with `__cuda_array_interface__`, and its stream.
 
     Raises:
         ValueError: it is not contiguous, masked, or no memory of a GPU.
@@ -178,7 +178,7 @@ class GpuView:
 
 
 def tensor_over(view: GpuView, gpu: int, dtype: Any, shape: tuple[int, ...], count: int) -> Any:
-    """A torch tensor over such bytes."""
+    """Returns a torch tensor over such bytes."""
     torch: Any = modules["torch"]
     if view.__cuda_array_interface__["data"][1]:
         raise PermissionError(

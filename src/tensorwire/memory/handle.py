@@ -42,7 +42,7 @@ def access_flags(access: str) -> tuple[bool, bool]:
 
 
 def access_name(readable: bool, writable: bool) -> str:
-    """The inverse of `access_flags`."""
+    """Returns the inverse of `access_flags`."""
     return _ACCESS_NAMES[readable, writable]
 
 
@@ -83,7 +83,7 @@ def check_shown(text: str, what: str) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
+    """Returns the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -26,7 +26,7 @@ WORD_BYTES = 64
 
 
 def mailbox_bytes(message_bytes: int, places: int = 1) -> int:
-    """The size of the memory of a mailbox whose messages have at most `message_bytes`."""
+    """Returns the size of the memory of a mailbox whose messages have at most `message_bytes`."""
     return WORD_BYTES + places * message_bytes
 
 
@@ -48,14 +48,14 @@ class Mailbox:
         return self._word.value
 
     def message(self, number: int) -> NDArray[np.uint8]:
-        """The place of a message; nothing is copied."""
+        """Returns the place of a message; nothing is copied."""
         place: NDArray[np.uint8] = self._places[number % len(self._places)]
         return place
 
     def wait(
         self, number: int, timeout_s: float | None = None, *, peer: Peer | None = None
     ) -> NDArray[np.uint8]:
-        """The place of a message, as soon as it, or a later one, is there.
+        """Returns the place of a message, as soon as it, or a later one, is there.
 
         Raises:
             TimeoutError, PeerLostError, ClosedError, StaleHandleError: as for `Word.wait_until`.

@@ -40,7 +40,7 @@ class MappedView:
         return self._core.mapped
 
     def memoryview(self) -> memoryview:
-        """The bytes of this slice where they are, at the peer; nothing is copied.
+        """Returns the bytes of this slice where they are, at the peer; nothing is copied.
 
         Only on one host (`mapped`). Both processes then use the same memory: nothing orders their
         loads and stores but signals. The view keeps the memory alive, also after the owner freed
@@ -67,7 +67,7 @@ class MappedView:
     def array(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
     ) -> NDArray[Any]:
-        """A numpy array over `memoryview()`, with its conditions.
+        """Returns a numpy array over `memoryview()`, with its conditions.
 
         Args:
             dtype: as for `Region.array`.
@@ -83,7 +83,7 @@ class MappedView:
         raise NotImplementedError
 
     def tensor(self, dtype: Any = None, shape: int | Sequence[int] | None = None) -> Any:
-        """A torch tensor over this slice where it is, at the peer; nothing is copied.
+        """Returns a torch tensor over this slice where it is, at the peer; nothing is copied.
 
         Under the conditions of `memoryview`, on a GPU too: kernels of this process then work on the
         peer's memory, and nothing orders them with the peer but signals that are raised when they

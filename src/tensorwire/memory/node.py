@@ -392,7 +392,7 @@ class Node:
         word.wait_until(value, timeout_s, peer=peer)
 
     def listener(self) -> int:
-        """A descriptor of the socket that peers connect to, for a process that shall go on as this.
+        """Returns a descriptor of the listening socket, for a process that takes this one's place.
 
         It is the caller's, who closes it (`os.close`). As long as anybody has one, peers can
         connect, and wait until somebody accepts them: `Node(listener=)`.
@@ -404,7 +404,7 @@ class Node:
         return self._core.listener()
 
     def stats(self) -> dict[str, int]:
-        """Counters of this Node since its start; docs/memory.md explains each."""
+        """Returns counters of this Node since its start; docs/memory.md explains each."""
         return self._core.stats()
 
     def close(self) -> None:
@@ -514,7 +514,7 @@ def _resolve(host: str) -> list[str]:
 
 
 def _reachable_host(host: str) -> str:
-    """`host`, or for a wildcard the address of the interface that leads out of this machine."""
+    """Returns `host`; for a wildcard the address of the interface that leads out of the machine."""
     if host not in ("0.0.0.0", "::"):
         return host
     found = source_address("192.0.2.1" if host == "0.0.0.0" else "2001:db8::1")

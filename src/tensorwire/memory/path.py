@@ -70,7 +70,7 @@ class Path:
 
 
 def path_to(peer: _core.Peer) -> Path:
-    """The path of a connection of the core. The first look takes some milliseconds."""
+    """Returns the path of a connection of the core. The first look takes some milliseconds."""
     transport, reason = peer.transport, peer.reason
     gpu = memory_paths(transport)
     if transport == "tcp":

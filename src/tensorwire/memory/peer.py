@@ -258,7 +258,7 @@ class RemoteRegion(MappedView):
         )
 
     def __getitem__(self, piece: slice) -> RemoteRegion:
-        """The bytes [a:b] of this slice.
+        """Returns the bytes [a:b] of this slice.
 
         Raises:
             TypeError: not a slice of integers.
@@ -369,7 +369,7 @@ class RemoteRegion(MappedView):
         return self.peer.path.transport
 
     def private(self, timeout_s: float | None = 10.0) -> PrivateMapping:
-        """The peer's memory copy-on-write: what is written there stays in this process.
+        """Returns the peer's memory copy-on-write: what is written there stays in this process.
 
         Only on one host (`mapped`). The peer is asked for the memory again, within `timeout_s`.
 
@@ -391,7 +391,7 @@ class RemoteRegion(MappedView):
         return PrivateMapping(again.copied)
 
     def word(self, offset: int) -> RemoteWord:
-        """The 64-bit word at a byte offset of this slice.
+        """Returns the 64-bit word at a byte offset of this slice.
 
         Raises:
             ValueError: outside the slice, not a multiple of 8 from the region's start, or in memory
@@ -401,7 +401,7 @@ class RemoteRegion(MappedView):
         return RemoteWord(self.peer, self._core, word_offset(self._offset, self.size_bytes, offset))
 
     def handle(self) -> Handle:
-        """The handle of the whole region, to pass on to other processes.
+        """Returns the handle of the whole region, to pass on to other processes.
 
         Raises:
             ValueError: this is a slice.
@@ -504,7 +504,7 @@ class Prepared:
         self._core = core
 
     def __len__(self) -> int:
-        """Number of pieces."""
+        """Returns number of pieces."""
         return self._core.size
 
     @property

@@ -39,7 +39,7 @@ class PrivateMapping:
         self.compares = not told_by_kernel()
 
     def memoryview(self) -> memoryview:
-        """The bytes, writable.
+        """Returns the bytes, writable.
 
         Raises:
             ClosedError: this process was forked from the one that made the mapping.
@@ -50,11 +50,11 @@ class PrivateMapping:
     def array(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
     ) -> NDArray[Any]:
-        """A writable numpy array over the mapping; arguments and errors as for `Region.array`."""
+        """Returns a writable numpy array over the mapping; arguments as for `Region.array`."""
         return array_over(self, dtype, shape)
 
     def written(self) -> list[tuple[int, int]]:
-        """[start, stop) in bytes of the pages that this process has written to, rising.
+        """Returns [start, stop) in bytes of the pages that this process has written to, rising.
 
         Also those whose bytes were overwritten with the same. Takes about a nanosecond per page of
         the mapping where the kernel notes writes (Linux 6.7, userfaultfd allowed, no large pages of
@@ -93,7 +93,9 @@ def memory_file(name: str, size_bytes: int) -> int:
 
 
 def local_memory(size_bytes: int) -> tuple[NDArray[Any], PrivateMapping]:
-    """Zeroed memory of this process, as uint8, and a private mapping of it; on page boundaries.
+    """Returns zeroed memory of this process, as uint8, and a private mapping of it.
+
+    Both begin on a page boundary.
 
     Raises:
         MemoryError, BusyError: no memory, or no descriptor for it.

@@ -79,7 +79,7 @@ class Region:
         return f"<Region {self.name!r} [{self._offset}:{end}] access {self.access}{state}>"
 
     def __getitem__(self, piece: slice) -> Region:
-        """The bytes [a:b] as a Region that shares the memory.
+        """Returns the bytes [a:b] as a Region that shares the memory.
 
         Raises:
             TypeError: not a slice of integers.
@@ -89,7 +89,7 @@ class Region:
         return Region(self._node, self._core, self._offset + start, stop - start)
 
     def handle(self) -> Handle:
-        """A small picklable name for this region; give it to the peers that shall use it.
+        """Returns a small picklable name for this region; give it to the peers that shall use it.
 
         Raises:
             ValueError: this is a slice. A handle names a whole region; slice it at the other side.
@@ -108,7 +108,7 @@ class Region:
         )
 
     def word(self, offset: int) -> Word:
-        """The 64-bit signal word at a byte offset of this slice.
+        """Returns the 64-bit signal word at a byte offset of this slice.
 
         Raises:
             ValueError: outside the slice, not a multiple of 8 from the region's start, or in memory
@@ -120,7 +120,7 @@ class Region:
     def array(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
     ) -> NDArray[Any]:
-        """A writable numpy array over this memory; nothing is copied.
+        """Returns a writable numpy array over this memory; nothing is copied.
 
         Args:
             dtype: any numpy dtype without Python objects.
@@ -137,7 +137,7 @@ class Region:
         return array_over(self, dtype, shape)
 
     def tensor(self, dtype: Any = None, shape: int | Sequence[int] | None = None) -> Any:
-        """A torch tensor over this memory; nothing is copied.
+        """Returns a torch tensor over this memory; nothing is copied.
 
         Args:
             dtype: a torch dtype; None is torch.uint8.
@@ -164,7 +164,7 @@ class Region:
         return torch.frombuffer(self.memoryview(), dtype=dtype, count=count).reshape(shape)
 
     def memoryview(self) -> memoryview:
-        """The bytes of this slice, writable.
+        """Returns the bytes of this slice, writable.
 
         Raises:
             UnavailableError, ClosedError: as for `array`.
@@ -233,7 +233,7 @@ class Region:
         return view
 
     def private(self) -> PrivateMapping:
-        """The same memory copy-on-write: what is written there stays in this process.
+        """Returns the same memory copy-on-write: what is written there stays in this process.
 
         Raises:
             ValueError: this is a slice.
@@ -246,7 +246,7 @@ class Region:
         return PrivateMapping(self._core.map_private())
 
     def descriptor(self) -> int:
-        """A descriptor of this memory, for a process that shall go on with it: `Node.restore`.
+        """Returns a descriptor of this memory, for a process that takes it over: `Node.restore`.
 
         It is the caller's, who closes it (`os.close`) and may pass it on. The memory lives as long
         as any descriptor or mapping of it, also beyond this process. Whoever has one can read and,

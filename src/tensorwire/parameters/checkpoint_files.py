@@ -91,7 +91,7 @@ def read_index(data: bytes) -> Index:
 
 
 def message(told: dict[str, Any]) -> bytes:
-    """A request or answer as it is written; a text that is too long is cut."""
+    """Returns a request or answer as it is written; a text that is too long is cut."""
     data = json.dumps(told).encode()
     if len(data) >= MESSAGE_BYTES and "text" in told:
         data = json.dumps({**told, "text": str(told["text"])[:500]}).encode()

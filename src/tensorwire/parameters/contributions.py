@@ -50,7 +50,7 @@ class Stretch(NamedTuple):
 def _weights(
     parts: tuple[tuple[float, float], ...], present: tuple[int, ...]
 ) -> tuple[tuple[int, float], ...]:
-    """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
+    """Returns (slot, weight) of the slices that have a gradient, from each commit.
 
     The mean by weight over all slices: one without a gradient has a gradient of 0, and one of
     weight 0 is not read, since it may not be finite. Slots of what was produced come behind all
@@ -108,7 +108,7 @@ class Contributions:
         self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
 
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
-        """(slot, weight) of the slices that have a gradient for a tensor."""
+        """Returns (slot, weight) of the slices that have a gradient for a tensor."""
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def scalars(self, tensor: int) -> Scalars:
@@ -116,14 +116,14 @@ class Contributions:
         return tuple(self._scalars[tensor].tolist()) if self._scalars.size else ()
 
     def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
-        """(slice, weight) of the slices that have a gradient for one of some tensors, wherever."""
+        """Returns (slice, weight) of the slices that have a gradient for any of some tensors."""
         found = {
             slot % self._slices: weight for each in tensors for slot, weight in self.weights(each)
         }
         return sorted(found.items())
 
     def of(self, cell: Cell) -> Iterator[Stretch]:
-        """The stretches of a cell for which any slice has a gradient."""
+        """Yields the stretches of a cell for which any slice has a gradient."""
         if self._all_alike and not self._pooled and self._all_same:
             size = cell.stop - cell.start
             yield Stretch(0, size, self._all, self._count, self._first_scalars)

@@ -47,10 +47,10 @@ class ShareDevice(Protocol):
     where: str | None
 
     def over(self, region: Region, size_bytes: int) -> DeviceBytes:
-        """The first bytes of a region that was allocated on it."""
+        """Returns the first bytes of a region that was allocated on it."""
 
     def empty(self, size_bytes: int) -> DeviceBytes:
-        """Memory of this process there, which ends with it."""
+        """Returns memory of this process there, which ends with it."""
 
     def lock(self, memories: Sequence[Bytes]) -> None:
         """Locks pages of the host's memory, so that the device copies from and to it by itself."""
@@ -66,7 +66,7 @@ class ShareDevice(Protocol):
 
 
 def suits_device(spec: Spec) -> bool:
-    """Every share of a store may be on a device, or none: then bits do not depend on how many.
+    """Tells whether a device may hold all shares of a store, so that their number changes no bit.
 
     Not where there are tables, of which steps change rows on the host, nor where tensors without a
     gradient have the most bytes: each array there has room for these too, and that room is taken.

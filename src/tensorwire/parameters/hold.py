@@ -24,20 +24,20 @@ WRITTEN_AT = 192
 
 
 def hold_bytes(tensors: int) -> int:
-    """The size of the region of a store with so many tensors."""
+    """Returns the size of the region of a store with so many tensors."""
     return WRITTEN_AT + tensors
 
 
 def is_wanted(word: int) -> bool:
-    """The word of PAUSE says that the job is to stand still."""
+    """Tells whether the word of PAUSE says that the job is to stand still."""
     return word % 2 == 1
 
 
 def held_word(version: int, over: bool = False) -> int:
-    """The word of a version at which a store stands still; `over`: it has gone on."""
+    """Returns the word of a version at which a store stands still; `over`: it has gone on."""
     return 2 * version + 1 + over
 
 
 def held_version(word: int) -> int | None:
-    """The version at which a store stands still; None: it does not."""
+    """Returns the version at which a store stands still; None: it does not."""
     return word // 2 if word % 2 == 1 else None

@@ -151,7 +151,7 @@ class Journal:
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
 
     def cost(self, threads: int) -> tuple[float, int]:
-        """Seconds that so many threads have spent on it since the last call, and its bytes."""
+        """Returns the seconds that so many threads spent on it since the last call, and its bytes."""
         before, self._spent_before_s = self._spent_before_s, sum(self._spent_s)
         return (self._spent_before_s - before) / threads, self._bytes
 
@@ -169,7 +169,7 @@ class Journal:
 
     @staticmethod
     def last(share: Share, scalars: int, memory: Bytes) -> tuple[int, Bytes] | None:
-        """The last version that a store will have and what was told of it; None: it is not made.
+        """Returns the last version that a store will have and its announcement; None: not made yet.
 
         Args:
             share: as of the class.
@@ -213,7 +213,7 @@ class Journal:
         self._head[_NORMED] = version
 
     def norm(self, version: int) -> float | None:
-        """The norm of a version, if it is noted."""
+        """Returns the norm of a version, if it is noted."""
         if self._head[_NORMED] != version:
             return None
         return float(self._head[_NORM : _NORM + 1].view(np.float64)[0])
@@ -242,7 +242,7 @@ class Journal:
     # ---- cells
 
     def is_done(self, cell: int, version: int) -> bool:
-        """A cell, or the table that begins with it, has its values of a version."""
+        """Tells whether a cell, or the table that begins with it, has its values of a version."""
         return bool(self._done[cell] == version)
 
     def save(self, change: Change) -> None:
@@ -330,7 +330,7 @@ class _TableUndo:
 
 
 def _room(arrays: Mapping[int, Sequence[Bytes]]) -> int:
-    """Bytes for a copy of any cell."""
+    """Returns bytes for a copy of any cell."""
     return padded(max((sum(map(len, each)) for each in arrays.values()), default=1))
 
 
@@ -356,7 +356,7 @@ def _place(results: Bytes, version: int) -> Bytes:
 
 
 def _reduced_words(share: Share) -> int:
-    """A version, how many slices have given something, and a slice and its weight for each."""
+    """Returns the words of: a version, the number of slices, and each slice with its weight."""
     return 2 + 2 * share.layout.spec.slices
 
 

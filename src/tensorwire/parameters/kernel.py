@@ -54,7 +54,7 @@ class Tile(Protocol):
         """
 
     def square_sum(self, start: int, stop: int) -> float:
-        """Sum of the squares of the reduced gradient that was kept, in float64, one thread."""
+        """Returns the sum of squares of the kept reduced gradient, in float64, from one thread."""
 
     def step(
         self,
@@ -158,7 +158,7 @@ class Kernel(Protocol):
         """
 
     def device(self, name: str) -> ShareDevice:
-        """A device of this host on which this arithmetic can be done, and its arrays can be.
+        """Returns a device of this host for this arithmetic and its arrays.
 
         Args:
             name: as workers give it.

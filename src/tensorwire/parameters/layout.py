@@ -256,7 +256,7 @@ class Cell:
     block: int = 0
 
     def runs(self, key: Callable[[Piece], K]) -> Iterator[tuple[int, int, K]]:
-        """The parts [start, stop) whose pieces have one key, as long as can be, and that key."""
+        """Yields the longest parts [start, stop) whose pieces have one key, and that key."""
         for found, run in groupby(self.pieces, key):
             pieces = list(run)
             yield pieces[0].start, pieces[-1].stop, found
@@ -318,7 +318,7 @@ class Layout:
         self.size_bytes = max(offset, ALIGN_BYTES)
 
     def deal(self, servers: int) -> tuple[Share, ...]:
-        """Consecutive cells for each server, equal in bytes as far as whole cells allow."""
+        """Returns consecutive cells for each server, equal in bytes as far as whole cells allow."""
         shares, first = [], 0
         for server in range(servers):
             goal = self.size_bytes * (server + 1) / servers
@@ -367,7 +367,7 @@ class Share:
         return self.stop - self.start
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of [start, stop) that is here; empty when start >= stop."""
+        """Returns the part of [start, stop) that is here; empty when start >= stop."""
         return max(start, self.start), min(stop, self.stop)
 
 
@@ -403,7 +403,7 @@ class Selection:
         self._starts = [start for start, _, _ in self.ranges]
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of the layout's bytes [start, stop) that are here, as in `ranges`."""
+        """Yields the parts of the layout's bytes [start, stop) that are here, as in `ranges`."""
         begins = max(bisect_right(self._starts, start) - 1, 0)
         for begin, end, at in self.ranges[begins : bisect_left(self._starts, stop)]:
             first, last = max(begin, start), min(end, stop)
@@ -416,7 +416,7 @@ class Selection:
         return index >= 0 and place.end <= self.ranges[index][1]
 
     def place(self, tensor: int) -> slice:
-        """The bytes of a selected tensor, without padding."""
+        """Returns the bytes of a selected tensor, without padding."""
         place = self._places[tensor]
         index = bisect_right(self._starts, place.start) - 1
         begin, _, at = self.ranges[index] if index >= 0 else (place.start, 0, 0)
@@ -442,7 +442,7 @@ def checked_wants(raw: object, spec: Spec) -> list[int] | None:
 def _segments(
     tensors: Sequence[TensorSpec],
 ) -> Iterable[tuple[tuple[str, int, str], list[int]]]:
-    """Tensors that may share cells, last of the model first: gradients come in that order."""
+    """Yields groups of tensors that may share cells, last of the model first, as gradients come."""
     found: dict[tuple[int, int, str, tuple[int, int]], list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
@@ -455,7 +455,7 @@ def _segments(
 def _blocks(
     tensors: Sequence[TensorSpec], rooms: Sequence[int], cell_bytes: int
 ) -> Iterator[tuple[tuple[str, int, str], list[int], bool]]:
-    """Segments, in blocks where they are cut, in the order of the layout.
+    """Yields segments, in blocks where they are cut, in the order of the layout.
 
     The last of each tells that its gradients do not come behind those of the one before. `rooms`
     are the padded sizes of the tensors.
@@ -477,7 +477,7 @@ def _blocks(
 
 
 def _bit_reversed(count: int) -> list[int]:
-    """The numbers below `count`, by their binary digits read from the last to the first."""
+    """Returns the numbers below `count`, by their binary digits read from the last to the first."""
     digits = (count - 1).bit_length()
     return sorted(range(count), key=lambda number: f"{number:0{digits}b}"[::-1])
 
@@ -505,7 +505,7 @@ def _cell_bytes_of(size_bytes: int) -> int:
 
 
 def _whole_rows(row_bytes: int, cell_bytes: int) -> int:
-    """The size of a table's cells: whole rows, and a multiple of ALIGN_BYTES."""
+    """Returns the size of a table's cells: whole rows, and a multiple of ALIGN_BYTES."""
     least = math.lcm(row_bytes, ALIGN_BYTES)
     return max(cell_bytes // least, 1) * least
 

@@ -141,7 +141,7 @@ def told_description(
     first: Description | None = None,
     known: dict[str, Spec] | None = None,
 ) -> Description:
-    """A worker's own description, or that of worker 0, which it follows.
+    """Returns a worker's own description, or that of worker 0, which it follows.
 
     Args:
         data: as it came.
@@ -224,7 +224,7 @@ class Commit:
 
     @staticmethod
     def size_bytes(groups: int, names: int, tensors: int) -> int:
-        """Length of every commit of a store."""
+        """Returns length of every commit of a store."""
         return _COMMIT.size + 8 * groups * names + tensors
 
     @staticmethod
@@ -277,7 +277,7 @@ class Commit:
 
 
 def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
-    """One commit per slice, of those that the workers of its pipeline have made, in order.
+    """Returns one commit per slice, of those that the workers of its pipeline have made, in order.
 
     Raises:
         ValueError: two of them have the gradient of one tensor, or they count other samples.

@@ -136,13 +136,13 @@ class ModelFile:
 
 
 def model_file(layout: Layout, store: int, version: int) -> ModelFile:
-    """The file of a version of a store, which servers and readers lay out alike."""
+    """Returns the file of a version of a store, which servers and readers lay out alike."""
     metadata = {"format": "pt", "tensorwire.store": str(store), "tensorwire.version": f"{version}"}
     return ModelFile(layout, metadata)
 
 
 def held_bytes(held: Sequence[FileRange]) -> int:
-    """The size of a server's memory for its part of a file."""
+    """Returns the size of a server's memory for its part of a file."""
     return held[-1].at + held[-1].stop - held[-1].start if held else 0
 
 
@@ -152,7 +152,7 @@ def _item_bytes(layout: Layout, index: int) -> int:
 
 
 def _padded(text: bytes, data_bytes: int, item_bytes: int) -> tuple[bytes, bool]:
-    """The header with its length in front, padded; and whether the file then fills pages."""
+    """Returns the padded header with its length in front; and whether the file fills pages then."""
     size, fills = 8 + len(text), data_bytes % item_bytes == 0
     goal = -data_bytes % PAGE_BYTES if fills else 0
     align = PAGE_BYTES if fills else _ALIGN_BYTES

@@ -39,7 +39,7 @@ SYNC = Mode()
 
 
 def checked_mode(name: Any, staleness: Any) -> Mode:
-    """A mode that there is; ValueError says what is wrong."""
+    """Returns a mode that there is; ValueError says what is wrong."""
     if name not in NAMES:
         raise ValueError(f"mode is {', '.join(map(repr, NAMES))}, not {name!r}")
     if name != "bounded":

@@ -70,7 +70,7 @@ def lease_name(reader: str) -> str:
 
 
 def word_of(version: int, changing: bool = False) -> int:
-    """The word of a version in place; `changing`: while the next one is made where it lies.
+    """Returns the word of a version in place; `changing`: while the next one is made where it lies.
 
     What is read between two looks at the word is of one version if it was the same both times, and
     even.
@@ -194,7 +194,7 @@ class Copied(NamedTuple):
 
 
 def parts_of(shares: Sequence[Share], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Which server has which part of the layout's bytes [start, stop): (server, start, stop)."""
+    """Returns (server, start, stop) for each part of the layout's bytes [start, stop)."""
     found = []
     for server, share in enumerate(shares):
         first, last = share.clip(start, stop)

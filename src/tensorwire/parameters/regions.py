@@ -69,7 +69,7 @@ _LEAST_BYTES = 64  # also of a share without cells
 
 
 def region_name(store: int, kind: RegionKind, which: int | str | None = None) -> str:
-    """The name of a region; `which` tells the slice, commit or state that it is of."""
+    """Returns the name of a region; `which` tells the slice, commit or state that it is of."""
     return f"{store}/{kind}" if which is None else f"{store}/{kind}/{which}"
 
 
@@ -86,17 +86,17 @@ def allocate_at_worker(
 
 
 def order_places(spec: Spec) -> int:
-    """How many events of ORDER can be under way: for each slice its commit, an answer and more."""
+    """Returns how many events of ORDER can be under way at once."""
     return 3 * spec.slices + 4
 
 
 def result_block(server: int) -> slice:
-    """The part of a worker's RESULT that a server writes to."""
+    """Returns the part of a worker's RESULT that a server writes to."""
     return slice(_RESULT_BLOCK_BYTES * server, _RESULT_BLOCK_BYTES * (server + 1))
 
 
 def reply_block(server: int) -> slice:
-    """The part of a worker's REPLY that a server writes to."""
+    """Returns the part of a worker's REPLY that a server writes to."""
     return slice(_REPLY_BLOCK_BYTES * server, _REPLY_BLOCK_BYTES * (server + 1))
 
 
@@ -168,7 +168,7 @@ class ServerRegions:
         self._access[RegionKind.MASTER] = "none" if spec.pipeline == 1 else "r"
 
     def name(self, kind: RegionKind, which: int | str | None = None) -> str:
-        """The name of a region; `which` tells the slice, commit or state that it is of."""
+        """Returns the name of a region; `which` tells the slice, commit or state that it is of."""
         return region_name(self._store, kind, which)
 
     def allocate(
@@ -199,5 +199,5 @@ class ServerRegions:
         return np.frombuffer(body[self._stamps].tobytes(), np.uint64)
 
     def norms_block(self, server: int) -> slice:
-        """The part of NORMS that a server writes to."""
+        """Returns the part of NORMS that a server writes to."""
         return slice(self._norms_bytes * server, self._norms_bytes * (server + 1))

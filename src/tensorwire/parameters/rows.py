@@ -94,7 +94,7 @@ class Table(NamedTuple):
 
 
 def tables_of(share: Share) -> tuple[Table, ...]:
-    """The tables that a server has rows of, in the order of the layout."""
+    """Returns the tables that a server has rows of, in the order of the layout."""
     layout, tensors = share.layout, share.layout.spec.tensors
     indices = [index for index, cell in enumerate(share.cells) if cell.kind == "rows"]
 

@@ -120,7 +120,7 @@ class Shard:
     def _bind_changes(
         self, journal: Journal | None
     ) -> tuple[Walk[Shard, Changed], Walk[Shard, Changed]]:
-        """How a cell and a table are changed, with a journal or without."""
+        """Returns how a cell and a table are changed, with a journal or without."""
         noted: Any = journal  # without one nothing of it is called
         durable = {"durable": journal is not None}
         cell = {
@@ -255,7 +255,7 @@ class Shard:
         device.synchronize()
 
     def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
-        """The rows of a table that any slice has, whose gradient is reduced then."""
+        """Returns the rows of a table that any slice has, whose gradient is reduced then."""
         if not reduced:
             return self._reduce_rows(index, given.of_any(self._tables[index].tensors))
         if index not in self._reduced_rows:
@@ -267,7 +267,7 @@ class Shard:
         return self._reduced_rows[index]
 
     def _reduce_rows(self, index: int, weights: Sequence[tuple[int, float]]) -> Rows:
-        """The rows of a table that any of some slices has, which are reduced by their weights."""
+        """Returns the rows of a table that any of some slices has, after it reduced them by weight."""
         table = self._tables[index]
         parts = []
         for number, weight in weights:
@@ -381,7 +381,7 @@ class Shard:
     def _noted(
         self, journal: Journal, index: int, given: Contributions
     ) -> list[tuple[Sequence[int], Scalars]]:
-        """The numbers of tensors after a step that another process has made of a cell."""
+        """Returns the numbers of tensors after a step that another process has made of a cell."""
         if not self.memory.scalars.size:
             return []
         if index in self._tables:
@@ -509,7 +509,7 @@ class Shard:
         arrivals: Arrivals | None,
         cells: Sequence[int] | None = None,
     ) -> list[float]:
-        """The results for some cells in order; None: each bundle of cells and each table."""
+        """Returns the results for some cells in order; None: for each bundle of cells and each table."""
         bundled = cells is None and len(self._bundles) < len(self._trained)
         cells = self._worked_on if cells is None else cells
         indices = cells if arrivals is None else arrivals.order(cells)

@@ -37,12 +37,12 @@ _HEAD_BYTES = 4096
 
 
 def state(name: str) -> str:
-    """The part of a snapshot that has a state of the optimizer."""
+    """Returns the part of a snapshot that has a state of the optimizer."""
     return f"state/{name}"
 
 
 def busy(text: str) -> BusyError:
-    """The error where as many snapshots are held as there may be, and the text tells by whom."""
+    """Returns the error for one snapshot too many; the text names its holders."""
     return BusyError(
         f"{text}. Each is held until its checkpoint is written: wait for one, or save to the same "
         "path, which waits by itself; one worker alone calls job.save: if job.rank == 0"
@@ -146,7 +146,7 @@ class Parts:
 
     @staticmethod
     def head_bytes() -> int:
-        """How much of the memory of a snapshot says what is where."""
+        """Returns how much of the memory of a snapshot says what is where."""
         return _HEAD_BYTES
 
     @staticmethod

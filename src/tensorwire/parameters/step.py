@@ -34,7 +34,7 @@ class Arrivals(Protocol):
     """What is still on its way when a version is begun; cells by their place in the share."""
 
     def order(self, cells: Sequence[int]) -> list[int]:
-        """The cells in the order in which they are expected."""
+        """Returns the cells in the order in which they are expected."""
 
     def wait(self, cell: int) -> None:
         """Waits until all gradients of a cell are there. Any thread."""

@@ -201,7 +201,7 @@ class Graph:
         object.__setattr__(self, "_makers", makers)
 
     def maker(self, tensor: str) -> Operator:
-        """The operator that makes a tensor.
+        """Returns the operator that makes a tensor.
 
         Raises:
             KeyError: there is no such tensor.
@@ -209,7 +209,7 @@ class Graph:
         return self._makers[tensor]
 
     def crossings(self) -> list[Crossing]:
-        """Every (tensor, machine that uses it and does not make it) once, in ready order.
+        """Returns every (tensor, machine that uses it and does not make it) once, in ready order.
 
         The order is the same however the graph was declared.
         """
@@ -229,7 +229,7 @@ class Graph:
 
 
 def _unique_names(what: str, named: tuple[Tensor, ...] | tuple[Operator, ...]) -> set[str]:
-    """The names of all; ValueError if two have the same."""
+    """Returns the names of all; ValueError if two have the same."""
     seen: set[str] = set()
     for each in named:
         if each.name in seen:

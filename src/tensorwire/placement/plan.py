@@ -94,7 +94,7 @@ class Plan:
         return self._places[tensor, target]
 
     def between(self, source: str, target: str) -> tuple[Bucket, ...]:
-        """The buckets from one machine to another, by index."""
+        """Returns the buckets from one machine to another, by index."""
         return tuple(b for b in self.buckets if (b.source, b.target) == (source, target))
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return hashlib.sha256(repr(parts).encode()).digest()
 
     def __str__(self) -> str:
-        """A table of all slots."""
+        """Returns a table of all slots."""
         rows = [("bucket", "tensor", "what", "protocol", "offset", "bytes")]
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -204,7 +204,7 @@ def _padded(size_bytes: int) -> int:
 
 
 def _possible(tensor: Tensor) -> tuple[str, ...]:
-    """The protocols that a tensor can be sent by; of two, the second is for a large one."""
+    """Returns the protocols that a tensor can be sent by; of two, the second is for a large one."""
     if tensor.is_static:
         return ("static",)
     return ("unbounded",) if tensor.most_bytes is None else ("bounded", "unbounded")
@@ -230,7 +230,7 @@ def _lay_out(drafts: Iterable[_Draft]) -> tuple[Bucket, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text; the last two are numbers."""
+    """Returns columns of text; the last two are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -35,7 +35,7 @@ def show_trace(trace: Trace, console: Console) -> None:
 
 
 def nothing(trace: Trace) -> str:
-    """Why there is nothing to show; "" if there is something."""
+    """Returns why there is nothing to show; "" if there is something."""
     if trace.rows or trace.lost:
         return ""
     if not trace.pythons:
@@ -99,7 +99,7 @@ def _show_messages(trace: Trace, console: Console) -> None:
 
 
 def _line(values: Distribution, protocol: str, low: int, high: int) -> Text:
-    """How many messages there are of each size, one character for a power of two."""
+    """Returns how many messages there are of each size, one character for a power of two."""
     most = max(values.counts)
     text = Text()
     for bits in range(low, high + 1):

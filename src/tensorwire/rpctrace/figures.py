@@ -58,7 +58,7 @@ class Distribution:
         self.totals = list(map(add, self.totals, other.totals))
 
     def below(self, share: float) -> int:
-        """A power of two, or the highest value, that this share of the values is not above."""
+        """Returns a power of two, or the highest value, that this share of values does not exceed."""
         seen = 0
         for bits, count in enumerate(self.counts):
             seen += count
@@ -67,7 +67,7 @@ class Distribution:
         return self.most
 
     def from_bits(self, bits: int) -> tuple[int, int]:
-        """How many values have so many bits or more, and their sum."""
+        """Returns how many values have so many bits or more, and their sum."""
         return sum(self.counts[bits:]), sum(self.totals[bits:])
 
 
@@ -114,7 +114,7 @@ class Trace:
         return list(_joined(row for row in self.rows if row.kind == "calls"))
 
     def messages(self) -> list[Measured]:
-        """One row for each method, direction and protocol."""
+        """Returns one row for each method, direction and protocol."""
         return [row for row in self.rows if row.kind == "messages"]
 
     def to_json(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _is_again(message: Any) -> bool:
 
 
 def _transport(attachment: bytes) -> str:
-    """How the payload of an envelope travelled; "refused": who gets it cannot know where."""
+    """Returns how the payload of an envelope travelled; "refused" if its reader cannot know."""
     module = sys.modules.get("tensorwire.rpc.payload.attachment")
     found = getattr(module, "ATTACHMENTS", {}).get(attachment)
     if found is None:

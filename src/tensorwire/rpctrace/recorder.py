@@ -50,7 +50,7 @@ class Recorder:
         atexit.register(self._settle)
 
     def row(self, key: Key) -> int:
-        """The row of a key; 0 when there is none left."""
+        """Returns the row of a key; 0 when there is none left."""
         with self._lock:
             found = self._keys.get(key)
             if found is None:

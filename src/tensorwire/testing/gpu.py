@@ -30,7 +30,7 @@ def _call(function: str, *args: Any) -> None:
 
 
 def missing_gpu() -> str:
-    """Why no GPU can be used here, "" if one can."""
+    """Returns why no GPU can be used here, "" if one can."""
     try:
         count = ctypes.c_int()
         for function, args in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
@@ -97,7 +97,7 @@ class GpuArray:
         poke(self.address + start, data, self.gpu)
 
     def tobytes(self) -> bytes:
-        """The bytes that are there now."""
+        """Returns the bytes that are there now."""
         return peek(self.address, self.nbytes, self.gpu)
 
     def __getitem__(self, piece: slice) -> _GpuSlice:
@@ -131,7 +131,7 @@ class _PinnedBytes:
 
 
 def pinned_array(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy of these bytes in pinned memory of the host."""
+    """Returns a copy of these bytes in pinned memory of the host."""
     pinned = _PinnedBytes(max(1, data.nbytes))
     pinned.memory.keep = pinned  # type: ignore[attr-defined]
     array = np.ctypeslib.as_array(pinned.memory)[: data.nbytes]
@@ -140,7 +140,7 @@ def pinned_array(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def peek(address: int, size_bytes: int, gpu: int = 0) -> bytes:
-    """The bytes at an address of a GPU."""
+    """Returns the bytes at an address of a GPU."""
     target = ctypes.create_string_buffer(max(1, size_bytes))
     _enter(gpu)
     if size_bytes:

@@ -185,7 +185,7 @@ class Member(Channel):
             raise self.failure("ended without a result") from None
 
     def failure(self, what: str) -> MemberError:
-        """The error that says what the process did, with its log; it counts as seen."""
+        """Returns the error that says what the process did, with its log; it counts as seen."""
         self._seen_failure = True
         return MemberError(f"{self!r} {what}\nIts log:\n{self.log()}")
 
@@ -210,7 +210,7 @@ class Member(Channel):
             return False
 
     def unnoticed(self) -> list[str]:
-        """The failure that lies in the channel unread, if there is one."""
+        """Returns the failure that lies in the channel unread, if there is one."""
         with contextlib.suppress(EOFError, OSError):
             while self._outcome is None and self._connection.poll(0):
                 kind, value = self._connection.recv()

@@ -91,7 +91,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _sockets() -> dict[str, str]:
-    """Link text of a socket -> the same with protocol and address."""
+    """Returns Link text of a socket -> the same with protocol and address."""
     described = {}
     for protocol in ("tcp", "tcp6", "unix"):
         for line in _lines(f"/proc/self/net/{protocol}")[1:]:

@@ -89,7 +89,7 @@ class CheckSetup:
         return self.peer.region(self.target.allocate(key, size_bytes, access, None, device))
 
     def local(self, data: NDArray[np.uint8]) -> Any:
-        """A copy of these bytes in the local kind of memory; slices of it are locals too."""
+        """Returns a copy of these bytes in the local kind of memory; slices of it are local too."""
         if self.memory[0] == "gpu":
             return GpuArray(data)
         return data.copy() if self.memory[0] == "host" else pinned_array(data)
@@ -182,7 +182,7 @@ def setup(
 
 
 def pattern(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Bytes that differ everywhere and between seeds; always the same ones."""
+    """Returns bytes that differ everywhere and between seeds; always the same ones."""
     return np.random.default_rng(seed + 1).integers(0, 256, size_bytes, np.uint8)
 
 
@@ -205,7 +205,7 @@ def failure_of(start: Callable[..., Any], *args: Any, **options: Any) -> Excepti
 
 
 def operations_on(remote: RemoteRegion) -> list[Callable[[], object]]:
-    """Every kind of operation on the memory of a peer; what they need is made now."""
+    """Returns every kind of operation on the memory of a peer; what they need is made now."""
     word, writing = remote.word(0), remote.peer.prepare_write([b"x"], [remote])
     return [
         lambda: remote.write(b"x"),

@@ -53,7 +53,7 @@ class Target:
         return self._node.address
 
     def pid(self) -> int:
-        """The process that the Node is in."""
+        """Returns the process that the Node is in."""
         return os.getpid()
 
     def allocate(
@@ -84,7 +84,7 @@ class Target:
         region.array()[start : start + len(data)] = np.frombuffer(data, np.uint8)
 
     def contents(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes of a region."""
+        """Returns the bytes of a region."""
         return _bytes_of(self._regions[key], start, stop)
 
     def is_filled(self, key: str, start: int, stop: int, value: int) -> bool:
@@ -97,7 +97,7 @@ class Target:
         self._regions.pop(key).free()
 
     def value(self, key: str, offset: int) -> int:
-        """The value of a word."""
+        """Returns the value of a word."""
         return self._regions[key].word(offset).value
 
     def wait_until(self, key: str, offset: int, value: int, timeout_s: float) -> None:
@@ -143,7 +143,7 @@ class Target:
         self._node = Node(**{"name": "far", **self._options, "listen": address})
 
     def stats(self) -> dict[str, int]:
-        """Counters of the Node."""
+        """Returns counters of the Node."""
         return self._node.stats()
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class _TargetElsewhere:
 
 
 def target_elsewhere(member: Member) -> Target:
-    """A Target whose methods run in the process that runs `serve_target`."""
+    """Returns a Target whose methods run in the process that runs `serve_target`."""
     return cast(Target, _TargetElsewhere(member))
 
 
@@ -214,5 +214,5 @@ def _bytes_of(region: Region, start: int, stop: int | None) -> bytes:
 
 
 def round_value(number: int) -> int:
-    """The byte that fills round `number`; differs from the 250 rounds before."""
+    """Returns the byte that fills round `number`; differs from the 250 rounds before."""
     return number * 37 % 251

@@ -89,7 +89,7 @@ def reason_of(error: OSError, path: str | os.PathLike[str]) -> str:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Permissions of the file that is there; None if there is none."""
+    """Returns permissions of the file that is there; None if there is none."""
     try:
         found = target.lstat()  # a link that is left after resolving all leads nowhere
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _new_part(target: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside the target, locked for as long as it is open."""
+    """Returns a new file beside the target, locked for as long as it is open."""
     while True:
         part = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.part")
         file = part.open("xb")

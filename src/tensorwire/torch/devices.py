@@ -31,12 +31,12 @@ _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_…, in CUDA's driver API
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """The CPU computes with a tensor where it lies, so that no copy is needed."""
+    """Tells whether the CPU computes with a tensor where it lies, so that no copy is needed."""
     return tensor.is_meta or (tensor.is_cpu and not _STAGES_CPU)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The one device on which those tensors are that are not on the host; None: all are there.
+    """Returns the one device of the tensors that are not on the host; None if all are there.
 
     Raises:
         UnavailableError: there are several.
@@ -52,7 +52,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def host_tensor(memory: Bytes) -> torch.Tensor:
-    """A tensor over bytes that the caller keeps alive, and does not write if they are read-only."""
+    """Returns a tensor over bytes that the caller keeps alive; never write it if they are read-only."""
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     there = (ctypes.c_ubyte * memory.nbytes).from_address(memory.ctypes.data)
@@ -74,7 +74,9 @@ class _DeviceBytes:
 
 
 def part_of(whole: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
-    """Bytes [start, stop) of `whole`, of uint8, in the form of `like`; its storage has no others.
+    """Returns bytes [start, stop) of `whole`, of uint8, in the form of `like`.
+
+    Its storage has no other bytes.
 
     The memory is that of `whole`, and lives as long as either.
     """
@@ -105,7 +107,7 @@ class CopyStream:
         self._stream = self._module.Stream(**options)
 
     def current(self) -> int:
-        """The number of the stream that the device works for now; quick."""
+        """Returns the number of the stream that the device works for now; quick."""
         return torch._C._cuda_getCurrentRawStream(self._index) if self._is_cuda else 0
 
     def to_host(
@@ -243,7 +245,7 @@ def _unlock(driver: Any, locked: list[tuple[int, list[Bytes]]]) -> None:
 
 
 def locked_memory(size_bytes: int, locks: PageLocks) -> Bytes:
-    """Zeroed memory of this process whose pages are locked, and have nothing else."""
+    """Returns zeroed memory of this process whose pages are locked, and have nothing else."""
     memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
     locks.lock([memory])
     return memory

@@ -81,7 +81,7 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
 
 
 def as_durable(place: World, durable: bool | None) -> World:
-    """A worker's place as `tw.init(durable=…)` wants it.
+    """Returns a worker's place as `tw.init(durable=…)` wants it.
 
     Args:
         place: of the worker.

@@ -13,7 +13,7 @@ def is_interactive() -> bool:
 
 
 def ending_error() -> BaseException | None:
-    """The exception that ends this process, which is about to end; None if it ends well."""
+    """Returns the exception that ends this process, which is about to end; None if it ends well."""
     if is_interactive():
         return None  # the last one has ended a cell or a line, and the person went on
     if multiprocessing.parent_process() is None:

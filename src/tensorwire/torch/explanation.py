@@ -118,7 +118,7 @@ class Explanation:
         return sum(row.bytes_copied for row in self.gradients)
 
     def to_json(self) -> dict[str, Any]:
-        """The dictionary that `tensorwire explain --json` writes."""
+        """Returns the dictionary that `tensorwire explain --json` writes."""
         gradients = self.arrived
         return {
             "model": self.model,
@@ -134,7 +134,7 @@ class Explanation:
         }
 
     def drawing(self, width: int = 72) -> list[tuple[str, int]]:
-        """The store from its first byte to its last, in `width` cells.
+        """Returns the store from its first byte to its last, in `width` cells.
 
         Returns:
             Per cell the role of most of its bytes ("in place", "copied", "no gradient" where it
@@ -225,7 +225,7 @@ def _parameter_row(found: Found, within: bool) -> ExplainRow:
 
 
 def _name_of(core: Replica) -> str:
-    """The model's class, and with several optimizers in the job what tells this one apart."""
+    """Returns the model's class; with several optimizers in the job also what tells them apart."""
     job = latest_job()
     cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:

@@ -37,7 +37,7 @@ class Machines:
         return len(self.peers or {}) + 1
 
     def next_split(self) -> int:
-        """A number for the next model that these processes split, the same at all of them."""
+        """Returns a number for the next model that these processes split, the same for all."""
         return next(self._splits)
 
     def meet(self, label: str, *, failed: bool = False) -> None:
@@ -122,12 +122,12 @@ def address_in(data: bytes, rank: int) -> str:
 
 
 def machine_name(rank: int) -> str:
-    """The name of a process's Node."""
+    """Returns the name of a process's Node."""
     return f"machine-{rank}"
 
 
 def machines() -> Machines:
-    """The processes that an engine started together, connected; one that is alone is alone.
+    """Returns the processes that an engine started together, connected; one that is alone is alone.
 
     The engine is torchrun or another one of docs/launch.md. Not `tensorwire run`, whose servers
     wait for workers that join.

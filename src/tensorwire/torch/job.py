@@ -161,7 +161,7 @@ class Job:
     # ---- together
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all workers, of any number of numbers; all give equally many.
+        """Returns the sums over all workers, of any number of numbers; all give equally many.
 
         Raises:
             RuntimeError: the job was closed.
@@ -177,7 +177,7 @@ class Job:
         return self.session.sum(values)
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
-        """The mean over all workers; all call it at the same place of the program.
+        """Returns the mean over all workers; all call it at the same place of the program.
 
         Args:
             value: a number, a tensor, or a dict of such. None: this worker has no number and does
@@ -207,7 +207,7 @@ class Job:
         weights: str | Callable[[Any], float] | None = None,
         **options: Any,
     ) -> Loader:
-        """A DataLoader over this worker's slices of every step; the same for all of a replica.
+        """Returns a DataLoader over this worker's slices of every step; a replica shares its batches.
 
         A step has `batch_size` samples per slice, as one process of DistributedDataParallel has.
         The last step shares what is left equally; weights make its gradient the mean over samples.
@@ -283,7 +283,7 @@ class Job:
     def generator(
         self, step: int, slice_index: int | None = None, *, epoch: int | None = None
     ) -> torch.Generator:
-        """A new generator for what is random in one slice of one step, whoever computes it.
+        """Returns a new generator for what is random in one slice of one step, whoever computes it.
 
         A function of its arguments and `seed` alone; nothing is remembered, and no other worker
         takes part. For numpy: `numpy.random.default_rng(job.generator(step).initial_seed())`.
@@ -386,7 +386,7 @@ class Job:
         self._kept.update(objects)
 
     def kept_name(self, thing: Any) -> str:
-        """The first name that `keep` was given for an object; "" for none."""
+        """Returns the first name that `keep` was given for an object; "" for none."""
         return next((name for name, kept in self._kept.items() if kept is thing), "")
 
     def save(

@@ -114,7 +114,7 @@ def init(
 
 
 def current_job() -> Job:
-    """The job that `tw.init()` has made in this process; for code that has no other way to it.
+    """Returns the job that `tw.init()` has made in this process, for code that cannot reach it.
 
     Raises:
         RuntimeError: `tw.init()` was not called, or the job was closed.
@@ -125,5 +125,5 @@ def current_job() -> Job:
 
 
 def latest_job() -> Job | None:
-    """The job of this process, also when it was closed; None if there was none."""
+    """Returns the job of this process, also when it was closed; None if there was none."""
     return _current

@@ -36,7 +36,7 @@ from .taking import BatchTurns, Taking
 
 
 def checked_seed(seed: Any) -> int:
-    """A seed that torch takes; raises TypeError or ValueError for others."""
+    """Returns a seed that torch takes; raises TypeError or ValueError for others."""
     try:
         number = operator.index(seed)
     except TypeError:
@@ -182,7 +182,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Batches that this worker gets in an epoch.
+        """Returns batches that this worker gets in an epoch.
 
         Raises:
             TypeError: nobody knows before, since the data or their sampler have no length.
@@ -307,7 +307,7 @@ class Loader:
                     self._draw_alike(of)
 
     def _turns(self, plan: PassPlan, first: int) -> Iterator[tuple[int, int]]:
-        """(step, slice) of this worker's batches: what a slice accumulates comes together."""
+        """Yields (step, slice) of this worker's batches, slice by slice as they accumulate."""
         for begin in count(first, self._accumulate):
             if not plan.has(begin + self._accumulate - 1):
                 return

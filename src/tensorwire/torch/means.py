@@ -10,7 +10,7 @@ import torch
 
 
 def as_number(value: Any) -> float:
-    """A number, or a tensor of one element, which may require a gradient."""
+    """Returns a number, or a tensor of one element, which may require a gradient."""
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 

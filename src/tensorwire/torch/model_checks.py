@@ -62,7 +62,7 @@ def _check_shared_memory(model: nn.Module) -> None:
 
 
 def _dense_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The addresses of a tensor whose elements lie side by side."""
+    """Returns the addresses of a tensor whose elements lie side by side."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
     if not tensor.is_contiguous():

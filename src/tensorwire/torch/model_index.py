@@ -60,11 +60,11 @@ class ModelIndex:
         )
 
     def had_by(self, rank: int) -> list[str]:
-        """Names of what a process has, constants of the trace too."""
+        """Returns names of what a process has, constants of the trace too."""
         return sorted(name for name, ranks in self.ranks.items() if rank in ranks)
 
     def tied(self) -> dict[str, list[int]]:
-        """Trained parameters that several processes have, by name in order, and who has them."""
+        """Returns trained parameters that several processes have, by name, each with its processes."""
         return {
             name: ranks
             for name, ranks in sorted(self.ranks.items())
@@ -72,7 +72,7 @@ class ModelIndex:
         }
 
     def speaks_for(self, rank: int, name: str) -> bool:
-        """The process is the first that has the tensor."""
+        """Tells whether the process is the first that has the tensor."""
         return self.ranks[name][0] == rank
 
     def take(self, own: nn.Module, state: Mapping[str, Any]) -> None:
@@ -98,12 +98,12 @@ class ModelIndex:
 
 
 def model_index_of(thing: Any) -> ModelIndex | None:
-    """The index of a `Split`; None for anything else."""
+    """Returns the index of a `Split`; None for anything else."""
     found = getattr(thing, "whole", None)
     return found if isinstance(found, ModelIndex) else None
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape, strides and dtype of a tensor, without memory."""
+    """Returns shape, strides and dtype of a tensor, without memory."""
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     return like.requires_grad_(tensor.requires_grad)

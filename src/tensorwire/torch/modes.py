@@ -12,7 +12,7 @@ from .discovery import as_durable
 
 
 def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> World:
-    """A worker's place as a mode and `tw.init(durable=…)` want it.
+    """Returns a worker's place as a mode and `tw.init(durable=…)` want it.
 
     Raises:
         ValueError: they cannot be had together.

@@ -283,7 +283,7 @@ class DistributedMixin:
                 raise
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's `state_dict()` with the averages; copies. As `ema_weights()`."""
+        """Returns the model's `state_dict()` with the averages; copies. As `ema_weights()`."""
         core = self._tensorwire
         with core.averaged():
             return {key: value.clone() for key, value in core.model.state_dict().items()}
@@ -460,7 +460,7 @@ _TINY = 1e-6  # what torch and the servers add to a norm before they divide by i
 
 
 def _cores_of(what: Any) -> list[Replica]:
-    """The replicas of these parameters; each is of one distributed optimizer."""
+    """Returns the replicas of these parameters; each is of one distributed optimizer."""
     if isinstance(what, DistributedMixin):
         return [what._tensorwire]
     cores = current_job().local_replicas

@@ -151,7 +151,7 @@ class Steps:
         return True
 
     def __getitem__(self, step: int) -> Step:
-        """A step that `has` has found."""
+        """Returns a step that `has` has found."""
         return self._read[step - self.first]
 
     def forget(self, before: int) -> None:
@@ -178,10 +178,10 @@ class PassPlan(Protocol):
         """
 
     def sizes(self, step: int) -> Sequence[int]:
-        """The samples of each slice of a step that was taken and is not forgotten."""
+        """Returns the samples of each slice of a step that was taken and is not forgotten."""
 
     def mark(self, step: int) -> int | None:
-        """A checksum of these samples; None: all workers have the same for certain."""
+        """Returns a checksum of these samples; None: all workers have the same for certain."""
 
     def forget(self, before: int) -> None:
         """Nobody asks for steps before one any more."""
@@ -267,7 +267,7 @@ def call_set_epoch(sources: Iterable[Any], epoch: int) -> None:
 
 
 def numbers_for(sources: Iterable[Any], seed: int) -> OwnNumbers:
-    """The random numbers of a pass over samplers or a dataset, also of generators of their own."""
+    """Returns the random numbers of a pass, including the own generators of samplers or datasets."""
     found = (getattr(source, "generator", None) for source in sources)
     own = {id(each): each for each in found if isinstance(each, torch.Generator)}
     own.pop(id(torch.default_generator), None)

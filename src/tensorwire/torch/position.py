@@ -81,12 +81,12 @@ class Position:
         return self._epoch is not None
 
     def name_of_next_loader(self) -> str:
-        """The name of a loader that is being made."""
+        """Returns the name of a loader that is being made."""
         self._made += 1
         return f"{'job' if self._epoch is None else 'epoch'} {self._made - 1}"
 
     def first_step(self, loader: str, number: int, steps: int) -> int:
-        """How many of the `steps` of a loader's pass were made before a checkpoint was saved."""
+        """Returns how many of the `steps` of a loader's pass a checkpoint already has."""
         if self._from is None or self._epoch is None:
             return 0
         if loader in self._from["passes"]:

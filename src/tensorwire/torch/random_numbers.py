@@ -16,7 +16,7 @@ import torch
 
 
 def seed_of(*parts: int) -> int:
-    """A seed that differs wherever a part differs (splitmix64 over the parts)."""
+    """Returns a seed that differs wherever a part differs (splitmix64 over the parts)."""
     state = 0
     for part in parts:
         state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK

@@ -232,7 +232,7 @@ def check_alone() -> None:
 
 
 def join_timeout_s() -> float:
-    """How long a worker waits for the others.
+    """Returns how long a worker waits for the others.
 
     Raises:
         ValueError: the variable makes no sense.
@@ -262,7 +262,7 @@ def address_towards(host: str) -> str:
 
 
 def _default_group() -> tuple[Start, Any] | None:
-    """The default process group of torch.distributed and its store; None if there is none."""
+    """Returns the default process group of torch.distributed and its store; None without one."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -280,7 +280,7 @@ def _default_group() -> tuple[Start, Any] | None:
 
 
 def _whole(store: Any) -> Any:
-    """The store below the prefixes of a group; the group's own if others may share the whole.
+    """Returns the store below the prefixes of a group; its own if others may share the whole.
 
     Each of these would have a worker 0, below another prefix.
     """
@@ -335,7 +335,9 @@ def _open_store(start: Start, deadline: float) -> Any:
 
 
 def _enter_store(host: str, port: int, deadline: float) -> Any:
-    """A client of a TCPStore. The constructor handles no signals, so it never waits for long.
+    """Returns a client of a TCPStore.
+
+    The constructor handles no signals, so it never waits for long.
 
     Raises:
         OSError: nobody listens there until the deadline.
@@ -393,7 +395,7 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
 
 
 def _pauses_s(deadline: float) -> Iterator[float]:
-    """How long to wait after each look at something, growing, until the deadline."""
+    """Yields how long to wait after each look at something, growing, until the deadline."""
     pause_s, longest_s = _PAUSES_S
     while (left_s := deadline - time.monotonic()) > 0:
         yield min(pause_s, left_s)

@@ -134,7 +134,7 @@ class Saving:
         return None
 
     def _calls_before(self, where: str) -> int:
-        """How many calls to a path were made, also by others for which this worker acts.
+        """Returns how many calls to a path were made, also by others for which this worker acts.
 
         Theirs are taken to have been one behind each step, or behind each pass over the data, as
         this one is.

@@ -6,7 +6,7 @@ import sys
 
 
 def script_stacklevel() -> int:
-    """The `stacklevel` with which the caller's `warnings.warn` shows the script's line.
+    """Returns the `stacklevel` with which the caller's `warnings.warn` shows the script's line.
 
     torch wraps `step()` of optimizers, so the number of frames between differs.
     """

@@ -47,7 +47,7 @@ _left: set[tuple[str, ...]] = set()
 
 
 def present_session() -> Session | None:
-    """The session of this process's job; None if there is none."""
+    """Returns the session of this process's job; None if there is none."""
     return None if _present is None or _present.closed else _present
 
 
@@ -239,7 +239,7 @@ class Session:
         return self._giver is iteration
 
     def is_ahead(self, slice_index: int) -> bool:
-        """A worker that was killed has committed a slice for the next version of a store."""
+        """Tells whether a killed worker has committed a slice for the next version of a store."""
         return any(slice_index not in store.missing() for store in self._stores)
 
     def check_due(self, what: str) -> None:
@@ -253,7 +253,7 @@ class Session:
             self.taking.check_present(what)
 
     def left_due(self) -> RuntimeError | None:
-        """The error of a script that ends while a batch is due, which is printed; None: it is not.
+        """Returns the error of a script that ends while a batch is due; None if no batch is due.
 
         At the end of a process nobody sees what is raised.
         """
@@ -265,7 +265,7 @@ class Session:
         return None
 
     def present_batch(self) -> GivenBatch | None:
-        """The batch that is worked on; None if no loader gave one."""
+        """Returns the batch that is worked on; None if no loader gave one."""
         left = self._left
         if left is not None and left.number <= self._used:
             left = None
@@ -280,7 +280,7 @@ class Session:
         part: Part | None = None,
         device: ModelDevice | None = None,
     ) -> Store:
-        """A store for an optimizer; all workers open the same ones in the same order.
+        """Returns a store for an optimizer; all workers open the same ones in the same order.
 
         Args:
             spec: of all tensors.
@@ -443,7 +443,7 @@ class Session:
     # ---- together
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all workers, of any number of numbers; all give equally many."""
+        """Returns the sums over all workers, of any number of numbers; all give equally many."""
         return self._ask(self._collective.sum, values) if self._collective else list(values)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -479,7 +479,7 @@ class Session:
             self.barrier()
 
     def machines(self) -> Machines:
-        """The processes that share a model with this one, connected.
+        """Returns the processes that share a model with this one, connected.
 
         All workers call it; the first call connects.
 

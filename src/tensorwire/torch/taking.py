@@ -217,7 +217,7 @@ class BatchTurns:
         return self._at - self._first
 
     def next(self) -> tuple[int, int] | None:
-        """The step and slice of the next batch; None: the pass is over.
+        """Returns the step and slice of the next batch; None: the pass is over.
 
         Raises:
             RuntimeError: what the script has done cannot be done for another slice.
@@ -296,5 +296,5 @@ class BatchTurns:
         return chain(found, further())
 
     def _steps_from(self, first: int, most: int) -> Sequence[int]:
-        """Up to so many steps that the pass has, from one on."""
+        """Returns up to so many steps that the pass has, from one on."""
         return [step for step in range(first, first + most) if self._is_there(step)]

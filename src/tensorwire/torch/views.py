@@ -13,14 +13,14 @@ from tensorwire.parameters import Bytes, Rows
 
 
 def tensor_at(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
-    """A tensor over `memory` with dtype, shape and strides of `like`, and a storage of its own."""
+    """Returns a tensor over `memory` with the form of `like` and a storage of its own."""
     return in_form(memory, like.dtype, like.size(), like.stride())
 
 
 def in_form(
     memory: Bytes, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor over `memory` of this form, with a storage of its own."""
+    """Returns a tensor over `memory` of this form, with a storage of its own."""
     count = math.prod(size)
     if count == 0:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
@@ -39,7 +39,7 @@ class TensorsOver:
         self._whole: dict[torch.dtype, torch.Tensor] = {}
 
     def at(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor from byte `start` on, with dtype, shape and strides of `like`."""
+        """Returns a tensor from byte `start` on, with dtype, shape and strides of `like`."""
         whole = self._whole.get(like.dtype)
         if whole is None:
             whole = torch.frombuffer(self._memory, dtype=like.dtype)
@@ -48,7 +48,7 @@ class TensorsOver:
 
 
 def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
-    """The bytes of a tensor in the order in which `like` has its elements in memory.
+    """Returns the bytes of a tensor in the order in which `like` has its elements in memory.
 
     Copied only if the tensor's own order is another one, or if it is on a device: then the caller
     waits for that.
@@ -72,7 +72,7 @@ def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
 
 
 def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor whose elements fill one piece of memory.
+    """Returns the strides of a tensor whose elements fill one piece of memory.
 
     Raises:
         ValueError: elements overlap or there are gaps between them.
@@ -91,7 +91,7 @@ def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def rows_of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The rows that a gradient of a table has, rising and each once, and their values.
+    """Returns the rows that a gradient of a table has, rising and each once, and their values.
 
     Args:
         gradient: on the host, dense or sparse by rows.
@@ -110,7 +110,7 @@ def rows_of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
 def bytes_of_rows(
     rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor
 ) -> tuple[Rows, Bytes, int]:
-    """Rows and their values, on the host, as a store takes them; the values get a table's dtype.
+    """Returns rows and their values, on the host, as a store takes them, in the table's dtype.
 
     Returns:
         Also how many bytes were copied for it.

@@ -106,11 +106,11 @@ class WorkerState:
             checkpoint.fill(self._kept[name], loaded["kept"][name])
 
     def is_between_steps(self) -> bool:
-        """No optimizer has committed a part of its slices."""
+        """Tells whether no optimizer has committed a part of its slices."""
         return not any(replica.reducer.turn for replica in self._replicas)
 
     def _own_kept(self) -> list[str]:
-        """The names of what is kept and not at the servers."""
+        """Returns the names of what is kept and not at the servers."""
         return [
             name
             for name, thing in self._kept.items()
@@ -161,7 +161,7 @@ def tell_offer(session: Session, kept: Mapping[str, Any], replicas: Sequence[Rep
 
 
 def obstacle(session: Session, replicas: Sequence[Replica]) -> str:
-    """Why no worker could take over the slices of another one; "" if one could."""
+    """Returns why no worker could take over the slices of another one; "" if one could."""
     if session.pipeline > 1:
         return "its model is split over several workers"
     if path := next((each.store.path for each in replicas if each.store.path != "shm"), ""):

@@ -33,7 +33,7 @@ class CopyBudget:
             self._spent += seconds
 
     def opens_in_s(self) -> float:
-        """How long no other copy may be admitted; 0: one may."""
+        """Returns how long no other copy may be admitted; 0: one may."""
         with self._lock:
             self._forgive(until=self._clock())
             return max(self._spent - ALLOWANCE_S, 0.0) / SHARE

@@ -299,7 +299,7 @@ class CheckpointShelf:
             )
 
     def _own(self, who: str, number: int) -> _Stored:
-        """A file that a process writes."""
+        """Returns a file that a process writes."""
         for pending in self._pending.values():
             for file in pending.files.values():
                 if file.number == number and file.writer == who and file.complete is None:
@@ -474,7 +474,7 @@ def _name(path: object) -> str:
 
 
 def _split(path: object) -> tuple[str, str]:
-    """The name of a checkpoint, and of the file in it; "" if it is a file itself."""
+    """Returns the name of a checkpoint, and of the file in it; "" if it is a file itself."""
     parts = str(path).split("/")
     if len(parts) > 2:
         raise Refusal(errno.EPERM, "a checkpoint is a folder of files, and has no folders")

@@ -43,12 +43,12 @@ class Clocks:
         self._set(rank, self._of(rank) + 1)
 
     def behind(self, rank: int) -> int:
-        """How many steps of a worker the slowest slice has not made."""
+        """Returns how many steps of a worker the slowest slice has not made."""
         others = self._slowest(rank)
         return 0 if others is None else max(0, self._of(rank) - others)
 
     def may_go(self, rank: int) -> bool:
-        """A worker may begin its next step."""
+        """Tells whether a worker may begin its next step."""
         return self._staleness is None or self.behind(rank) <= self._staleness
 
     def _set(self, rank: int, now: int) -> None:
@@ -59,6 +59,6 @@ class Clocks:
         return self.now[self._slices[rank][0]]
 
     def _slowest(self, rank: int) -> int | None:
-        """The least clock of the other workers that count; None: there are none."""
+        """Returns the least clock of the other workers that count; None: there are none."""
         ranks = self._slices.keys() - self._excused - {rank}
         return min(map(self._of, ranks), default=None)

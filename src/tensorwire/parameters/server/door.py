@@ -185,7 +185,7 @@ class ReaderDoor:
         self._status.write(told)
 
     def _find_others(self) -> Mapping[int, str]:
-        """The doors of the other servers, as far as they are known by now."""
+        """Returns the doors of the other servers, as far as they are known by now."""
         for index, peer in self._member.servers.items():
             if index not in self._others and not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):

@@ -40,11 +40,11 @@ class Contributor:
     blocks: NDArray[np.uint32] | None
 
     def has_committed(self, version: int) -> bool:
-        """The commit of a version is there, or that of a later one."""
+        """Tells whether the commit of a version is there, or that of a later one."""
         return self.mailbox.count >= version
 
     def read(self, spec: Spec) -> Commit:
-        """The commit that is there; ValueError if it is none."""
+        """Returns the commit that is there; ValueError if it is none."""
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
         commit = Commit.from_bytes(self.mailbox.message(self.mailbox.count), *shape)
         if POOLED in commit.present and self.blocks is not None:
@@ -142,7 +142,7 @@ class Gatherer:
         return Gathered(merged(commits, self._spec.pipeline), arriving, started, complete)
 
     def has_committed(self, rank: int, version: int) -> bool:
-        """All of a worker's slices have asked for a version."""
+        """Tells whether all of a worker's slices have asked for a version."""
         own = [each for each in self._contributors if self._member.owner(each.rank) == rank]
         return all(each.has_committed(version) for each in own)
 
@@ -155,7 +155,7 @@ class Gatherer:
             return "" if self.has_committed(other, version) else self._called(rank)
 
     def _called(self, rank: int) -> str:
-        """The name of the call by which a worker has committed."""
+        """Returns the name of the call by which a worker has committed."""
         first = next(each for each in self._contributors if each.rank == rank)
         return OPERATION_NAMES[first.read(self._spec).operation]
 
@@ -243,7 +243,7 @@ class Calls:
         self.gatherers: list[Gatherer] = []
 
     def is_summing(self, rank: int) -> bool:
-        """A worker waits for a sum, as far as this server knows."""
+        """Tells whether a worker waits for a sum, as far as this server knows."""
         return self._collective is not None and self._collective.is_waiting(rank)
 
     def elsewhere(self, here: Gatherer, rank: int, other: int) -> str:

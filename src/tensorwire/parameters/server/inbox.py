@@ -51,11 +51,11 @@ class SliceInbox(Gatherer):
                 word.wait_until(stamp, timeout_s, peer=each.peer)
 
     def read(self, index: int) -> Commit:
-        """A slice's commit, which is there."""
+        """Returns a slice's commit, which is there."""
         return self._contributors[index].read(self._spec)
 
     def take(self, index: int) -> tuple[Commit, ArrivingUnits]:
-        """A slice's commit, which is there and was checked, and its gradients on their way."""
+        """Returns a slice's commit, which is there and was checked, and its arriving gradients."""
         each, regions = self._contributors[index], self._opening.regions
         commit, number = each.read(self._spec), each.mailbox.count
         if not self.taken[index] < commit.version == number:
@@ -69,7 +69,7 @@ class SliceInbox(Gatherer):
         return commit, ArrivingUnits(regions.units, announced)
 
     def rank(self, index: int) -> int:
-        """The worker of a slice."""
+        """Returns the worker of a slice."""
         return self._contributors[index].rank
 
     def waits_in(self, rank: int, other: int) -> str:

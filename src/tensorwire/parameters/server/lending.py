@@ -235,15 +235,15 @@ class Lending:
             self._close_spare()
 
     def held(self) -> list[tuple[int, bool]]:
-        """The versions of which there are snapshots, and whether they are whole."""
+        """Returns the versions of which there are snapshots, and whether they are whole."""
         return sorted((each.version, each.whole) for each in self._copies if each.regions)
 
     def _next(self) -> int:
-        """The first version that can be copied from now on."""
+        """Returns the first version that can be copied from now on."""
         return max(self._present + self._changing, FIRST_VERSION)
 
     def _find(self, ask: Ask) -> Copy | None:
-        """The snapshot, if somebody has asked for it already."""
+        """Returns the snapshot, if somebody has asked for it already."""
         for copy in list(self._copies):
             if (copy.version, copy.whole) == (ask.version, ask.whole):
                 return copy

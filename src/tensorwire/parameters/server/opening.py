@@ -84,12 +84,12 @@ class Opening:
             )
 
     def produces(self, slice_index: int) -> bool:
-        """A worker of a slice can produce its gradients in this server's memory."""
+        """Tells whether a worker of a slice can produce its gradients in this server's memory."""
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
 
     def _is_beside(self, device: ShareDevice, slice_index: int) -> bool:
-        """A worker of a slice has its model on the very device, and can copy gradients to it."""
+        """Tells whether a slice's worker has its model on this device and can copy gradients to it."""
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         ranks = self.mapped.intersection(self.committers[first : first + pipeline])
         told = [self.descriptions.get(rank, self.descriptions[0]) for rank in ranks]
@@ -157,7 +157,7 @@ class Opening:
         return self.device.over(region, size)
 
     def contribution(self, slice_index: int, slot: Region) -> Contribution:
-        """The memory for a slice's gradients; its slot is there already."""
+        """Returns the memory for a slice's gradients; its slot is there already."""
         size, produced, pool = self.regions.share.size_bytes, None, None
         heads = np.empty(0, np.uint8)
         if self.device is not None:  # to which gradients are copied, each to its place
@@ -171,7 +171,7 @@ class Opening:
         return Contribution(slot.array()[:size], produced, pool, heads)
 
     def region(self, kind: RegionKind) -> Region:
-        """A region that is allocated, here or by a predecessor."""
+        """Returns a region that is allocated, here or by a predecessor."""
         name = self.regions.name(kind)
         found = [each for each in self._allocated if each.name == name]
         return found[0] if found else self.allocate(kind)
@@ -183,7 +183,7 @@ class Opening:
         return {each.name.removeprefix(name).removeprefix("/"): each for each in found}
 
     def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
-        """A region that another server is about to allocate."""
+        """Returns a region that another server is about to allocate."""
         while not self.closing.is_set():
             with contextlib.suppress(TimeoutError):
                 return self.member.persist(peer, peer.wait_region, self.regions.name(kind), 0.25)
@@ -224,7 +224,7 @@ def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
 
 
 def agreed(descriptions: Mapping[int, Description]) -> Spec:
-    """The Spec that all workers describe; raises if they do not, or want views that cannot be."""
+    """Returns the Spec that all workers describe; raises if they differ, or a view is impossible."""
     spec = descriptions[0].spec
     for rank, mine in descriptions.items():
         names = {"here": "in worker 0", "there": f"in worker {rank}"}

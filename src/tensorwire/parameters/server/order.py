@@ -45,7 +45,7 @@ class Follower:
         self._first, self._opening = opening.member.servers[0], opening
 
     def await_event(self, number: int) -> Event:
-        """An event by its number; ClosedError: nothing comes any more."""
+        """Returns an event by its number; ClosedError: nothing comes any more."""
         return Event.from_bytes(wait(self._opening, self._mailbox, number, self._first))
 
 
@@ -251,7 +251,7 @@ def check_open(opening: Opening) -> None:
 
 
 def wait(opening: Opening, mailbox: Mailbox, number: int, peer: Peer) -> Bytes:
-    """A message of a peer; ClosedError if nobody waits for it any more."""
+    """Returns a message of a peer; ClosedError if nobody waits for it any more."""
     while True:
         try:
             return opening.member.persist(peer, partial(mailbox.wait, number, _LOOK_S, peer=peer))

@@ -233,7 +233,7 @@ class OwnPace(Versions):
         return self._norms.exchange(self._account.norms, mine)
 
     def _take(self, index: int) -> tuple[Commit, ArrivingUnits]:
-        """A slice's next commit, which server 0 has seen."""
+        """Returns a slice's next commit, which server 0 has seen."""
         self._await(index)
         return self._inbox.take(index)
 

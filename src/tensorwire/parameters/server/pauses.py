@@ -41,7 +41,7 @@ class Pauses:
         row[_BEGUN] = number  # behind it
 
     def is_begun(self, rank: int, number: int) -> bool:
-        """The version stands still that this request is for, or did."""
+        """Tells whether the version stands still that this request is for, or did."""
         return bool(self._words[rank, _BEGUN] >= number)
 
     def end(self, rank: int, number: int) -> None:
@@ -57,5 +57,5 @@ class Pauses:
         return self.is_over(rank, number)
 
     def is_over(self, rank: int, number: int) -> bool:
-        """A later request has ended the pause."""
+        """Tells whether a later request has ended the pause."""
         return bool(self._words[rank, _ENDED] > number)

@@ -182,7 +182,7 @@ class Norms:
         self._walk = Walk[Norms, Sums](NORMS, actions)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
-        """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
+        """Returns all servers' sums for a version, in the order of cells; `mine` are this server's."""
         sums = Sums(version, mine)
         self._walk(self, sums)
         return sums.all

@@ -49,7 +49,7 @@ _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its p
 
 
 def most_threads() -> int:
-    """How many threads a server uses for its arithmetic unless it is told otherwise."""
+    """Returns how many threads a server uses for its arithmetic unless it is told otherwise."""
     return max(1, min(4, int(cores())))
 
 
@@ -218,7 +218,7 @@ class Server:
                     ) from None
 
     def _described(self) -> Iterator[dict[str, Any]]:
-        """The open stores, as `tensorwire status` shows them."""
+        """Yields the open stores, as `tensorwire status` shows them."""
         for store in self._stores:
             if store.share is not None and not store.closing.is_set():
                 spec, share, versions = store.share.layout.spec, store.share, store.versions
@@ -380,7 +380,7 @@ class StoreServer:
 
 
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
-    """The last version of a store, and what was told of it, if a predecessor has made it."""
+    """Returns the last version of a store that a predecessor has made, and its announcement."""
     if not opening.durable:
         return None
     share, scalars = opening.regions.share, len(opening.spec.scalars)

@@ -119,7 +119,7 @@ class FollowedStore:
         return self._links[0].read_commit(0)
 
     def wants(self, commit: Commit) -> bool:
-        """A commit of worker 0 needs gradients of this one."""
+        """Tells whether a commit of worker 0 needs gradients of this one."""
         return commit.operation in (APPLY, REDUCE) and not commit.flags & REDUCED
 
     def answer(
@@ -155,7 +155,7 @@ class FollowedStore:
                 link.commit(self._slice, made, data)
 
     def advance(self) -> bool:
-        """The version that all have committed is in place since the last call."""
+        """Tells whether the version that all have committed is in place since the last call."""
         if not self._answers.is_reached(self.version + 1, 0.0):
             return False
         self._answers.wait(self.version + 1)

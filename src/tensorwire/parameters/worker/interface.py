@@ -85,7 +85,7 @@ class Store(Protocol):
         """
 
     def value(self, tensor: int) -> Bytes:
-        """A tensor that this worker has, in place; only PUBLISH and APPLY change it.
+        """Returns a tensor that this worker has, in place; only PUBLISH and APPLY change it.
 
         What the caller writes there is seen by nobody else, and found by `take_back`.
         """
@@ -94,7 +94,7 @@ class Store(Protocol):
         """Where a tensor that this worker has lies in `memory`."""
 
     def differs(self, tensor: int, data: Any) -> bool:
-        """Bytes are not those of the tensor in the present version."""
+        """Tells whether bytes are not those of the tensor in the present version."""
 
     def take_back(self, always: bool = False) -> list[int]:
         """Takes back what was written by way of `value`, and tells to which tensors.
@@ -168,14 +168,14 @@ class Store(Protocol):
         """What was committed for a slice last, whoever has done it; where memory is shared."""
 
     def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
-        """The shares that are on the device of this worker's model: which bytes, and where.
+        """Returns the shares that are on the device of this worker's model: which bytes, and where.
 
         The trained parameters there are those of the version that was waited for, until the next
         commit.
         """
 
     def is_committed(self, slice_index: int) -> bool:
-        """A process in whose place this one is has committed a slice of the next version.
+        """Tells whether this process's predecessor has committed a slice of the next version.
 
         Nothing that is pushed for it leaves, and its commit is the one that was made.
         """
@@ -193,10 +193,10 @@ class Store(Protocol):
         """
 
     def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
-        """A process in whose place this one is has noted this of a slice; None: of any version."""
+        """Tells whether this process's predecessor has noted this of a slice, for any version if None."""
 
     def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
-        """A gradient that lies at the servers; `how` and `block` as a commit says it."""
+        """Returns a gradient that lies at the servers; `how` and `block` as a commit says it."""
 
     def go_on(self, version: int) -> None:
         """The next version follows this one, which a process in whose place this one is has seen.
@@ -232,7 +232,7 @@ class Store(Protocol):
         """Overwrites a state; between versions, by one worker."""
 
     def snapshot(self) -> Snapshot:
-        """A copy of the version in place, which stays as it is; between versions.
+        """Returns a copy of the version in place, which stays as it is; between versions.
 
         Nobody else takes part, and the others go on as soon as this worker does.
 
@@ -253,13 +253,13 @@ class Store(Protocol):
         """Overwrites them; between versions, by one worker."""
 
     def scalars(self) -> NDArray[np.float64]:
-        """The numbers that the optimizer keeps, a row per tensor; between versions."""
+        """Returns the numbers that the optimizer keeps, a row per tensor; between versions."""
 
     def set_scalars(self, scalars: NDArray[np.float64]) -> None:
         """Overwrites them; between versions, by one worker."""
 
     def reason(self) -> str:
-        """Why the job has failed, as a server told it; "" if none did."""
+        """Returns why the job has failed, as a server told it; "" if none did."""
 
     def release(self) -> None:
         """The servers free it too; all workers call it."""

@@ -60,7 +60,7 @@ class Answers:
             raise consequence(reason)
 
     def is_reached(self, version: int, timeout_s: float) -> bool:
-        """A version, or a later one, or the end, comes at all servers within so many seconds."""
+        """Waits `seconds` at most for a version at all servers, a later one or the end; tells if it came."""
 
         def wait(mailbox: Mailbox, peer: Peer) -> bool:
             try:
@@ -157,11 +157,11 @@ class Link:
         return sum(sender.bytes_sent for sender in self._senders.values())
 
     def has(self, place: Extent) -> bool:
-        """Bytes of a tensor lie there."""
+        """Tells whether bytes of a tensor lie there."""
         return max(self.share.start, place.start) < min(self.share.stop, place.end)
 
     def part(self, place: Extent) -> slice:
-        """Which bytes of the share are a tensor's."""
+        """Returns which bytes of the share are a tensor's."""
         start, stop = self.share.clip(place.start, place.end)
         return slice(start - self.share.start, stop - self.share.start)
 
@@ -170,7 +170,7 @@ class Link:
         return self._answers.attempt(self.peer, self._sender(slice_index).push, tensor, data)
 
     def rows_copied(self, tensor: int, rows: Rows) -> int:
-        """How many bytes this process will copy itself of a gradient of some rows."""
+        """Returns how many bytes this process will copy itself of a gradient of some rows."""
         copied = 0
         for table in self.regions.tables if self.mapped else ():
             for member in table.members:
@@ -192,7 +192,7 @@ class Link:
         self._answers.attempt(self.peer, self._sender(slice_index).commit, commit, data)
 
     def committed(self, slice_index: int) -> int:
-        """The last version that was committed for a slice; where memory is shared."""
+        """Returns the last version that was committed for a slice; where memory is shared."""
         return self._answers.attempt(self.peer, lambda: self._sender(slice_index).committed)
 
     def read_commit(self, slice_index: int) -> Commit:
@@ -214,7 +214,7 @@ class Link:
             sender.transfers.clear()
 
     def region(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion:
-        """A region of the server."""
+        """Returns a region of the server."""
         name = self.regions.name(kind, which)
         return self._answers.attempt(self.peer, self.peer.region, name)
 

@@ -90,7 +90,7 @@ class LocalStore:
         return () if memory is None else [(range(self.layout.size_bytes), memory)]
 
     def slot(self, slice_index: int) -> Bytes:
-        """A slice's gradients in place: writing here is a push."""
+        """Returns a slice's gradients in place: writing here is a push."""
         return self._memory[slice_index].slot
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
@@ -220,5 +220,5 @@ class LocalStore:
 
 
 def _zeros(size: int) -> Bytes:
-    """Zeroed bytes that start on a page, as in a region, and share it with nothing else."""
+    """Returns zeroed bytes that start on a page, as in a region, and share it with nothing else."""
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]

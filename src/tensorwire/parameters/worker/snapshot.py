@@ -48,10 +48,10 @@ class Readable(Protocol):
     """One version of a store, to be read."""
 
     def value(self, place: Extent) -> Bytes:
-        """The parameter at a place of the layout."""
+        """Returns the parameter at a place of the layout."""
 
     def state(self, name: str, place: Extent) -> Bytes:
-        """A state of the optimizer for the parameter there."""
+        """Returns a state of the optimizer for the parameter there."""
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         """See `Store.counts`."""
@@ -70,7 +70,7 @@ class Snapshot(Readable, Protocol):
     version: int
 
     def has(self, address: int) -> bool:
-        """An address is in memory that `value` or `state` has returned."""
+        """Tells whether an address is in memory that `value` or `state` has returned."""
 
     def fetch(self) -> None:
         """Fills what was returned and lies in other memory: of other hosts, cut between servers.
@@ -308,7 +308,7 @@ class Asker:
         self._requests = 0
 
     def make(self, version: int) -> Snapshot:
-        """A snapshot of the version in place, for which this worker has not committed the next.
+        """Makes a snapshot of the present version; this worker has not committed the next one.
 
         Where others hold as many as there may be, it waits until one of them gives one back.
 
@@ -385,7 +385,7 @@ class Asker:
             self._ask(Request(RequestKind.FREE_ALL))
 
     def _ask(self, request: Request) -> list[Reply]:
-        """Every server's answer."""
+        """Returns every server's answer."""
         if not self._outboxes:
             self._open()
         self._requests += 1

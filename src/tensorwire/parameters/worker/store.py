@@ -233,7 +233,7 @@ class RemoteStore:
         return data
 
     def _is_elsewhere(self, slice_index: int) -> bool:
-        """The slice's gradients are those that a predecessor has brought to the servers."""
+        """Tells whether a predecessor has brought the slice's gradients to the servers."""
         return self.lies_ahead(NoteKind.GRADIENTS, slice_index) or self.is_committed(slice_index)
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:

@@ -84,7 +84,7 @@ class ScriptView:
         return sorted(differ or found)
 
     def _within(self, start: int, stop: int) -> list[int]:
-        """Tensors that have bytes in [start, stop) of the memory."""
+        """Returns tensors that have bytes in [start, stop) of the memory."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         places = self._places[first : bisect_left(self._starts, stop)]
         return [tensor for _, end, tensor in places if end > start]

@@ -280,7 +280,7 @@ class _Pool:
         self._allocator.miss(self._slots[index], False)
 
     def awaits(self, index: int) -> bool:
-        """The pool is open for a gradient."""
+        """Tells whether the pool is open for a gradient."""
         return index in self._missed
 
     def hit(self, index: int) -> None:
@@ -346,7 +346,7 @@ def _sweep(allocator: Allocator) -> None:
 
 
 def _in_order(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """The strides are the tensor's wherever they matter: not where there is one element."""
+    """Tells whether the strides are the tensor's in every dimension with more than one element."""
     sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return all(size == 1 or mine == other for size, mine, other in sizes)
 
@@ -358,7 +358,7 @@ def _address(memory: Bytes) -> int:
 def try_slots(
     parameters: Sequence[torch.Tensor], places: Sequence[Place | str]
 ) -> GradientSlots | str:
-    """The slots, or why there are none here, which is also said once as a PlacementWarning."""
+    """Returns the slots, or why there are none; the latter also warns once (PlacementWarning)."""
     try:
         return GradientSlots(parameters, places)
     except UnavailableError as error:

@@ -74,7 +74,7 @@ class Allocator:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Allocator:
-    """The library for this torch, compiled if there is none yet, and its allocator installed.
+    """Returns the library for this torch, compiled if need be, with its allocator installed.
 
     Raises:
         UnavailableError: it cannot be had here; the message says what is missing.
@@ -108,7 +108,7 @@ def _open() -> ctypes.PyDLL:
 
 
 def find() -> str:
-    """How `load` would get the library, in words; compiles nothing and installs nothing.
+    """Returns how `load` would get the library, in words; compiles nothing and installs nothing.
 
     Raises:
         UnavailableError: it would not get one.
@@ -225,7 +225,7 @@ def _is_safe(about: os.stat_result) -> bool:
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler of this machine, CXX with its words where that is set; None if none is.
+    """Returns the command of this machine's C++ compiler, from CXX if set; None without one.
 
     Raises:
         UnavailableError: what CXX names is not there.

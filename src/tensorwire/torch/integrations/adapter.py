@@ -22,7 +22,7 @@ from ..optimizer import DistributedMixin, DistributedOptimizer, clip_grad_norm_,
 
 
 def unavailable(library: str) -> UnavailableError:
-    """The error for a library that cannot be imported."""
+    """Returns the error for a library that cannot be imported."""
     return UnavailableError(
         f"tensorwire.torch.integrations.{library} needs the package {library}: pip install "
         f"'tensorwire[integrations]', or pip install {library}"
@@ -30,7 +30,7 @@ def unavailable(library: str) -> UnavailableError:
 
 
 def join(library: str, rank: int, size: int, advice: str) -> Job:
-    """The job of this process, joined if need be, in which the library has the same place.
+    """Returns the job of this process, joined if need be, in which the library has the same place.
 
     Random numbers are left as the library or the script has seeded them.
 
@@ -71,7 +71,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def optimizers_of(job: Job, model: nn.Module) -> list[Any]:
-    """The distributed optimizers that train parameters of a model, or keep them."""
+    """Returns the distributed optimizers that train parameters of a model, or keep them."""
     return [o for o in job.optimizers if replica_of(o).shares(model)]
 
 

@@ -49,7 +49,7 @@ TorchKernel = FusedKernel | OwnStepKernel | ReductionKernel
 
 
 def kernel_of(text: str, permitted: Collection[str] = ()) -> TorchKernel:
-    """The arithmetic of an optimizer that is described by a text, perhaps of another process.
+    """Returns the arithmetic of an optimizer that a text describes, maybe of another process.
 
     Args:
         text: of `describe`.

@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, ...]]:
-    """The options of an optimizer's groups, and the numbers of each.
+    """Returns the options of an optimizer's groups, and the numbers of each.
 
     Raises:
         NotOnServersError: an option is neither a number nor a plain value.
@@ -88,7 +88,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, 
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
-    """An option as numbers with names and types; None if it is none."""
+    """Returns an option as numbers with names and types; None if it is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return [(key, float(value), "float")]
     if isinstance(value, Real | np.bool_):
@@ -106,7 +106,7 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
 
 
 def _plain(what: str, value: Any) -> Any:
-    """An option or attribute that can travel."""
+    """Returns an option or attribute that can travel."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list) and all(isinstance(each, _PLAIN) for each in value):
@@ -115,7 +115,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer, beside those that all have.
+    """Returns the attributes of an optimizer, beside those that all have.
 
     Raises:
         NotOnServersError: one is no plain value.
@@ -143,7 +143,7 @@ def has_other_attributes(optimizer: torch.optim.Optimizer, described: Mapping[st
 
 
 def plain_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The user's class, also of a distributed optimizer."""
+    """Returns the user's class, also of a distributed optimizer."""
     cls = type(optimizer)
     found: type[torch.optim.Optimizer] = getattr(cls, "_plain_class", cls)
     return found
@@ -160,7 +160,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The options that ask for another way of computing, which servers do not have."""
+    """Returns the options that ask for another way of computing, which servers do not have."""
     names = ("capturable", "differentiable")
     groups = optimizer.param_groups
     return [name for name in names if any(group.get(name) for group in groups)]
@@ -172,7 +172,7 @@ def describe(
     permitted: Collection[str] | None,
     lazy_rows: bool = False,
 ) -> str:
-    """The text by which an optimizer travels; `kernel_of` makes its arithmetic.
+    """Returns the text by which an optimizer travels; `kernel_of` makes its arithmetic.
 
     Args:
         optimizer: whose step() is described.

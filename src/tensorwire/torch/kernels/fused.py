@@ -36,7 +36,7 @@ _KNOWN: dict[type[torch.optim.Optimizer], str] = {
 def fused_path_of(
     optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer], lazy_rows: bool = False
 ) -> str:
-    """How SGD, Adam or AdamW travels: its class path and the state it keeps; "" if it is another.
+    """Returns the class path and state by which SGD, Adam or AdamW travels; "" for another class.
 
     With `lazy_rows`, SGD's momentum and decay change only the rows of tables that a step has.
 
@@ -68,7 +68,7 @@ def fused_path_of(
 
 
 def _is_unchanged(cls: type, known: Any) -> bool:
-    """A class steps as a known one does: it, and no class between, has arithmetic of its own."""
+    """Tells whether a class steps as a known one: no class between has arithmetic of its own."""
     for each in cls.__mro__[: cls.__mro__.index(known)]:
         # torch puts a wrapped step into each class of which it makes an optimizer.
         own = {name for name in vars(each) if not name.startswith("__") and name != "step"}
@@ -108,7 +108,7 @@ class FusedKernel(Averaging):
         self.changes_rows_alone = not self.keeps_count and (not self.states or self._lazy_rows)
 
     def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-        """The present hyper-parameters of every group as numbers."""
+        """Returns the present hyper-parameters of every group as numbers."""
         rows = []
         for group in optimizer.param_groups:
             row = []

@@ -127,7 +127,7 @@ class OptimizerSpec:
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def group_of(self, hyper: Hyper) -> dict[str, Any]:
-        """The numbers of a group by the names that `param_groups` has for them."""
+        """Returns the numbers of a group by the names that `param_groups` has for them."""
         found: dict[str, Any] = {}
         for (name, kind), value in zip(self.numbers.items(), hyper, strict=True):
             number = _number(kind, value)
@@ -139,7 +139,7 @@ class OptimizerSpec:
         return found
 
     def hyper_of(self, group: Mapping[str, Any]) -> Hyper:
-        """The numbers of a group, as `group_of` takes them."""
+        """Returns the numbers of a group, as `group_of` takes them."""
         found = []
         for name in self.numbers:
             key, dot, index = name.partition(".")
@@ -175,7 +175,7 @@ def _number(kind: str, value: float) -> float | int | bool:
 
 
 def class_of(name: str, permitted: Collection[str]) -> type[torch.optim.Optimizer]:
-    """The class that `OptimizerSpec.optimizer` names.
+    """Returns the class that `OptimizerSpec.optimizer` names.
 
     Args:
         name: "module:qualified name".
@@ -202,14 +202,14 @@ def class_of(name: str, permitted: Collection[str]) -> type[torch.optim.Optimize
 
 
 def is_permitted(module: str, permitted: Collection[str]) -> bool:
-    """A server may import a module: it is torch.optim's, or one of `permitted`, or below one."""
+    """Tells whether a server may import a module: torch.optim's, a `permitted` one, or below."""
     return any(
         module == each or module.startswith(f"{each}.") for each in ("torch.optim", *permitted)
     )
 
 
 def permitted_imports() -> tuple[str, ...]:
-    """The modules that `tensorwire run --import` has named, from the environment.
+    """Returns the modules that `tensorwire run --import` has named, from the environment.
 
     Raises:
         ValueError: something in TENSORWIRE_IMPORT is no name of a module.

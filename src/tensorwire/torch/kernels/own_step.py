@@ -33,7 +33,7 @@ _USE_GRAD_CODE = _USE_GRAD(lambda self: None).__code__ if _USE_GRAD else None
 
 
 def plain_step_of(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """The step of a class without what torch puts around it; gradients are off where it is called.
+    """Returns the step of a class without torch's wrapper; call it with gradients off.
 
     That is hooks for all optimizers, marks for the profiler, and `differentiable`, which imports
     all of torch's compiler.
@@ -144,7 +144,7 @@ class OwnOptimizer:
         return tuple([float(entry[name]) for name in self._spec.scalars])
 
     def try_out(self, hyper: Hyper, gradient: torch.Tensor) -> dict[str, Any]:
-        """The state that a first step makes, in memory of its own."""
+        """Returns the state that a first step makes, in memory of its own."""
         self._set(hyper)
         self._parameter.grad = gradient
         with torch.no_grad():
@@ -169,7 +169,7 @@ class OwnOptimizer:
 
 
 def scalar_of(kind: str, value: float) -> Any:
-    """A number as an optimizer keeps it: a tensor of a dtype, or "int", "float" or "bool"."""
+    """Returns a number as an optimizer keeps it: a tensor of a dtype, or an int, float or bool."""
     if kind in ("int", "bool", "float"):
         return {"int": int, "bool": bool, "float": float}[kind](value)
     return torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
@@ -245,7 +245,7 @@ def state_shapes(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Mapping[str, torch.Size]:
-    """The arrays of state that a class keeps of a tensor, and their shapes.
+    """Returns the arrays of state that a class keeps of a tensor, and their shapes.
 
     Mostly they have the tensor's shape. Where they have not, a step is tried out.
     """
@@ -277,7 +277,7 @@ class OwnStepKernel(Averaging):
         return OwnStepKernel(getattr(cls, "_plain_class", cls), OptimizerSpec.from_text(text))
 
     def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-        """The present numbers of every group; the optimizer has the options of the description."""
+        """Returns the present numbers of every group, of an optimizer that fits the description."""
         return tuple(self.spec.hyper_of(group) for group in optimizer.param_groups)
 
     def state_shapes(

@@ -116,7 +116,7 @@ def _no_step(*_: object) -> Scalars:
 
 
 def _union(every: Sequence[Rows], height: int) -> Rows:
-    """The rows that are in any, rising."""
+    """Returns the rows that are in any, rising."""
     if height > _SPARSE * sum(map(len, every)):
         return np.unique(np.concatenate(every))
     found = np.zeros(height, np.bool_)
@@ -132,7 +132,7 @@ class _Room:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def of(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """So many rows of the form of a table's, with any values; what it gave before is gone."""
+        """Returns `count` rows like a table's, with any values; earlier rows are overwritten."""
         size, there = count * like.shape[1], self._memory.numel()
         if there < size or there > _SPARE * max(size, _SMALL) or self._memory.dtype != like.dtype:
             self._memory = like.new_empty(0)  # before there is other memory
@@ -141,7 +141,7 @@ class _Room:
 
 
 def take_rows(source: torch.Tensor, rows: Rows, room: _Room) -> torch.Tensor:
-    """A copy of rows of a contiguous tensor, in some room."""
+    """Returns a copy of rows of a contiguous tensor, in some room."""
     taken = room.of(len(rows), source)
     memory.take_rows(_bytes(source), _row_bytes(source), rows, _bytes(taken))
     return taken

@@ -17,7 +17,7 @@ _STAGED = ModelDevice("staged cpu", "cpu")
 
 
 def model_device(device: torch.device) -> ModelDevice:
-    """A device as all processes know it, however each of them counts its devices."""
+    """Returns a device as all processes know it, however each of them counts its devices."""
     if device.type == "cpu":
         return _STAGED
     number = torch.cuda._utils._get_device_index(device, True)
@@ -81,7 +81,7 @@ def _tensor(memory: Any) -> torch.Tensor:
 
 
 def _like(name: str) -> ModelDevice:
-    """The device of that name in this process, or the first of its kind."""
+    """Returns the device of that name in this process, or the first of its kind."""
     if not torch.cuda.is_available():
         raise UnavailableError(f"torch {torch.__version__} cannot use CUDA in this process")
     found = [model_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]

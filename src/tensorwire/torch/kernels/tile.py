@@ -14,7 +14,7 @@ from .share_device import TorchDevice
 
 
 def tensor_over(array: Bytes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over bytes; nothing is copied. Of the host's its storage has no others."""
+    """Returns a flat tensor over bytes, without a copy; on the host its storage has no others."""
     if isinstance(array, torch.Tensor):
         return array.view(dtype)
     if array.nbytes == 0:
@@ -139,7 +139,7 @@ class CellTile:
         raise NotImplementedError
 
     def _gradient(self, start: int, stop: int, kept: bool, scale: float) -> torch.Tensor:
-        """The reduced gradient, scaled; still to be divided by the divisor unless kept."""
+        """Returns the reduced gradient, scaled; still to be divided by the divisor unless kept."""
         gradient = self._part(self._kept, start, stop) if kept else self._reduced
         if scale == 1.0:
             return gradient
@@ -152,7 +152,7 @@ _HOST = torch.device("cpu")
 
 @lru_cache(maxsize=64)
 def constant(value: float, device: torch.device = _HOST) -> torch.Tensor:
-    """A float32 scalar, as kernels want step counts and divisors."""
+    """Returns a float32 scalar, as kernels want step counts and divisors."""
     return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
@@ -165,7 +165,7 @@ _local = _Scratch()
 
 
 def scratch(like: torch.Tensor) -> torch.Tensor:
-    """Memory of this thread that every tile uses in turn, so that it stays in the cache."""
+    """Returns memory of this thread that every tile uses in turn, so that it stays in the cache."""
     key = like.dtype, like.device
     found = _local.tensors.get(key)
     if found is None or found.numel() < like.numel():

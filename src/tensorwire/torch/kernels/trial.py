@@ -87,7 +87,7 @@ class _Problem(NamedTuple):
     rows: list[torch.Tensor] | None  # of tables, in every step
 
     def gradient(self, step: int, index: int) -> torch.Tensor:
-        """The gradient of a parameter in a step, for the optimizer to keep."""
+        """Returns the gradient of a parameter in a step, for the optimizer to keep."""
         values = self.gradients[step][index].clone()
         if self.rows is None:
             return values
@@ -139,7 +139,7 @@ class Trial:
             self._problems.append(_problem(*key, dimensions, more))
 
     def find(self, stands_for: Sequence[int]) -> OptimizerSpec:
-        """The whole description.
+        """Returns the whole description.
 
         Args:
             stands_for: of each group, which one was tried in its place.
@@ -277,7 +277,7 @@ class Trial:
     def _object_for(
         self, problem: _Problem, lazy: bool
     ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-        """An object like the user's, with other parameters, no state and no hooks; and those.
+        """Returns an object like the user's without state and hooks, and its other parameters.
 
         A group before theirs has one more parameter and another rate: a class that looks at more
         than one group at a time does not come to the bits of servers, which have one.
@@ -312,7 +312,7 @@ class Trial:
         return made, parameters
 
     def _hyper_at(self, group: int, step: int) -> Hyper:
-        """The numbers of a group in a step of the trial, which changes the learning rate."""
+        """Returns the numbers of a group in a step of the trial; the learning rate changes."""
         numbers = list(self._hyper[group])
         if self._rate is not None:
             numbers[self._rate] = (numbers[self._rate] or _FIRST_RATE) * _RATES[step]
@@ -321,7 +321,7 @@ class Trial:
     def _entry(
         self, entry: Mapping[str, Any], parameter: torch.Tensor
     ) -> tuple[dict[str, bytes], Scalars]:
-        """The arrays and the numbers of a parameter's state."""
+        """Returns the arrays and the numbers of a parameter's state."""
         arrays, scalars, kinds = {}, [], {}
         for name, value in sorted(entry.items()):
             if isinstance(value, bool | int | float):
@@ -360,7 +360,7 @@ class Trial:
     def _differs(
         self, spec: OptimizerSpec, problem: _Problem, expected: _Outcome, run: _Run
     ) -> str:
-        """How a way of running it differs from the optimizer itself; "" if it does not."""
+        """Returns how a way of running it differs from the optimizer itself; "" if it does not."""
         kernel = OwnStepKernel(self._cls, OptimizerSpec.from_text(spec.to_text()))
         hyper = [self._hyper_at(problem.group, number) for number in range(len(_RATES))]
         entries: list[dict[str, Any]] = []
@@ -444,7 +444,7 @@ def _options_and_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The first entry that is not what it was; "" if there is none."""
+    """Returns the first entry that is not what it was; "" if there is none."""
     if before.keys() != after.keys():
         return min(before.keys() ^ after.keys())
     return next((key for key in before if repr(before[key]) != repr(after[key])), "")

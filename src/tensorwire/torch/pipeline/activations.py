@@ -63,7 +63,7 @@ class Activations:
                 self.edges.put(name, array_of(self._own(value.detach())))
 
     def get(self, name: str, at: int) -> Any:
-        """A value for the stages here; tensors lie where they came."""
+        """Returns a value for the stages here; tensors lie where they came."""
         key = name, at
         if key not in self._here:
             arrival = self.edges.get(name)
@@ -99,7 +99,7 @@ class Activations:
             self.edges.put(_gradient(name, stage), array_of(gradient))
 
     def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
-        """The gradient of everything that a stage here has made for others, until `release`."""
+        """Returns the gradients of all values that a stage here made for others, until `release`."""
         found: dict[str, torch.Tensor] = {}
         arrivals = self._gradients.setdefault((stage.index, at), [])
         for name in stage.outputs:
@@ -125,7 +125,7 @@ class Activations:
         return own(tensor, storages(each for each in arrived if isinstance(each, torch.Tensor)))
 
     def kept(self, output: Any) -> Any:
-        """Outputs of the model as its user may keep them."""
+        """Returns outputs of the model as its user may keep them."""
         return pytree.tree_map_only(torch.Tensor, self._own, output)
 
 
@@ -134,7 +134,7 @@ def _gradient(name: str, user: int) -> str:
 
 
 def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
-    """A micro-batch: forwards in order of the stages, then backwards.
+    """Returns a micro-batch: forwards in order of the stages, then backwards.
 
     Args:
         taken: the model.
@@ -165,7 +165,7 @@ def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
 def open_edges(
     machines: Machines, made: Plan, label: str, turns: int, timeout_s: float | None
 ) -> Edges:
-    """The edges of this process; none if nothing crosses to or from it."""
+    """Returns the edges of this process; none if nothing crosses to or from it."""
     rank = str(machines.rank)
     if not any(rank in pair for pair in made.pairs):
         made = Plan(())
@@ -180,7 +180,7 @@ def open_edges(
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """A tensor's elements for an edge; copied only if they are not contiguous."""
+    """Returns a tensor's elements for an edge; copied only if they are not contiguous."""
     tensor = tensor.detach().contiguous()
     return tensor.view(_BITS[tensor.dtype]).numpy() if tensor.dtype in _BITS else tensor.numpy()
 

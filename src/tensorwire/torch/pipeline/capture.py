@@ -340,7 +340,7 @@ class _Cutter:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer, and the first name of the same tensor."""
+    """Returns every name of a parameter or buffer, and the first name of the same tensor."""
     first: dict[int, str] = {}
     names = {}
     for name, tensor in (
@@ -352,7 +352,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _changed_by(node: fx.Node) -> list[fx.Node]:
-    """Arguments that an operator writes to."""
+    """Returns arguments that an operator writes to."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return []
@@ -366,7 +366,7 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory this one is a view of, or itself."""
+    """Returns the node whose memory this one is a view of, or itself."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         schema = getattr(node.target, "_schema", None)
         views = schema is not None and any(r.alias_info is not None for r in schema.returns)

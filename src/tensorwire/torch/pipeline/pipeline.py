@@ -293,7 +293,7 @@ class Split:
     def _go(
         self, actions: Sequence[Action], batches: Sequence[Any], targets: Sequence[Any], train: bool
     ) -> tuple[dict[int, torch.Tensor], list[Any]]:
-        """Losses and outputs of the micro-batches, where the last stage is."""
+        """Returns losses and outputs of the micro-batches, where the last stage is."""
         losses: dict[int, torch.Tensor] = {}
         outputs: list[Any] = []
         in_parts = {(stage, at) for kind, stage, at in actions if kind is Kind.INPUT}
@@ -322,7 +322,7 @@ class Split:
         return losses, outputs
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
-        """A micro-batch's part of the mean loss."""
+        """Returns a micro-batch's part of the mean loss."""
         assert self._loss is not None
         with torch.enable_grad():  # as in the stages
             loss = self._loss(output, target) / self._microbatches
@@ -335,7 +335,7 @@ class Split:
         return loss
 
     def _unfrozen(self) -> Iterator[str]:
-        """Weights that others have too, and that were frozen when ties were planned."""
+        """Yields weights that others have too, and that were frozen when ties were planned."""
         for name, parameter in self.module.named_parameters():
             shared = len(self.whole.ranks[name]) > 1
             if shared and parameter.requires_grad and name not in self._tied:
@@ -427,7 +427,7 @@ class Split:
         self.module.get_parameter(name).grad = total if before is None else before.add_(total)
 
     def stats(self) -> dict[str, int]:
-        """`Edges.stats` of activations and their gradients."""
+        """Returns `Edges.stats` of activations and their gradients."""
         return self._edges.edges.stats()
 
     def close(self) -> None:
@@ -495,7 +495,7 @@ def _ties_graph(whole: ModelIndex) -> Graph:
 def _materialised(
     model: nn.Module, taken: Capture, used: Sequence[str], weights: Weights | None
 ) -> nn.Module:
-    """A module with the tensors of this process alone, with storage."""
+    """Returns a module with the tensors of this process alone, with storage."""
     own = nn.Module()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name in used:
@@ -526,7 +526,7 @@ def _materialised(
 
 
 def _value(name: str, wanted: torch.Tensor, weights: Weights | None) -> torch.Tensor:
-    """The value of a tensor that is on meta, in memory of its own."""
+    """Returns the value of a tensor that is on meta, in memory of its own."""
     if weights is None:
         raise ValueError(f"{name!r} is on the meta device: give its value by weights=")
     try:
@@ -544,7 +544,7 @@ def _value(name: str, wanted: torch.Tensor, weights: Weights | None) -> torch.Te
 
 
 def _chunks(given: Any, count: int, name: str) -> list[Any]:
-    """A tensor cut along its first dimension, or a list as it is."""
+    """Returns a tensor cut along its first dimension, or a list as it is."""
     if isinstance(given, list | tuple):
         if len(given) != count:
             raise ValueError(f"{name}: one for each of {count} micro-batches, not {len(given)}")

@@ -49,7 +49,7 @@ _NAMES = {each.lower(): each for each in SCHEDULES}
 
 
 def deal(name: str, machines: int, stages: int) -> tuple[int, ...]:
-    """The machine of every stage.
+    """Returns the machine of every stage.
 
     Stages go round the machines; in the schedules that are named after the letter V there and back
     again, so that the first machine has the first stage and the last.
@@ -133,7 +133,7 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
 
 
 def flights(name: str, machines: int, stages: int, microbatches: int) -> int:
-    """How often there has to be memory for what crosses, so that nobody ever waits for it.
+    """Returns how often there has to be memory for what crosses, so that nobody ever waits for it.
 
     A receiver has memory from a stage's forward until its backward or the weights' part of it. Say
     that no stage is more than `ahead` forwards ahead of its backwards, and weights are at most
@@ -153,7 +153,7 @@ def flights(name: str, machines: int, stages: int, microbatches: int) -> int:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Returns `ahead` forwards, then backwards and forwards in turn, then the backwards left."""
     actions = forwards[:ahead]
     for at, backward in enumerate(backwards):
         actions.append(backward)
@@ -262,7 +262,7 @@ def _dual_pipe_v(machine: int, machines: int, microbatches: int) -> list[tuple[s
 
 
 def _written(pattern: Sequence[tuple[str, int]], own: Sequence[int]) -> list[Action]:
-    """Actions as `_zero_bubble_v` writes them: kinds, each with the number of a stage in `own`.
+    """Returns actions from the notation of `_zero_bubble_v`: kinds, each with a number of `own`.
 
     Each kind takes the micro-batches of a stage one after another. W is for the oldest input part,
     of the stage or without a number of any, that has not had its weights.

@@ -56,7 +56,7 @@ class Subgraph:
     arrived: tuple[torch.Tensor | None, ...] = ()
 
     def kept(self) -> list[torch.Tensor]:
-        """Gradients that it begins with."""
+        """Returns gradients that it begins with."""
         return [each for each in (*self.seeds, *self.arrived) if each is not None]
 
     def run(self) -> None:
@@ -133,7 +133,7 @@ class Cut:
         self._node: Node | None = None
 
     def through(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs as a loss takes them, in the same memory.
+        """Returns the outputs as a loss takes them, in the same memory.
 
         Unless one comes from another: its hooks have to see the gradient from there too. Nor if
         they share memory: autograd has to know that a change of one changes both.
@@ -260,7 +260,7 @@ def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
 
 
 def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
-    """A tensor in memory of its own: autograd may keep a view of what it was given."""
+    """Returns a tensor in memory of its own: autograd may keep a view of what it was given."""
     parts = [tensor]
     if tensor.is_sparse:
         parts = [tensor._values(), tensor._indices()]
@@ -290,7 +290,7 @@ def _edge(root: torch.Tensor | GradientEdge) -> GradientEdge:
 
 
 def _parents(starts: Iterable[Node], ends: Collection[Node] = ()) -> dict[Node, list[Node]]:
-    """All nodes that a backward from `starts` to `ends` can reach, and from where."""
+    """Returns all nodes that a backward from `starts` to `ends` can reach, and from where."""
     found: dict[Node, list[Node]] = {start: [] for start in starts}
     left = list(found)
     while left:
@@ -308,7 +308,7 @@ def _parents(starts: Iterable[Node], ends: Collection[Node] = ()) -> dict[Node, 
 
 
 def _reachable(starts: Iterable[Node], beside: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """The nodes `starts` and all to which steps from a node to those `beside` it lead."""
+    """Returns the nodes `starts` and all to which steps from a node to those `beside` it lead."""
     found = set(starts)
     left = list(found)
     while left:
@@ -320,7 +320,7 @@ def _reachable(starts: Iterable[Node], beside: Callable[[Node], Iterable[Node]])
 
 
 def _branches(parents: dict[Node, list[Node]], chain: set[Node]) -> Iterator[set[Node]]:
-    """Nodes beside the chain, those together that are connected there."""
+    """Yields nodes beside the chain, those together that are connected there."""
 
     def beside(node: Node) -> Iterator[Node]:
         for each in (*parents[node], *(below for below, _ in node.next_functions)):

@@ -147,7 +147,7 @@ class Stage:
     def _begin(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
     ) -> tuple[dict[str, Any], list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
-        """The leaves of a micro-batch, what its backward begins with, and gradients of that."""
+        """Returns the leaves of a micro-batch, the start of its backward, and its gradients."""
         leaves, made = self._kept.pop(microbatch)
         roots: list[torch.Tensor | GradientEdge] = []
         seeds: list[torch.Tensor | None] = []
@@ -165,7 +165,7 @@ class Stage:
         return [each for each in received if isinstance(each, torch.Tensor)]
 
     def _lent(self, leaves: Mapping[str, Any], gradients: Mapping[str, torch.Tensor]) -> set[int]:
-        """Memory that others use again."""
+        """Returns memory that others use again."""
         return storages([*gradients.values(), *self._tensors(leaves)])
 
     def _leaving(self, leaves: Mapping[str, Any]) -> set[int]:

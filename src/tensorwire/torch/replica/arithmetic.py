@@ -172,7 +172,7 @@ class Arithmetic:
         return bool(getattr(kernel, "changes_rows_alone", False))
 
     def hyper(self) -> tuple[Hyper, ...]:
-        """The present numbers of every group."""
+        """Returns the present numbers of every group."""
         if self.by_worker:
             return ((),) * len(self._optimizer.param_groups)
         return self.kernel.hyper_of(self._optimizer)
@@ -187,7 +187,7 @@ class Arithmetic:
             )
 
     def keeps_other_state(self) -> bool:
-        """The optimizer's groups ask for another description than the servers have."""
+        """Tells whether the optimizer's groups need another description than the servers have."""
         if self.by_worker:
             return False
         if self._options is None:
@@ -217,7 +217,7 @@ class Arithmetic:
         return False
 
     def _begins_damped(self) -> bool:
-        """A group of SGD begins with momentum later than others: its first step is not damped.
+        """Tells whether a group of SGD begins with momentum later than others, its first step undamped.
 
         Servers know first steps of tensors, and not of their momentum, which is 0 until then.
         """

@@ -169,7 +169,7 @@ class Buffers:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
     def own(self, steps: bool = False) -> list[tuple[str, Bytes]]:
-        """Names and bytes of those that are not what the servers have, or that no server has.
+        """Returns names and bytes of the buffers that differ from the servers' or are not there.
 
         With `steps` a step is about to send those that servers know.
         """

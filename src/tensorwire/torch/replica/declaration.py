@@ -51,7 +51,7 @@ def declare_all(
     optimizer: torch.optim.Optimizer,
     others: Sequence[Holder],
 ) -> Declaration:
-    """Every parameter of the model, those of the optimizer first.
+    """Returns every parameter of the model, those of the optimizer first.
 
     Args:
         model: of the optimizer.
@@ -94,7 +94,7 @@ def declare_all(
 def declare_whole(
     own: Mapping[str, nn.Parameter], agreed: Sequence[Declared], optimizer: torch.optim.Optimizer
 ) -> Declaration:
-    """Every parameter of a model that processes share.
+    """Returns every parameter of a model that processes share.
 
     Args:
         own: this process's parameters, by name.

@@ -37,7 +37,7 @@ class _Target(NamedTuple):
     strides: tuple[int, ...]
 
     def leaving(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient, or where it is cut and lies otherwise than the parameter, a copy."""
+        """Returns a gradient, or where it is cut and lies otherwise than the parameter, a copy."""
         if len(self.tensors) == 1 or gradient.stride() == self.strides:
             return gradient
         size, device = gradient.size(), gradient.device
@@ -45,7 +45,7 @@ class _Target(NamedTuple):
         return made.copy_(gradient)
 
     def copies(self, gradient: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Targets and sources of the copies that bring what is `leaving` there."""
+        """Returns targets and sources of the copies that bring what is `leaving` there."""
         if len(self.tensors) == 1:
             return [(self.tensors[0], gradient)]
         flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
@@ -117,11 +117,11 @@ class DeviceGradients:
         return index in self._targets
 
     def is_shared(self, index: int) -> bool:
-        """A gradient is copied to where its server reads it."""
+        """Tells whether a gradient is copied to where its server reads it."""
         return self._targets[index].shared
 
     def is_within(self, index: int) -> bool:
-        """A gradient is copied to where its server has it on the same device."""
+        """Tells whether a gradient is copied to where its server has it on the same device."""
         target = self._targets[index]
         return target.shared and not target.memory.nbytes
 
@@ -181,7 +181,7 @@ class DeviceGradients:
         self._compared.append((index, before, now))
 
     def changed(self) -> int | None:
-        """The first gradient whose sums differ; waits for the device."""
+        """Returns the first gradient whose sums differ; waits for the device."""
         compared, self._compared = self._compared, []
         if not compared:
             return None
@@ -197,7 +197,7 @@ class DeviceGradients:
 
 
 def device_sum(gradient: torch.Tensor, part: slice) -> torch.Tensor:
-    """A sum over bytes of a gradient that its device computes: another one, if they change.
+    """Returns a sum over bytes of a gradient that its device computes: another one, if they change.
 
     Args:
         gradient: dense; its elements fill one piece of memory.

@@ -39,7 +39,7 @@ class _Stretch(NamedTuple):
     trained: bool
 
     def present(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) of the store's, on the device; they may be its memory itself."""
+        """Returns bytes [start, stop) of the store on the device, maybe as a view of its memory."""
         parts = [
             source[max(start, begin) - begin : min(stop, end) - begin]
             for begin, end, source in self.sources
@@ -172,7 +172,7 @@ class DeviceParameters:
         return 0 if stretch is None else stretch.device.data_ptr() + stretch.offsets[index]
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A parameter's values in this memory."""
+        """Returns a parameter's values in this memory."""
         stretch, place = self._stretch_of[index], self._store.place(index)
         start = stretch.offsets[index]
         stop = start + place.stop - place.start
@@ -200,7 +200,7 @@ class DeviceParameters:
             self._mark()
 
     def finish_check(self) -> list[int]:
-        """The parameters that were found to differ, which then have the store's values again."""
+        """Returns the parameters that were found to differ; they have the store's values again."""
         compared, self._compared = self._compared, []
         if not compared or not bool(torch.stack([each[3] for each in compared]).any()):
             return []
@@ -248,7 +248,7 @@ def device_parameters(
 
 
 def shared_device(shares: str, trained: Sequence[torch.Tensor]) -> ModelDevice | None:
-    """The device that has all trained parameters, where servers may have their shares too.
+    """Returns the device that has all trained parameters, where servers may have their shares too.
 
     Args:
         shares: as of `DistributedOptimizer`.
@@ -261,7 +261,7 @@ def shared_device(shares: str, trained: Sequence[torch.Tensor]) -> ModelDevice |
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device of both, true where two pieces of memory have other bytes."""
+    """Returns a tensor on the device of both, true where two pieces of memory have other bytes."""
     count = one.numel() // 8 * 8
     whole = one[:count].view(torch.int64) != other[:count].view(torch.int64)
     return whole.any() | (one[count:] != other[count:]).any()

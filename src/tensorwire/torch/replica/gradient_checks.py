@@ -53,7 +53,7 @@ class GradientChecks:
 def sum_of(
     gradient: torch.Tensor, like: torch.Tensor, part: slice | None
 ) -> int | torch.Tensor | None:
-    """The checksum of bytes of a gradient; None if none are looked at, or they are not in order.
+    """Returns the checksum of bytes of a gradient; None if unchecked or in another order.
 
     On a device it is a tensor there, for which nobody has waited.
     """

@@ -137,7 +137,7 @@ class MutationGuard:
         raise self._changed(first, moved)
 
     def _was_moved(self, index: int) -> bool:
-        """A parameter has other memory with the same values: nobody has edited it."""
+        """Tells whether a parameter has other memory with the same values: nobody has edited it."""
         parameter = self._held[index]
         if parameter.data_ptr() == self._seen[index][1] or parameter.device.type != "cpu":
             return False
@@ -170,7 +170,7 @@ class MutationGuard:
         )
 
     def frozen_or_not(self) -> nn.Parameter | None:
-        """The first parameter of the optimizer whose requires_grad is not what was planned."""
+        """Returns the optimizer's first parameter whose requires_grad differs from the plan."""
         return next((p for p, planned in self._planned if p.requires_grad != planned), None)
 
     def _name(self, parameter: torch.Tensor) -> str:

@@ -78,7 +78,7 @@ class OptimizerState:
     # ---- as torch has it
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The optimizer's own dictionary, filled with the store's state.
+        """Returns the optimizer's own dictionary, filled with the store's state.
 
         An average of weights is beside it, where torch's own `load_state_dict` ignores it.
         """
@@ -111,7 +111,7 @@ class OptimizerState:
         return state
 
     def saved(self) -> dict[str, Any]:
-        """The state that goes to a new store; what worker 0 keeps stays with it."""
+        """Returns the state that goes to a new store; what worker 0 keeps stays with it."""
         return {"state": {}} if self._arithmetic.by_worker else self._optimizer.state_dict()
 
     def load(
@@ -160,7 +160,7 @@ class OptimizerState:
         self._averaged = self._count_averaged() if self._frozen_averages else 0
 
     def model_state(self, buffers: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """The `state_dict()` of a shared model, all of it; no other worker takes part.
+        """Returns the `state_dict()` of a shared model, all of it; no other worker takes part.
 
         Args:
             buffers: the indices of its buffers in the store, by name.
@@ -271,7 +271,7 @@ class OptimizerState:
                 )
 
     def _shapes_of(self, index: int) -> Mapping[str, torch.Size]:
-        """The arrays of state that a parameter has, and their shapes."""
+        """Returns the arrays of state that a parameter has, and their shapes."""
         parameter, kernel = self._trained[index], self._arithmetic.kernel
         if not isinstance(kernel, OwnStepKernel):
             return dict.fromkeys(kernel.states, parameter.shape)
@@ -314,7 +314,7 @@ class OptimizerState:
         return {indices[p]: each for p, each in found.items() if each.is_floating_point()}
 
     def averages(self) -> dict[int, torch.Tensor]:
-        """The averages of weights, of parameters that have one."""
+        """Returns the averages of weights, of parameters that have one."""
         with self._one_version():
             return self._read_averages()
 
@@ -343,7 +343,7 @@ class OptimizerState:
 
 
 def _is_made_at_once(kernel: TorchKernel) -> bool:
-    """The optimizer's class makes the state of a parameter before its first step."""
+    """Tells whether the optimizer's class makes the state of a parameter before its first step."""
     return isinstance(kernel, OwnStepKernel) and not kernel.spec.lazy
 
 
@@ -355,13 +355,13 @@ def _incomplete(name: str) -> ValueError:
 
 
 def _array_at(data: Bytes, size: torch.Size, parameter: torch.Tensor) -> torch.Tensor:
-    """An array of state in the bytes of its parameter, in whose order of elements it is."""
+    """Returns an array of state in the bytes of its parameter, in whose order of elements it is."""
     if size == parameter.shape:
         return tensor_at(data, parameter)
     return torch.frombuffer(data, dtype=parameter.dtype, count=size.numel()).view(size)
 
 
 def _as_count(steps: int) -> torch.Tensor:
-    """A count of steps as torch's optimizers keep it: a narrow default dtype does not round it."""
+    """Returns a count of steps in the dtype of torch's optimizers, which never rounds it."""
     wide = torch.get_default_dtype() == torch.float64
     return torch.tensor(steps, dtype=torch.float64 if wide else torch.float32, device="cpu")

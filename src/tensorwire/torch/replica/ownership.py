@@ -134,7 +134,7 @@ class Pipelined(Replicated):
         )
 
     def _agree(self, mine_here: Mapping[str, nn.Parameter]) -> list[Declared]:
-        """All parameters, in the model's order; all workers call it.
+        """Returns all parameters, in the model's order; all workers call it.
 
         In which group one is, and whether it is trained, the process says that speaks for it.
 
@@ -212,7 +212,7 @@ class Pipelined(Replicated):
         return {**given, "state": {}, "param_groups": groups}
 
     def entries(self, given: dict[str, Any]) -> dict[int, Any]:
-        """The state of a given dictionary, by index in the store."""
+        """Returns the state of a given dictionary, by index in the store."""
         order = [i for members in self._groups for i in members]
         return {order[number]: entry for number, entry in given["state"].items()}
 
@@ -221,7 +221,7 @@ class Pipelined(Replicated):
     def model_state(
         self, version: Readable, layout: Layout, buffers: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """The `state_dict()` of the whole model, one version of it; no other worker takes part.
+        """Returns the `state_dict()` of the whole model, in one version, without other workers.
 
         Args:
             version: of the store that has it.

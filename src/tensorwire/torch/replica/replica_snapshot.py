@@ -44,7 +44,7 @@ class ReplicaSnapshot:
             state.snapshot = None
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of a `state_dict()` in memory of the snapshot; None if it is not of this store.
+        """Returns a tensor of a `state_dict()` in memory of the snapshot; None if it is another's.
 
         No two of them share memory, which some formats of files do not have; None for the second.
         """

@@ -90,7 +90,7 @@ class Residency:
         self.guard.settle()
 
     def parts(self) -> list[range]:
-        """All tensors of the store, in parts of some size; the same in all workers."""
+        """Returns all tensors of the store, in parts of some size; the same in all workers."""
         parts, first, size = [], 0, 0
         tensors = self._store.layout.spec.tensors
         for index, tensor in enumerate(tensors):
@@ -123,7 +123,7 @@ class Residency:
         return self._is_inside(index), index in self.parameters, slow
 
     def _is_inside(self, index: int) -> bool:
-        """The parameter lies in the store's memory now, or in its copy on a device."""
+        """Tells whether the parameter lies in the store's memory now, or its copy on a device."""
         if index not in self.parameters:
             return False
         if self.on_device is not None and index in self.on_device:

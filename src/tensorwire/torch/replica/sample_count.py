@@ -61,7 +61,7 @@ class SampleCount:
         return self._counted
 
     def samples(self) -> int:
-        """Samples since the last step; 1 where no loader gives them."""
+        """Returns samples since the last step; 1 where no loader gives them."""
         return sum(batch.samples for batch in self._batches) or 1
 
     def weight(self) -> float:

@@ -138,7 +138,7 @@ def _groups(waiting: Sequence[_Waiting]) -> Iterator[list[_Waiting]]:
 
 
 def _added_up(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The rows that gradients have, each counted from the first's, rising; and their values."""
+    """Returns the rows of gradients, counted from the first tensor's, rising; and their values."""
     if gradients[0].layout == torch.strided:
         (dense,) = gradients
         return torch.arange(len(dense), device=dense.device), dense

@@ -114,7 +114,7 @@ class TakenSlices:
         return again
 
     def in_average(self, own: bytes) -> set[int]:
-        """The tensors for which a slice has a gradient in the average, which all have read then.
+        """Returns the tensors for which a slice has a gradient in the average, which all have read.
 
         Args:
             own: what the commit of this worker's slice says of them.
