@@ -61,7 +61,7 @@ class Aside(Generic[Piece]):
         threading.Thread(target=self._run, name="tensorwire-output", daemon=True).start()
 
     def put(self, piece: Piece, size: int = 1) -> None:
-        """Has a piece delivered after those that were put before."""
+        """Queues a piece, to be delivered after all earlier ones."""
         with self._changed:
             if self.waiting and self.waiting + size > self._most:
                 self._missing += 1
@@ -83,7 +83,7 @@ class Aside(Generic[Piece]):
             self._changed.notify_all()
 
     def _tell_missing(self) -> None:
-        """Called with the lock held."""
+        """Queues a note about dropped pieces, if there are any. Call it with the lock held."""
         if self._missing and self._note_missing is not None:
             self._pieces.append(self._note_missing(self._missing))
             self._missing = 0
@@ -123,11 +123,11 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def put_output_aside() -> None:
-    """Has this process print in a thread of its own from now on: for one that serves others.
+    """Makes this process print in a thread of its own from now on, so that serving never waits.
 
     It takes the place of `sys.stdout` and `sys.stderr`: `print`, `warnings`, `logging` and
-    tracebacks never wait. What nobody reads is left out after 1 MiB, with a line that says how
-    much. The end of the process waits up to two seconds for what is left.
+    tracebacks never wait. Output that nobody reads is left out after 1 MiB, with a line that says
+    how much. The end of the process waits up to two seconds for what is left.
     """
     asides: dict[int, Aside[bytes]] = {}
     streams = []

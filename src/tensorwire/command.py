@@ -39,10 +39,10 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def check(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Looks at the arguments before click converts them.
+        """Checks the arguments before click converts them.
 
         Returns:
-            The positional ones, with everything behind the first where options end there.
+            The positional ones; where options end at the first of them, with all that follows it.
 
         Raises:
             click.UsageError: they make no sense.
@@ -62,7 +62,7 @@ class Command(click.Command):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """See click. What is missing here is an error with its remedy, and no traceback."""
+        """Runs the command as click does; a missing dependency becomes an error with its remedy."""
         try:
             return super().invoke(ctx)
         except UnavailableError as error:
@@ -72,19 +72,19 @@ class Command(click.Command):
 
 
 def bare_address(address: str) -> str:
-    """HOST:PORT, of an address that may be written as that of files: tw://HOST:PORT/."""
+    """Returns HOST:PORT of an address, which may be written as tw://HOST:PORT/, as for files."""
     return address.removeprefix("tw://").rstrip("/")
 
 
 def own_command() -> str:
-    """What was typed to start this process, for who wants to do it again."""
+    """Returns the command that started this process, for a message that says how to repeat it."""
     by_module = os.path.basename(sys.argv[0]) == "__main__.py"
     program = [sys.executable, "-m", "tensorwire"] if by_module else ["tensorwire"]
     return shlex.join([*program, *sys.argv[1:]])
 
 
 def terminal(width: int = 110) -> Console:
-    """Where tables go; a file or a pipe has no width of its own, and they need some."""
+    """Returns the console for tables; a file or pipe has no width of its own, so it gets one."""
     return Console() if sys.stdout.isatty() else Console(width=width)
 
 
@@ -104,7 +104,7 @@ def with_bar(run: Callable[[Told], R], console: Console, *columns: ProgressColum
 
 
 def check_file(path: Path | None) -> None:
-    """Whether a file can be written, before the work whose result it is to hold.
+    """Checks that a file can be written, before the work whose result it will hold.
 
     Raises:
         click.BadParameter: its folder does not exist, or it is a folder.

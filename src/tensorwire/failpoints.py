@@ -14,13 +14,13 @@ import threading
 from tensorwire.transitions import ROWS, rows_of
 
 FAILPOINTS = {name: row.what for name, row in rows_of("server").items()}
-"""What has happened where at a server, in the order of a job."""
+"""The failpoints of a server, in the order of a job, each with what has happened there."""
 
 WORKER_FAILPOINTS = {name: row.what for name, row in rows_of("worker").items()}
-"""What has happened where at a worker that another process can take the place of."""
+"""The failpoints of a worker that another process can replace, in the order of a job."""
 
 LAUNCHER_FAILPOINTS = {name: row.what for name, row in rows_of("launcher").items()}
-"""What has happened where at the launcher, with which the job ends."""
+"""The failpoints of the launcher, with which the job ends, in the order of a job."""
 
 _lock = threading.Lock()
 _name, _left, _signal = "", 0, signal.SIGKILL
@@ -53,7 +53,7 @@ def arm(process: str, text: str, term: int = 0) -> None:
 
 
 def failpoint(name: str) -> None:
-    """This process has reached one of these places. Any thread."""
+    """Acts if this process was told to fail at this failpoint. Any thread may call it."""
     global _left
     if name != _name:
         return

@@ -1,8 +1,8 @@
 """Parses JSON that another process has written into values of declared types.
 
-Every socket and file by which programs talk about a job is read here, so that nobody behind it has
-to doubt what comes. Knows no message: who reads one declares its form, as a TypedDict, a dataclass
-or a type such as `dict[str, Any]`.
+Every socket and file by which programs talk about a job is read here, so that the callers may trust
+the values. Knows no message: each reader declares the form of its messages, as a TypedDict, a
+dataclass or a type such as `dict[str, Any]`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ class Transition(NamedTuple):
     """A transition.
 
     Attributes:
-        name: of the row, and of the failpoint behind it.
-        what: what is true behind it; a sentence that "it" can begin, of who runs the phase.
-        then: what a successor does if the process ends right behind it.
+        name: of the row, and of the failpoint that follows it.
+        what: the state after the row: a sentence about "it", the process that runs the phase.
+        then: what a successor does if the process ends right after the row.
         waits: for what the row waits; "" if for nothing.
         when: the name of a guard without which the row is left out; "" if there is none.
     """
@@ -42,7 +42,7 @@ class Phase(NamedTuple):
     when: str = ""
 
     def all_rows(self) -> Iterator[Transition]:
-        """The rows, those of phases within this one in their places."""
+        """Yields the rows, with the rows of inner phases in their places."""
         for each in self.rows:
             if isinstance(each, Phase):
                 yield from each.all_rows()

@@ -57,7 +57,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, trace: TracebackType | None) -> Failure:
-    """What is to be told of an exception.
+    """Returns what to report of an exception.
 
     Args:
         error: the exception.
@@ -79,7 +79,7 @@ def failure_of(error: BaseException, trace: TracebackType | None) -> Failure:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether an exception, or one that it came from, says that another process has failed."""
+    """Tells whether an exception, or a cause of it, says that another process has failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -129,7 +129,7 @@ def install(name: str) -> None:
 
 
 def wants_full() -> bool:
-    """Whether the environment asks for whole tracebacks.
+    """Tells whether the environment asks for whole tracebacks.
 
     Raises:
         ValueError: it asks for something else.
@@ -206,14 +206,14 @@ def _frames_of_ours(shown: traceback.TracebackException) -> int:
 
 
 def _is_known(filename: str) -> bool:
-    """Whether a file is of a library, or of Python's own."""
+    """Tells whether a file belongs to a library or to Python."""
     folder = os.path.dirname(os.__file__) + os.sep
     own = filename.startswith(folder) and "-packages" + os.sep not in filename
     return own or bool(_library(filename))
 
 
 def _library(filename: str) -> str:
-    """Whose code a file is, "" for the user's."""
+    """Returns the name of the library that a file belongs to; "" for the user's code."""
     if filename.startswith("<frozen "):
         return "Python"
     standard = os.path.dirname(os.__file__)

@@ -1,11 +1,10 @@
-"""Lists the protocol of a durable job: what its processes do, in which order, and why.
+"""Lists the protocol of a durable job: the actions of its processes, their order and reasons.
 
 A row is one transition of one process: something is done, and then it is true. The processes run
-these rows (`Walk` binds each to what does it), models/takeover.py and own_pace.py explore them, a
-failpoint of the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is
-added in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is bound.
-
-It knows names and sentences only: no memory, no process.
+these rows (`Walk` binds each to a function), models/takeover.py and own_pace.py explore them, a
+failpoint of the same name follows each, and docs/fault-tolerance.md prints them. So a row is added
+in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is bound. It knows
+names and sentences only: no memory, no process.
 """
 
 from __future__ import annotations

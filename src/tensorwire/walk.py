@@ -15,10 +15,10 @@ Guard = Callable[[Owner, T], bool]
 
 
 class Walk(Generic[Owner, T]):
-    """A phase whose rows are bound; a call runs them from the first to the last. Any thread.
+    """A phase whose rows are bound to functions; a call runs them in order. Any thread may call it.
 
-    What is bound are functions of who runs the rows and of what they are about, as methods are of
-    their object: whoever has a walk is not held by it, and its memory goes with it.
+    The functions are plain ones of (owner, item), not bound methods, so a Walk keeps no owner
+    alive.
 
     Args:
         phase: of the protocol.

@@ -2,9 +2,9 @@
 
 They are the package `tensorwire_benchmarks` in the folder `benchmarks`, beside `src`. Where
 tensorwire is installed editable from a checkout, this file lies in that checkout, so the folder is
-found from its path. The current directory is not asked: what lies there may belong to another
-version than the tensorwire that runs, and where a command is typed must not decide which code it
-runs. Whoever has the package on PYTHONPATH gets that one.
+found from its path. The current directory is not searched: it may hold another version than the
+tensorwire that runs, and the place where a command is typed must not decide which code it runs. A
+package on PYTHONPATH comes first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 def found() -> bool:
-    """Whether the package can be imported; where this is a checkout, from now on it can."""
+    """Tells whether the package can be imported; in a checkout it can be after this call."""
     if (_FOLDER / PACKAGE).is_dir() and str(_FOLDER) not in sys.path:
         sys.path.append(str(_FOLDER))  # last: it hides nothing
     return importlib.util.find_spec(PACKAGE) is not None

@@ -64,12 +64,12 @@ def sizes(*flags: str, help: str) -> Decorator:
 
 
 def json_option(help: str) -> Decorator:
-    """Where a file of results goes; the parameter is `json_path`."""
+    """Returns the option that names a file of results; the parameter is `json_path`."""
     return click.option("--json", "json_path", type=_FILE, metavar="FILE", help=help)
 
 
 def outputs(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the options of every bench: `json_path`, `figure_path` and `strict` of `carry_out`."""
+    """Returns the options of every bench, by the parameters' names in `carry_out`."""
     for option in (
         click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
         click.option(
@@ -99,7 +99,7 @@ def carry_out(
 ) -> None:
     """Runs a bench with a bar, shows its report, keeps it, and ends with its exit code.
 
-    What would fail after the run is told before it.
+    Mistakes that would fail after the run are reported before it.
     """
     check_file(json_path)
     _check_figure(figure_path, json_path)

@@ -206,11 +206,11 @@ class Driver:
     def lap(
         self, systems: Sequence[str], limit: str | None, counts: dict[str, int], rounds: int
     ) -> dict[str, Series]:
-        """`rounds` alternations inside this process."""
+        """Returns the series of `rounds` alternations inside this process."""
         return alternate(self.block, systems, limit, counts, rounds)
 
     def waiting(self, seconds: float) -> tuple[float, float]:
-        """Returns the wall and CPU time of the target while it waits for a word that nobody stores."""
+        """Returns wall and CPU time of the target while it waits for a word that nobody stores."""
         self._link.send(("wait", seconds))
         time.sleep(0.25)  # its spin is over and its interpreter at rest
         cpu, begin = process_cpu_seconds(self._target_pid), time.perf_counter()
@@ -230,7 +230,7 @@ class Driver:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The target: owns the memory, answers signals, serves the raw socket."""
+    """Runs the target: owns the memory, answers signals, serves the raw socket."""
     server = RawServer()
     node = Node("bench-target", transports=[options["wire"]])
     region = node.allocate(options["size_bytes"], name=_TARGET)

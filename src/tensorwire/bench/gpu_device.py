@@ -75,7 +75,7 @@ class Driver(device.Driver):
         return tensor, int(tensor.data_ptr())
 
     def prepare(self, case: str, size_bytes: int) -> list[str]:
-        """`case` is "write_gpu_to_pinned" and the like."""
+        """Prepares a case such as "write_gpu_to_pinned"; returns the systems that can run it."""
         _, near_kind, _, far_kind = case.split("_")
         whole, address = self._memory_of(near_kind)
         near, far = whole[:size_bytes], self._peer.region(_TARGETS[far_kind])[:size_bytes]
@@ -114,7 +114,7 @@ class _Mapped:
 
 
 def _copy_of_torch(near: Any, address: int, far_kind: str) -> Callable[[], None] | None:
-    """What copies to the target's memory and waits, by torch; None where it has no CUDA."""
+    """Returns a function that copies to the target's memory by torch; None without CUDA."""
     torch = _torch_with_cuda()
     if torch is None:
         return None
@@ -144,7 +144,7 @@ def _torch_with_cuda() -> Any:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The target: owns the memory, and does nothing."""
+    """Runs the target: owns the memory, and does nothing."""
     node = Node("bench-target", transports=["shm"])
     for kind, name in _TARGETS.items():
         node.allocate(

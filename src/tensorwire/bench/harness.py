@@ -124,7 +124,7 @@ def run_block(
 ) -> Block:
     """Runs `count` samples and reads both CPU clocks around them.
 
-    `batch` is the number of operations behind one sample (the C++ loops average over it);
+    `batch` is the number of operations in one sample (the C++ loops average over it);
     `extra_operations` run inside the block without being timed.
     """
     local, remote = time.process_time(), process_cpu_seconds(remote_pid)

@@ -101,7 +101,7 @@ def _hypervisor() -> str | None:
 
 
 def warnings_about(machine: dict[str, Any]) -> list[str]:
-    """What makes figures worse or less certain than the machine is, one sentence each."""
+    """Returns a sentence for each fact that makes figures worse or less certain."""
     found = []
     quota = machine["cpu_quota"]
     cores = min(len(machine["affinity"]), math.inf if quota is None else quota)

@@ -104,13 +104,13 @@ class Case:
 
     @property
     def moves_bytes(self) -> bool:
-        """Whether there is a limit to hold it against."""
+        """True if there is a limit to compare it with."""
         return self.kind in ("write", "read", "batch", "round")
 
 
 @dataclass(slots=True)
 class MemorySettings:
-    """What to run. Defaults are the full bench of about ten minutes."""
+    """The choice of what to run; the defaults are the full bench of about ten minutes."""
 
     sizes: Sequence[int] = SIZES
     wires: Sequence[str] = _USUAL_WIRES
@@ -122,7 +122,7 @@ class MemorySettings:
 
     @classmethod
     def quick(cls) -> MemorySettings:
-        """A look of about a minute: few sizes, wide intervals."""
+        """Returns settings for a quick run of about a minute: few sizes, wide intervals."""
         budget = Budget(case_s=0.3, block_s=1e-3, max_count=500)
         return cls(sizes=QUICK_SIZES, budget=budget, warm_s=0.05, waiting_s=1.5)
 
@@ -211,7 +211,7 @@ def run(settings: MemorySettings, progress: Progress | None = None) -> Report:
 
 
 class _Taken:
-    """What one case gave.
+    """The figures of one case.
 
     Attributes:
         laps: by system, the series of every lap; the limit beside system s is under "s|limit".

@@ -17,11 +17,11 @@ from tensorwire.memory.core import core_of
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"
 TORCH_COPY = "torch-copy"
-"""What a program in Python has where its memory is mapped: `Tensor.copy_`, waited for."""
+"""The copy that a Python program uses where its memory is mapped: `Tensor.copy_`, then a wait."""
 
 MEMCPY, RAW, COPY_ENGINE = "memcpy", "raw-socket", "cuMemcpyAsync"
 LIMITS = {"shm": MEMCPY, "tcp": RAW, "gpu": COPY_ENGINE}
-"""What bounds a path, measured beside it. A path that is not here is compared with its promise."""
+"""The limit measured beside each path. A path without one is compared with its promise."""
 
 PATIENCE_S = 30.0
 

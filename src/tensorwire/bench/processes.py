@@ -169,7 +169,7 @@ class ProcessPair:
 
 
 def serve_messages(link: Connection, handlers: dict[str, Callable[..., object]]) -> None:
-    """The target's loop: sends its process number, then acts on (name, argument, …) until "stop".
+    """Runs the target's loop: sends its process number, then acts on (name, argument, …).
 
     A handler's result is sent back unless it is None. "pin" is known to every target.
     """
@@ -194,7 +194,7 @@ def _quiet_interrupts() -> None:
 
 
 def _end_with_bench() -> None:
-    """Has this process killed when the bench is, as one that stands still sees no end of a pipe."""
+    """Makes the kernel kill this process when the bench ends; a stopped one sees no closed pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -35,12 +35,12 @@ _MODES = ("send", "fetch", "echo")
 
 
 def _round(mode: str, size_bytes: int) -> tuple[int, int]:
-    """What the client sends in one round, and what the server answers, in bytes."""
+    """Returns the bytes that the client sends in one round, and the bytes of the answer."""
     return 1 if mode == "fetch" else size_bytes, 1 if mode == "send" else size_bytes
 
 
 def _tune(stream: socket.socket, patience_s: int) -> None:
-    """Blocking for the C loops, but never for ever where there is a bound to patience."""
+    """Makes a socket block, for the C loops, but never longer than the patience."""
     stream.settimeout(None)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

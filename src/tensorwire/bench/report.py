@@ -23,7 +23,7 @@ from tensorwire.errors import UnavailableError
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Machine, one table per case, what is missing, verdicts."""
+    """Prints the machine, one table per case, the missing systems and the verdicts."""
     console.print(machine_line(report), soft_wrap=True)
     for case in dict.fromkeys(row.case for row in report.rows):
         rows = [row for row in report.rows if row.case == case and row.measured]
@@ -42,7 +42,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def machine_line(report: Report) -> Text:
-    """Where and with what this was measured, in one line."""
+    """Returns one line about the machine and software of the measurement."""
     about = report.machine
     memory = about.get("memory_bytes") or 0
     parts = [
@@ -138,7 +138,7 @@ def missing_lines(rows: Iterable[Row]) -> list[Text]:
 
 
 def print_comparisons(report: Report, title: str, console: Console) -> None:
-    """How many times as fast as each rival, if there are any."""
+    """Prints the speed relative to each rival, if there are any."""
     if report.comparisons:
         console.print(Text(title, style="bold"))
     for item in report.comparisons:
@@ -150,7 +150,7 @@ def print_comparisons(report: Report, title: str, console: Console) -> None:
 
 
 def _style(color: str, marker: str, line: str, width: float = 1.4) -> dict[str, Any]:
-    """Colour, marker and line all differ, so that it reads without colour too (Okabe–Ito)."""
+    """Returns a style whose colour, marker and line all differ, to be read without colour too."""
     return {
         "color": color, "marker": marker, "linestyle": line, "linewidth": width, "markersize": 4,
     }  # fmt: skip
@@ -177,7 +177,7 @@ def figure(
     report: Report, path: str | os.PathLike[str], lines: int, columns: int,
     size: tuple[float, float], about: str, legend_columns: int,
 ) -> Iterator[Any]:  # fmt: skip
-    """A grid of panels for the block to fill; then one legend, the machine on top, and the file.
+    """Yields a grid of panels to draw in; then adds legend and machine, and writes the file.
 
     The file's ending (.svg, .pdf, .png) says the format.
 
@@ -216,7 +216,7 @@ def figure(
 
 
 def show_seconds(axes: Any) -> None:
-    """Labels its upright axis with times, and draws no frame on top and at the right."""
+    """Labels the upright axis with times, and draws no frame on top and at the right."""
     from matplotlib.ticker import FuncFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))

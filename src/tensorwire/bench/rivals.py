@@ -15,7 +15,7 @@ from tensorwire.bench import checkout
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """What the bench must know about a rival without importing it.
+    """A rival as the bench knows it without importing it.
 
     Attributes:
         name: as in rows and on the command line.

@@ -61,7 +61,7 @@ class Row:
 
     @property
     def measured(self) -> bool:
-        """Whether the row has figures at all."""
+        """True if the row has figures."""
         return self.seconds_median is not None
 
     def timed(self, seconds: Sequence[float], *, moves: bool = False, **figures: Any) -> Row:
@@ -107,7 +107,7 @@ class Verdict:
         cls, name: str, direction: str, bar: float, unit: str, measured: float | None,
         interval: tuple[float, float] | None = None, detail: str = "",
     ) -> Verdict:  # fmt: skip
-        """Whether a figure reaches its bar; without a figure `detail` says why there is none."""
+        """Makes the verdict on a figure; without a figure `detail` says why there is none."""
         if measured is None:
             return cls(name, bar, direction, unit, detail=detail)
         met = measured >= bar if direction == ">=" else measured <= bar
@@ -115,7 +115,7 @@ class Verdict:
 
     @property
     def distance(self) -> float | None:
-        """What is missing to the bar, in `unit`; 0 when it is met, None when not measured."""
+        """The distance to the bar in `unit`; 0 when it is met, None when not measured."""
         if self.measured is None or self.met is None:
             return None
         return 0.0 if self.met else abs(self.measured - self.bar)
@@ -237,7 +237,10 @@ def _finite(value: Any) -> Any:
 
 
 def _made(kind: Any, data: dict[str, Any]) -> Any:
-    """What `_plain` made plain; an interval is a pair. What is no field was computed from them."""
+    """Makes a dataclass from the dictionary of `_plain`; an interval becomes a pair.
+
+    Keys that are no fields were computed from the fields, and are ignored.
+    """
     names = {field.name for field in dataclasses.fields(kind)} & data.keys()
     found = {name: data[name] for name in names}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})

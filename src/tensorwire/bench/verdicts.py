@@ -47,7 +47,7 @@ def _remote_cpu(row: Row) -> Figure | None:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a figure must reach.
+    """A bar that a figure must reach.
 
     Attributes:
         name, direction, bar, unit: as a verdict has them.

@@ -13,7 +13,7 @@ _FILES = {
     **{name: name for name in ("run", "scale", "serve", "status")},
     **dict.fromkeys(("cat", "cp", "ls", "stat"), "files"),
 }
-"""In which file of this package each subcommand is. Only that of the one that runs is imported."""
+"""The file of each subcommand in this package. A command imports its own file only."""
 
 
 class _Commands(click.Group):

@@ -76,7 +76,7 @@ def memory(
     seconds: float | None,
     **outputs: Any,
 ) -> None:
-    """What does it cost to use another process as memory?
+    """Measure the cost of using another process as memory.
 
     Writes, reads, prepared batches, signals and fetch_add, over shared memory and TCP, each beside
     the limit (memcpy, a raw socket) in alternation and beside the rivals that are installed. The

@@ -62,14 +62,14 @@ def explain(
     where that is: in a checkout of the repository.
 
     \b
-    A script, with its own options behind it:
+    A script, followed by its own options:
         tensorwire explain --json tensors.json train.py --lr 0.1
 
     \b
     A workload (alexnet, vgg16, inception-v3, lstm, gru, fcn5, resnet50, gpt2-small, ...):
         tensorwire explain alexnet --tiny
 
-    What stands behind a script is the script's own; --json stands before it. A gradient that never
+    Options after a script are the script's own; --json stands before it. A gradient that never
     came belongs to a parameter that the loss does not depend on.
     """  # noqa: D301 (\b is what click reads)
     check_file(json_path)
@@ -167,7 +167,7 @@ def _show(found: Explanation, console: Console) -> None:
 
 
 def _draw(found: Explanation, console: Console) -> None:
-    """The memory from its first byte to its last; shades alternate between tensors."""
+    """Draws the memory from its first byte to its last; shades alternate between tensors."""
     text = Text("memory of the gradients ")
     tensors: list[int] = []
     for what, index in found.drawing():

@@ -32,7 +32,7 @@ _OF_A_VERSION = ("params", "optimizer")
 
 
 class _Place(NamedTuple):
-    """What an argument names: the address of a job and a path in it."""
+    """The two parts of a tw:// argument: the address of a job and a path in it."""
 
     address: str
     path: str
@@ -66,14 +66,14 @@ class _Trees:
 
 
 class _Failures:
-    """What went wrong with single arguments: told at once, the others go on."""
+    """The errors of single arguments; each is printed at once, and the others go on."""
 
     def __init__(self, command: str) -> None:
         self._command, self.count = command, 0
 
     @contextlib.contextmanager
     def told(self, action: str, what: str) -> Iterator[None]:
-        """An OSError is told as the tools of a shell tell it."""
+        """Prints an OSError of the block as the tools of a shell do."""
         try:
             yield
         except OSError as error:
@@ -83,7 +83,7 @@ class _Failures:
 
 
 def _place(text: str) -> _Place | None:
-    """None for a path of this host."""
+    """Returns the place that a tw:// argument names; None for a path of this host."""
     if not text.startswith(_SCHEME):
         return None
     address, _, path = text.removeprefix(_SCHEME).partition("/")
@@ -302,8 +302,8 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
     """Copy files of a running job to TARGET, a file or a folder of this host.
 
     A file that is there is replaced when the new one is complete: an error leaves it as it was.
-    What -r copies of parameters and state is taken from one snapshot, so that it is of one version;
-    of a whole job it copies such a snapshot and the status.
+    With -r parameters and state come from one snapshot, so that they are of one version; of a whole
+    job such a snapshot and the status are copied.
 
     \b
     One parameter:
@@ -355,9 +355,10 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
 
 
 def _copy_file(tree: Tree, path: str, to: Path) -> None:
-    """Beside its place first: a full disk, or a job that ends, leaves what was there.
+    """Writes beside the target first, so that a full disk or the job's end leaves the old file.
 
-    What is no file, as a device or a pipe, is written to, and a link's target is replaced.
+    A target that is no regular file, such as a device or a pipe, is written to directly, and the
+    target of a link is replaced.
     """
     if to.exists() and not to.is_file():
         with open(to, "wb") as opened:
@@ -378,7 +379,7 @@ def _copy_file(tree: Tree, path: str, to: Path) -> None:
 
 
 def _copy_folder(tree: Tree, path: str, to: Path, failures: _Failures) -> None:
-    """A folder and what is in it; parameters and state from one snapshot."""
+    """Copies a folder and its content; parameters and state come from one snapshot."""
     parts = path.split("/") if path else []
     prefix, own = (parts[:2], parts[2:]) if parts[:1] == ["stores"] else ([], parts)
     if (own and own[0] not in _OF_A_VERSION) or len(prefix) == 1:

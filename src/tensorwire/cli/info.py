@@ -16,13 +16,13 @@ from tensorwire.doctor.inventory import look
 
 _PARTLY = ("partly", "yellow")
 _STATES = {OK: ("yes", "green"), NOTE: _PARTLY, WARNING: _PARTLY, MISSING: ("no", "red")}
-"""What each level is called here, and its colour."""
+"""The name of each level here, and its colour."""
 
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def info(as_json: bool) -> None:
-    """What can this machine do, and what is missing?
+    """Show what this machine can do and what is missing.
 
     Looks at transports, packages, limits and load; changes nothing. Exits with 1 if neither shared
     memory nor TCP can be used.
@@ -51,7 +51,7 @@ def info(as_json: bool) -> None:
 
 
 def _table(found: list[Finding]) -> Table:
-    """Returns the findings as a coloured table; the state is a word too, for readers without colour."""
+    """Returns the findings as a table; the state is a word too, so it reads without colour."""
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("what", style="bold", no_wrap=True)
     shown.add_column("here", no_wrap=True)

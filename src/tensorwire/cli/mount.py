@@ -71,7 +71,7 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
 
 
 def _is_mounted(folder: str) -> bool:
-    """What is mounted at a folder, last if there are several, is a job."""
+    """Tells whether the last mount at a folder is a job."""
     place = os.path.realpath(folder)
     kind = ""
     with open("/proc/self/mounts", errors="surrogateescape") as file:

@@ -10,7 +10,7 @@ from tensorwire.launch import JobSpec, supervisor_of
 
 
 class _Run(Command):
-    """Says of an option behind the script whose it is."""
+    """The `run` command, which explains that an option after the script belongs to the script."""
 
     def check(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `Command`."""

@@ -64,8 +64,8 @@ def scale(
     Results have the bits of the undisturbed run (docs/elastic.md). It returns when the change is
     made. Ctrl-C takes it back, if it is not made by then.
 
-    ADDRESS is that of one of the job's servers, "host:port", as `tensorwire status` shows it;
-    without it, it is the only job of this user on this host.
+    ADDRESS names one of the job's servers, "host:port", as `tensorwire status` shows it; without it
+    the only job of this user on this host is meant.
 
     \b
     Four workers from now on:
@@ -136,7 +136,7 @@ def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
 
 
 def _secret_of(job: LoggedJob, wait_s: float) -> bytes:
-    """What one of its servers tells; servers that were killed are replaced in a moment."""
+    """Returns the job's secret from one of its servers; killed servers are replaced soon."""
     deadline = time.monotonic() + wait_s
     while not (servers := [each for each in running_servers() if each.address in job.addresses]):
         if not any(each.running and each.path == job.path for each in logged_jobs()):

@@ -90,9 +90,10 @@ def serve(
 ) -> None:
     """Run the parameter servers of a job on this host, for workers that something else starts.
 
-    It runs no code of yours. It keeps what outlives each process: a server that is killed is
-    replaced, and a worker that is killed may come back when its own launcher starts it again. What
-    lives goes on with the bits of the undisturbed run, as under `tensorwire run --durable`.
+    It runs no code of yours. It keeps the memory that outlives each process: a server that is
+    killed is replaced, and a worker that is killed may come back when its own launcher starts it
+    again. The others go on with the bits of the undisturbed run, as under `tensorwire run
+    --durable`.
 
     Workers find it by two variables, which count before RANK, WORLD_SIZE and those of any engine:
     TENSORWIRE_SUPERVISOR, the path that is printed or --socket, and TENSORWIRE_RANK, from 0. They

@@ -89,7 +89,7 @@ def _look(
     neighbours: Sequence[RunningServer],
     logs: Sequence[LoggedJob],
 ) -> dict[str, Any]:
-    """What all servers of a job say, from the one at an address on; or the error.
+    """Asks all servers of a job, from the one at an address on; returns answers or the error.
 
     Args:
         address: of the server that is asked first.
@@ -129,7 +129,7 @@ def _look(
 
 
 def _told_of(address: str, logs: Sequence[LoggedJob]) -> dict[str, Any]:
-    """What the log of a running job says, by the address of one of its servers; or nothing."""
+    """Returns the log's facts of a running job, by the address of a server; {} without a log."""
     for log in logs:
         if log.running and address in log.addresses:
             # A server that was replaced is younger than its job.
@@ -144,7 +144,7 @@ def _run_by(noted: RunningServer | LoggedJob) -> dict[str, Any]:
 
 
 def _told(log: LoggedJob) -> dict[str, Any]:
-    """What only the launcher knows."""
+    """Returns the facts that only the launcher knows."""
     members = []
     for each in log.members:
         about = asdict(each)
@@ -291,7 +291,7 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
 
 
 def _pace(store: dict[str, Any]) -> str:
-    """Where the slices of a store are, each of which goes at its own pace."""
+    """Returns a line about the progress of slices, each of which goes at its own pace."""
     clocks = ", ".join(map(str, store["clocks"]))
     found = ", ".join(f"{count} x {behind}" for behind, count in store["staleness"].items())
     return (
@@ -301,7 +301,7 @@ def _pace(store: dict[str, Any]) -> str:
 
 
 def _show_members(job: dict[str, Any], console: Console) -> None:
-    """Whom the launcher has replaced, and why; what it would go on with."""
+    """Shows the members that the launcher has replaced, and the state of all others."""
     running = "failed" not in job
     table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
     changed = ["change"] if any(member["change"] for member in job["members"]) else []
@@ -330,7 +330,7 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
 
 
 def _show_moves(moves: Sequence[dict[str, Any]], console: Console) -> None:
-    """Which shares went from server to server, the last of them."""
+    """Shows the last moves of shares between servers."""
     table = Table(box=box.SIMPLE_HEAD, title="shares that moved", title_justify="left")
     for name in ("time", "share", "from", "to", "bytes", "version", "why"):
         table.add_column(name, justify="left" if name in ("time", "why") else "right")

@@ -29,7 +29,7 @@ LIMIT_SHARE = 0.5
 JUMBO_FROM_GB_PER_S = 25 / 8
 """From this promise on, packets of 1500 bytes cost what large ones save."""
 LAN_ROUND_TRIP_S = 1e-3
-"""What buffers should bridge while nothing was measured."""
+"""The round trip that buffers should bridge while nothing was measured."""
 LOCKED_BYTES = 1 << 30
 DEV_SHM_BYTES = 1 << 30
 ONE_CORE_GB_PER_S = 2.0
@@ -75,7 +75,7 @@ class TriedPath:
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """What is known about the way to one peer.
+    """The known facts about the way to one peer.
 
     Attributes:
         address: of the peer.
@@ -113,7 +113,7 @@ class LinkFacts:
         return max(rows, key=lambda row: row.bytes, default=None)
 
     def promised_gb_per_s(self, path: str) -> float | None:
-        """What the devices of both ends promise on a path; None where nobody promises."""
+        """Returns the promised speed of a path by the devices of both ends; None if unknown."""
         promises: list[float | None] = []
         if path == "tcp" and not self.loopback:
             interfaces = (self.interface_here, self.interface_there)
@@ -143,7 +143,7 @@ def _judge(subject: str, text: str, *cases: tuple[object, str, str, str]) -> Fin
 
 
 def about_machine(facts: Facts) -> list[Finding]:
-    """What can be said of a machine before anything was measured."""
+    """Returns the findings about a machine that need no measurement."""
     return [
         *about_cpu(facts.cpu),
         *about_memory(facts.memory),
@@ -156,7 +156,7 @@ def about_machine(facts: Facts) -> list[Finding]:
 
 
 def about_cpu(cpu: Cpu) -> Iterator[Finding]:
-    """Cores, quota, other work."""
+    """Yields the finding about cores, quota and other work."""
     text = f"{cpu.usable} of {cpu.cores} usable"
     if cpu.quota is not None:
         text += f", the control group grants {cpu.quota:g}"
@@ -190,7 +190,7 @@ def about_cpu(cpu: Cpu) -> Iterator[Finding]:
 
 
 def about_memory(memory: SharedMemory) -> Iterator[Finding]:
-    """What shm regions are made of."""
+    """Yields the findings about the memory for shm regions."""
     known = [x for x in (memory.available_bytes, memory.group_left_bytes) if x is not None]
     text = "memfd, sealed"
     if known:
@@ -219,14 +219,14 @@ def about_memory(memory: SharedMemory) -> Iterator[Finding]:
 
 
 def about_restriction(restricted: str) -> Iterator[Finding]:
-    """The environment leaves paths out."""
+    """Yields a finding if the environment leaves paths out."""
     if restricted:
         text = f"TENSORWIRE_TRANSPORTS allows {restricted} only"
         yield Finding(NOTE, "transports", text, "unset it to use the fastest")
 
 
 def about_interfaces(interfaces: Iterable[Interface]) -> Iterator[Finding]:
-    """Each interface that is up, with what it promises."""
+    """Yields a finding for each interface that is up, with its promised speed."""
     for each in interfaces:
         if each.state == "down" and each.carrier is None:
             continue  # switched off: nobody meant to use it
@@ -244,7 +244,7 @@ def about_interfaces(interfaces: Iterable[Interface]) -> Iterator[Finding]:
 
 
 def about_tcp(tcp: Tcp, interfaces: Iterable[Interface]) -> Iterator[Finding]:
-    """Buffers against the bandwidth-delay product, and congestion control."""
+    """Yields findings about buffers for the bandwidth-delay product and congestion control."""
     if tcp.adapts is False:
         yield Finding(
             WARNING, "tcp buffers", "the kernel does not size receive buffers by itself",
@@ -282,9 +282,9 @@ def buffers_remedy(needed: int) -> str:
 
 
 def about_rdma(rdma: Rdma, transports: Sequence[str]) -> Iterator[Finding]:
-    """Devices, the library, permissions, locked memory.
+    """Yields findings about RDMA devices, the library, permissions and locked memory.
 
-    Without an active port the rest is told, and nothing of it is wrong.
+    Without an active port, missing parts are reported but are no fault.
     """
     if not rdma.ports:
         yield Finding(OK, "rdma", "no device under /sys/class/infiniband")
@@ -321,7 +321,7 @@ def _about_port(port: RdmaPort) -> Finding:
 
 
 def about_locked_memory(rdma: Rdma) -> Finding:
-    """How much may be locked; a warning where a device is active, which needs it."""
+    """Returns the finding about the lock limit; a warning if an active device needs more."""
     limit = rdma.locked_bytes
     text = "no limit" if limit is None else f"{_size(limit)} may be locked"
     return _judge(
@@ -336,7 +336,7 @@ def about_locked_memory(rdma: Rdma) -> Finding:
 
 
 def about_gpus(gpus: Gpus) -> Finding:
-    """Whether regions can be in memory of a GPU. A machine without one is not wrong."""
+    """Returns the finding about regions in memory of a GPU; a machine without one is well."""
     if not gpus.cuda:
         return Finding(OK, "GPU", f"none can be used: {gpus.fault}")
     if not gpus.names:
@@ -346,7 +346,7 @@ def about_gpus(gpus: Gpus) -> Finding:
 
 
 def about_link(link: LinkFacts) -> list[Finding]:
-    """What can be said of the way to a peer, with what was measured on it."""
+    """Returns the findings about the way to a peer, with its measurements."""
     return [
         *about_ends(link),
         *about_choice(link),
@@ -361,7 +361,7 @@ def about_link(link: LinkFacts) -> list[Finding]:
 
 
 def about_ends(link: LinkFacts) -> Iterator[Finding]:
-    """What is wrong with either machine, and what disturbs figures. Nothing for this one alone."""
+    """Yields faults of either machine and disturbances of figures; nothing for this one alone."""
     if link.alone:
         return
     for where, facts in (("here", link.here), ("there", None if link.loopback else link.there)):
@@ -371,7 +371,7 @@ def about_ends(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_choice(link: LinkFacts) -> Iterator[Finding]:
-    """Why this path, and whether it is the fastest."""
+    """Yields the finding about the chosen path, its reason, and a faster one."""
     rdma = link.here.rdma if link.here is not None else Rdma()
     slower = why_slower(link.chosen, link.reason, rdma.ports, bool(rdma.ucx), link.offered_there)
     why = f"{link.chosen}: {link.reason or 'chosen'}"
@@ -400,7 +400,7 @@ def about_choice(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_unused_rdma(link: LinkFacts) -> Iterator[Finding]:
-    """RDMA devices at both ends that carry nothing."""
+    """Yields a finding if RDMA devices at both ends carry nothing."""
     here, there = link.here, link.there
     tried = next((route for route in link.routes if route.name == "rdma"), None)
     if here is None or there is None or link.loopback or tried is None or tried.reached:
@@ -424,7 +424,7 @@ def about_unused_rdma(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_versions(link: LinkFacts) -> Iterator[Finding]:
-    """Two versions of tensorwire."""
+    """Yields a finding if the ends have different versions of tensorwire."""
     versions = [end.tensorwire for end in link.ends]
     if len(set(versions)) == 2:
         text = f"tensorwire {versions[0]} here, {versions[1]} there"
@@ -432,7 +432,7 @@ def about_versions(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_mtu(link: LinkFacts) -> Iterator[Finding]:
-    """Packets that one end sends and the other does not take."""
+    """Yields a finding if one end sends larger packets than the other one takes."""
     here, there = link.interface_here, link.interface_there
     if link.loopback or here is None or there is None or here.mtu is None or there.mtu is None:
         return
@@ -444,7 +444,7 @@ def about_mtu(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_network(link: LinkFacts) -> Iterator[Finding]:
-    """What TCP reached of what the interfaces promise, and what holds it back."""
+    """Yields the findings about TCP's speed, against the interfaces' promise, and its limits."""
     row = link.find("tcp.write")
     if link.loopback or row is None or row.gb_per_s is None or row.bytes < LARGE_BYTES:
         return
@@ -504,7 +504,7 @@ def _why_slow(
 
 
 def about_rdma_speed(link: LinkFacts) -> Iterator[Finding]:
-    """What RDMA reached of what the ports promise."""
+    """Yields the finding about RDMA's speed, against the ports' promise."""
     row, promised = link.find("rdma.write"), link.promised_gb_per_s("rdma")
     if row is None or row.gb_per_s is None or row.bytes < LARGE_BYTES or promised is None:
         return
@@ -519,7 +519,7 @@ def about_rdma_speed(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_limits(link: LinkFacts) -> Iterator[Finding]:
-    """Each path beside memcpy or a raw socket in the same processes."""
+    """Yields a finding about each path beside memcpy or a raw socket in the same processes."""
     for path in (route.name for route in link.routes if route.reached):
         rows = [link.find(f"{path}.{action}") for action in ("write", "read")]
         found = [r for r in rows if r is not None and r.bytes >= LARGE_BYTES and r.ratio_to_limit]
@@ -545,7 +545,7 @@ def about_limits(link: LinkFacts) -> Iterator[Finding]:
 
 
 def about_gpu_paths(link: LinkFacts) -> Iterator[Finding]:
-    """How memory of GPUs gets to the peer; nothing where neither end has any."""
+    """Yields findings about the way of GPU memory to the peer, if either end has a GPU."""
     if not any(facts is not None and facts.gpus.names for facts in (link.here, link.there)):
         return
     for path in memory_paths(link.chosen):

@@ -24,7 +24,7 @@ from tensorwire.outside import parse_json
 
 CLIENT_REGION = "tensorwire-doctor-client-2"
 SERVER_REGION = "tensorwire-doctor-2"
-"""A Node with a region of this name is a doctor; the number is that of how the two ends talk."""
+"""The name of a doctor's region; its number is the version of the dialogue of both ends."""
 
 AREA_BYTES = 256 << 10
 RAW_PATIENCE_S = 10

@@ -45,7 +45,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(slots=True)
 class Examination:
-    """What was found.
+    """The results of an examination.
 
     Attributes:
         address: of the peer, "" for this machine alone.
@@ -118,7 +118,7 @@ def examine_peer(
 def _secret_of_job(address: str) -> bytes | None:
     """Returns the secret of a job of this user on this host whose server listens at an address.
 
-    None, which stands for that of the environment, if there is no such job or it has no secret.
+    None if there is no such job or it has no secret: then the secret of the environment counts.
 
     Raises:
         UnavailableError: the job's secret is in a file that cannot be read.
@@ -157,7 +157,7 @@ def examine_machine(
 
 @contextlib.contextmanager
 def _second_process(secret: str) -> Iterator[str]:
-    """A doctor that serves at the address yielded, and ends with the block or with this process."""
+    """Yields the address of a doctor in a child process, which ends with the block."""
     environment = {k: v for k, v in os.environ.items() if k != "TENSORWIRE_SECRET_FILE"}
     with subprocess.Popen(
         [sys.executable, "-m", "tensorwire.doctor.serve"],
@@ -193,7 +193,7 @@ class _Look:
     probes: list[PathProbe] = field(default_factory=list)
 
     def run(self) -> None:
-        """Everything; findings are added also when the peer is lost on the way."""
+        """Runs all measurements; findings are added also if the peer is lost on the way."""
         found = self.found
         try:
             self._connect()
@@ -211,7 +211,7 @@ class _Look:
         self.progress(1.0, "done")
 
     def _connect(self) -> None:
-        """By every path, and once as a user would."""
+        """Connects by every path, and once as a user would."""
         self.progress(0.05, f"connecting to {self.address}")
         chosen, reason, offered = self._choose()
         routes = []
@@ -258,7 +258,7 @@ class _Look:
             return peer.path.transport, peer.path.reason, peer.offered
 
     def _listen(self) -> str:
-        """Where a Node of a job would listen: where the peer reaches it, if there is a secret.
+        """Returns the address where a Node of a job would listen, in reach of the peer.
 
         A Node on loopback is not expected to have peers elsewhere, and chooses accordingly.
         """

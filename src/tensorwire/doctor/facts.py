@@ -55,7 +55,7 @@ print(cuda, *names, sep="\\n")
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """What the kernel grants a TCP stream; None where it does not say.
+    """The kernel's settings for a TCP stream; None for an unknown one.
 
     Attributes:
         receive_bytes, send_bytes: the largest buffers that it sizes by itself (third number of
@@ -81,7 +81,7 @@ class Tcp:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What shm regions are made of.
+    """The shared memory that shm regions can be made of.
 
     Attributes:
         fault: why a memfd cannot be made and sealed, "" if it can.
@@ -130,7 +130,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Rdma:
-    """What rdma would need.
+    """The requirements of rdma on this machine.
 
     Attributes:
         ports: of all devices.
@@ -154,7 +154,7 @@ class Rdma:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What memory of GPUs would need.
+    """The requirements of regions in memory of GPUs.
 
     Attributes:
         names: of the GPUs that a process here sees.
@@ -190,7 +190,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, data: object) -> Facts:
-        """What `to_json` made, possibly on another machine.
+        """Returns the facts that `to_json` wrote, possibly on another machine.
 
         Raises:
             ValueError: it is not that, or of another version.
@@ -206,7 +206,7 @@ class Facts:
 
 
 def _made(kind: Any, value: Any) -> Any:
-    """JSON data as what it is declared to be; its texts can be printed.
+    """Returns JSON data as the declared type; all its texts can be printed.
 
     Raises:
         KeyError, TypeError, AttributeError: it is not that.
@@ -232,7 +232,7 @@ _ROOT = Path("/")
 
 
 def read(root: Path = _ROOT) -> Facts:
-    """Everything, about a tenth of a second: UCX is loaded once, in a process that ends."""
+    """Reads all facts, in about 0.1 s; UCX is loaded once, in a process that ends."""
     return Facts(
         host=platform.node(),
         kernel=platform.release(),
@@ -264,7 +264,7 @@ def read_cpu(root: Path = _ROOT) -> Cpu:
 
 
 def read_memory(root: Path = _ROOT) -> SharedMemory:
-    """What shared memory can be had."""
+    """Reads the available shared memory."""
     try:
         status = os.statvfs(root / "dev/shm")
         dev_shm = status.f_blocks * status.f_frsize

@@ -1,6 +1,6 @@
 """Lists what this machine has and lacks before anything is measured, without a peer.
 
-`tensorwire info` prints it. What `advice` judges has the doctor's verdict.
+`tensorwire info` prints it. Subjects that `advice` judges get the doctor's verdict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPILER_REMEDY = "a C++ compiler (Debian: apt install g++), or its name in CXX
 
 
 def _of_doctor(subject: str, judged: Iterable[Finding]) -> Finding:
-    """What the doctor says of a subject: the two commands have one verdict."""
+    """Returns the doctor's finding on a subject, so that both commands have one verdict."""
     found = (each for each in judged if each.subject == subject)
     return next(found, Finding(NOTE, subject, "unknown"))
 
@@ -34,7 +34,7 @@ def _of_doctor(subject: str, judged: Iterable[Finding]) -> Finding:
 
 
 def check_shm() -> Finding:
-    """A memfd that can be mapped and sealed, which is what a shm region is."""
+    """Checks that a memfd can be mapped and sealed, as a shm region needs it."""
     if fault := facts.memfd_fault():
         judged = _of_doctor("shared memory", advice.about_memory(facts.read_memory()))
         return Finding(MISSING, "shm", fault, judged.remedy)
@@ -45,7 +45,7 @@ def check_shm() -> Finding:
 
 
 def check_tcp() -> Finding:
-    """A listening socket on loopback, and whether IPv6 is there too."""
+    """Checks for a listening socket on loopback, and for IPv6."""
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
@@ -58,7 +58,7 @@ def check_tcp() -> Finding:
 
 
 def check_rdma() -> Finding:
-    """A Node that offers it: the device, its port, UCX and locked memory at once."""
+    """Checks that a Node can offer rdma: device, port, UCX and locked memory at once."""
     ports = (f"{port.device}:{port.port} ({port.state})" for port in rdma_ports())
     devices = ", ".join(ports) or "no device"
     try:
@@ -72,7 +72,7 @@ def check_rdma() -> Finding:
 
 
 def check_core() -> Finding:
-    """The compiled module: imported, not only found."""
+    """Checks that the compiled module can be imported."""
     try:
         core = importlib.import_module("tensorwire._core")
     except ImportError as error:
@@ -88,7 +88,7 @@ def _check_package(name: str, without: str, why: str, remedy: str) -> Finding:
 
 
 def check_placement() -> Finding:
-    """The library that produces gradients where they are needed: prebuilt, or a compiler for it."""
+    """Checks for the library that places gradients, or a compiler that can build it."""
     if importlib.util.find_spec("torch") is None:
         return Finding(NOTE, "placement", "torch is not installed; only training needs it")
     try:
@@ -103,7 +103,7 @@ def check_placement() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """What compiles that library where none came for the installed torch."""
+    """Checks for a compiler of that library, if the wheel has none for the installed torch."""
     placement = check_placement()
     if placement.level == MISSING or importlib.util.find_spec("torch") is None:
         return Finding(NOTE, "compiler", "not looked for; only placement, with torch, needs one")
@@ -124,7 +124,7 @@ def check_compiler() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Each peer takes a few descriptors."""
+    """Checks the limit of open files; each peer takes a few descriptors."""
     soft, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in limits)
     text = " of at most ".join(shown)
@@ -135,14 +135,14 @@ def check_open_files() -> Finding:
 
 
 def check_cores() -> Finding:
-    """Waiting is cheapest and fastest when both processes have a core."""
+    """Checks for two cores: waiting is fastest when both processes have one."""
     cpu = facts.read_cpu()
     found = _of_doctor("cores", advice.about_cpu(cpu))
     return dataclasses.replace(found, text=f"{found.text}, {cpu.model or 'unknown processor'}")
 
 
 def check_memory() -> Finding:
-    """What regions can be made of."""
+    """Checks the memory that regions can be made of."""
     total, free = machine.memory_bytes(), machine.memory_bytes("MemAvailable")
     if total is None or free is None:
         return Finding(NOTE, "memory", "unknown")
@@ -150,7 +150,7 @@ def check_memory() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """Whether regions can be in memory of a GPU."""
+    """Checks whether regions can be in memory of a GPU."""
     gpus = facts.read_gpus()
     judged = advice.about_gpus(gpus)
     if gpus.names:

@@ -69,7 +69,7 @@ class Effort:
     case_bytes: int = 8 << 30
 
     def gentle(self) -> Effort:
-        """For a Node that has work of its own."""
+        """Returns a smaller effort, for a Node that has work of its own."""
         return replace(
             self,
             seconds=min(self.seconds, 1.0),
@@ -80,7 +80,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCase:
-    """What is done, how large, and its share of the time of a path."""
+    """A case to measure: the action, its size, and its share of the path's time."""
 
     action: str
     size_bytes: int
@@ -102,7 +102,7 @@ def plan(effort: Effort, helped: bool) -> list[ProbeCase]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one operation takes: a start, and a time for each byte. For estimates only."""
+    """The cost of one operation: a start, and a time for each byte. For estimates only."""
 
     start_s: float
     per_byte_s: float
@@ -217,7 +217,7 @@ class PathProbe:
         self, case: ProbeCase, row: Row, local: Any, remote: RemoteRegion, budget: float,
         case_bytes: int,
     ) -> list[Row]:  # fmt: skip
-        """The row of a case, and that of the limit beside it if there is one."""
+        """Returns the row of a case, and the row of its limit if there is one."""
         near, far, moves = local[: case.size_bytes], remote[: case.size_bytes], True
         if case.action == "signal":
             own, moves = self._ping, False
@@ -242,7 +242,7 @@ class PathProbe:
     ) -> tuple[Runner | None, str]:
         """Returns the limit beside a case, or None and the reason if there should be one.
 
-        What it opens is closed by the stack.
+        The stack closes everything that this opens.
         """
         kind = LIMITS.get(self.transport)
         if kind == MEMCPY and case.action != "signal" and case.size_bytes >= LARGE_BYTES:
@@ -263,7 +263,7 @@ class PathProbe:
         return stack.enter_context(contextlib.closing(client)).run, ""
 
     def _ping(self, count: int) -> Sequence[float]:
-        """Returns round trips of a signal; the first one wakes the other side and is not counted."""
+        """Returns round trips of a signal, without the first, which wakes the other side."""
         first, count = self._signals + 1, count + 1
         self._signals += count
         self._dialogue.ask({"do": "pong", "first": first, "count": count})
@@ -271,7 +271,7 @@ class PathProbe:
 
 
 def _once(remote: RemoteRegion, source: Any) -> float:
-    """Seconds of one write behind another one."""
+    """Returns the seconds of a write that directly follows another one."""
     return time_each(lambda: remote.write(source).wait(PATIENCE_S), 2)[1]
 
 

@@ -20,7 +20,7 @@ _STYLES = {OK: "green", NOTE: "yellow", WARNING: "bold red"}
 
 
 def print_examination(found: Examination, console: Console) -> None:
-    """Machines, paths, figures, findings and a last line that says it all."""
+    """Prints machines, paths, figures, findings and a last line with the summary."""
     console.print(_machine_line("here", found.here), soft_wrap=True)
     if found.there is not None and found.address:
         console.print(_machine_line("there", found.there), soft_wrap=True)
@@ -44,7 +44,7 @@ def _machine_line(side: str, facts: Facts) -> Text:
 
 
 def routes_table(link: LinkFacts) -> Table:
-    """Which paths there are, which one is taken, and why."""
+    """Returns a table of the paths: which can be had, which is taken, and why."""
     table = new_table("paths", "path", "state")
     table.add_column("because", overflow="fold")
     for route in link.routes:
@@ -58,7 +58,7 @@ def routes_table(link: LinkFacts) -> Table:
 
 
 def figures_table(rows: Sequence[Row], link: LinkFacts | None) -> Table:
-    """One line per case, the limit beside it."""
+    """Returns a table with one line per case, beside its limit."""
     headings = ["path", "case", ">size", ">median", ">p99", ">GB/s", ">limit", ">of limit"]
     paths = {row.case.partition(".")[0] for row in rows}
     promised = {path: link.promised_gb_per_s(path) if link else None for path in paths}
@@ -102,7 +102,10 @@ def _limit(row: Row | None) -> str:
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """The level is a word too, so it reads without colour. A remedy has a line of its own."""
+    """Returns a table of findings.
+
+    The level is a word too, so it reads without colour. A remedy has a line of its own.
+    """
     table = new_table("findings", "level", "what", show_header=False)
     table.add_column("found", overflow="fold")
     for finding in findings:

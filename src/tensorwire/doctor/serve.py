@@ -62,7 +62,7 @@ class Doctor:
 
     @property
     def address(self) -> str:
-        """What the other end is given."""
+        """The address that the other end needs."""
         return self.node.address
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """Manages all edges of one machine: tensors that it makes for others and gets from them.
 
-Who computes what, and when, is the caller's business.
+The caller decides which machine computes what, and when.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Edges:
         return value
 
     def put(self, name: str, value: Value | None = None) -> None:
-        """The next turn of a tensor is made; it leaves when all of its bucket are.
+        """Makes the next turn of a tensor; it leaves when all tensors of its bucket are made.
 
         A value that was not placed is sent from where it is, with one copy on one host. It must
         not change until all machines that use it have released it: after `settle`, or when as many

@@ -32,7 +32,7 @@ class Arrival:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """The value is not used any more, nor any view of it. Calling it again does nothing."""
+        """Gives the memory back; nothing may use the value or a view of it now. Idempotent."""
         if self._release is not None:
             release, self._release = self._release, None
             release()
@@ -45,7 +45,7 @@ class Arrival:
 
 
 class Incoming:
-    """What one machine gets from another.
+    """The side of a route that receives tensors from one machine.
 
     Attributes:
         bytes_received: of values.
@@ -71,7 +71,7 @@ class Incoming:
         self._memories: dict[tuple[int, int, int], tuple[int, RemoteRegion]] = {}
 
     def attach(self, taken: RemoteRegion) -> None:
-        """The source's words are there."""
+        """Takes the source's region of words, once it is there."""
         self._taken_word = cache(taken.word)
 
     def get(self, name: str) -> Arrival:

@@ -34,7 +34,7 @@ class Memory:
 
 
 class Outgoing:
-    """What one machine sends to another.
+    """The side of a route that sends tensors to one machine.
 
     Attributes:
         bytes_sent: of values.
@@ -60,11 +60,11 @@ class Outgoing:
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
     def attach(self, remote: RemoteRegion) -> None:
-        """The target's region is there and fits the plan."""
+        """Takes the target's region, once it is there and fits the plan."""
         self._far, self._filled_word = remote, cache(remote.word)
 
     def place(self, name: str, shape: tuple[int, ...]) -> Value | None:
-        """Returns memory where the target will find the next turn of a tensor; None if there is none.
+        """Returns memory where the target will find the next turn of a tensor; None without one.
 
         The target's own where this process has it mapped, or what the target will read.
         """
@@ -106,7 +106,7 @@ class Outgoing:
         return shape
 
     def put(self, name: str, value: Value | None, shape: tuple[int, ...]) -> None:
-        """The next turn of a tensor is made: `value`, or what was placed. After `prepare`."""
+        """Makes the next turn of a tensor, of `value` or its placed memory, after `prepare`."""
         bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         self._placed.pop(name, None)
@@ -128,7 +128,7 @@ class Outgoing:
         shape: tuple[int, ...],
         value: Value | None,
     ) -> list[_Piece]:
-        """What is to be written to the target."""
+        """Returns the pieces to write to the target."""
         start = self.route.start(bucket, turn) + slot.offset
         tensor = slot.tensor
         if slot.protocol == "unbounded":
@@ -186,7 +186,7 @@ class Outgoing:
             self.bytes_copied += size
 
     def _wait_free(self, bucket: Bucket, turn: int, name: str) -> None:
-        """The memory of this turn was used by an older one, which the target must have taken."""
+        """Waits until the target has released the older turn that used this turn's memory."""
         self._wait_taken(bucket, turn - self.route.flights, f"memory for {name!r} of turn {turn}")
 
     def _wait_taken(self, bucket: Bucket, turn: int, what: str) -> None:

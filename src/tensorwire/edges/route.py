@@ -43,7 +43,7 @@ class Route:
 
     @cached_property
     def places(self) -> dict[str, tuple[Bucket, int, Slot]]:
-        """Of each tensor its bucket, and which of the bucket's slots it has."""
+        """The bucket of each tensor, and the index and slot that it has in the bucket."""
         return {
             slot.tensor.name: (bucket, at, slot)
             for bucket in self.buckets
@@ -109,7 +109,7 @@ class Route:
         return _HEAD.pack(MAGIC, self.flights, self.plan.digest)
 
     def difference(self, head: bytes) -> str:
-        """What a target's head says otherwise; "" if nothing."""
+        """Returns how a target's head differs from this side's; "" if it does not."""
         magic, flights, digest = _HEAD.unpack_from(head)
         if magic != MAGIC:
             return "no region of edges"

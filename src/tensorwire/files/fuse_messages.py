@@ -100,7 +100,7 @@ def opened(handle: int, flags: int = 0, backing: int = 0) -> bytes:
 
 
 def directory(names: Sequence[tuple[str, bool]], first: int, most_bytes: int) -> bytes:
-    """Returns the answer to READDIR: the names that fit, each with a flag that says it is a folder."""
+    """Returns the answer to READDIR: the names that fit, each marked as a folder or file."""
     found = bytearray()
     for number, (name, is_folder) in enumerate(names[first:], first + 1):
         data = name.encode("utf-8", "surrogateescape")

@@ -84,7 +84,7 @@ def running_jobs() -> list[RunningServer]:
 
 
 def file_workers_of(address: str) -> list[RunningFileWorker]:
-    """Returns the workers of a job of this user and host that take gradients from files, by rank."""
+    """Returns this user's workers on this host that take gradients from files, by rank."""
     known = next((each for each in _running() if _is_at(each, address)), None)
     server = address if known is None else known.address
     try:

@@ -274,7 +274,7 @@ class JobReader:
                 wanted, ahead = first + ahead, min(2 * ahead + 1, _MOST_AHEAD)
 
     def sealed_model(self, store: int = 0) -> SealedModel:
-        """Returns the newest version as a file for `safetensors.safe_open`, valid until it is closed.
+        """Returns the newest version as a file for `safetensors.safe_open`, until it is closed.
 
         Raises:
             BusyError, MemoryError, TimeoutError, PeerLostError: as for `snapshot`.

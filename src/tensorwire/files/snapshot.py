@@ -165,7 +165,7 @@ class ReaderSnapshot:
         return path if _is_mapped(path, part.model.memoryview()) else None
 
     def sealed_copy(self) -> int:
-        """Returns a sealed memfd with the model file, which nobody can change; the caller closes it."""
+        """Returns a memfd with the model file that nobody can change; the caller closes it."""
         descriptor = memory_file("model.safetensors", self.size_bytes)
         try:
             with mmap.mmap(descriptor, self.size_bytes) as memory:

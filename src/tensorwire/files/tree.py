@@ -101,7 +101,7 @@ class Tree:
     # ---- contents
 
     def open(self, path: str) -> FileContent:
-        """Returns the content of a file, of one version until it is closed; raises OSErrors (EISDIR)."""
+        """Returns the content of a file, of one version until it is closed, or raises OSError."""
         parts = _parts(path)
         with as_os_errors(path):
             found = self._find(path, parts)
@@ -122,7 +122,7 @@ class Tree:
             return found.open_for_writing()
 
     def sealed(self, path: str) -> SealedModel:
-        """Returns a model.safetensors as a file of this host that can be mapped; else raises EINVAL.
+        """Returns a model.safetensors as a file of this host that can be mapped, or raises EINVAL.
 
         What it is good for and until when: see `SealedModel`.
         """

@@ -149,7 +149,7 @@ class Keeper:
         self.send()
 
     def held(self, key: str) -> int | None:
-        """Returns the descriptor held under a key, still owned by this object; None if there is none."""
+        """Returns the descriptor held under a key; it stays this object's. None without one."""
         return self._held[key].descriptor if key in self._held else None
 
     def hand_over(self, arguments: list[str], term: int, restarts: int) -> None:

@@ -229,7 +229,10 @@ class History:
     def lies_ahead(
         self, kind: NoteKind, store: int, number: int | None = None, slice_: int | None = None
     ) -> bool:
-        """Tells whether a predecessor has noted this, of any version if None, further on than here."""
+        """Tells whether the predecessor's notes ahead of this process have one of this kind.
+
+        A `number` or `slice_` of None matches any.
+        """
         return any(
             each.kind == kind
             and each.store == store
@@ -240,7 +243,7 @@ class History:
         )
 
     def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
-        """Returns the commit of a slice for a version that a predecessor made or was about to make."""
+        """Returns the commit of a slice for a version that a predecessor made or began to make."""
         return self._commits.get((NoteKind.COMMIT, store, version, slice_))
 
     def reach(self) -> None:

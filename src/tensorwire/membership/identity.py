@@ -39,7 +39,7 @@ _MOST_NAMES = 8  # that one message lists
 
 
 def lost(peer: Peer, noticed: object = "") -> PeerLostError:
-    """Returns the error for a lost member; `noticed` is the cause that its Peer does not show yet."""
+    """Returns the error for a lost member; `noticed` is the reason if its Peer shows none."""
     reason = peer.lost_reason.rpartition("): ")[2]  # alone: the message names the peer
     if _CLOSED in reason:
         reason = "it ended before the others; its own messages tell why"

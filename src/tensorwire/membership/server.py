@@ -200,7 +200,7 @@ class ServerMember:
             look()
 
     def _expected(self) -> list[int]:
-        """Returns the workers that have not come yet; for a successor also not left."""
+        """Returns the workers that have neither come nor left (before a successor began)."""
         ranks = range(self.count)
         return [rank for rank in ranks if rank not in self.workers and not self.has_left(rank)]
 
@@ -346,7 +346,10 @@ class ServerMember:
         return word >= GOODBYE and taker_in(word) is None
 
     def is_taken(self, rank: int) -> bool:
-        """Tells whether another worker has the slices of this one, which was killed, left or never came."""
+        """Tells whether another worker has the slices of this one.
+
+        This one was killed, has left, or never came.
+        """
         return self.owner(rank) != rank
 
     def owner(self, rank: int) -> int:
@@ -375,7 +378,7 @@ class ServerMember:
                 raise lost(peer)
 
     def _returns(self, worker: Peer) -> bool:
-        """Tells whether a lost worker may have a successor: it was killed and its socket is held."""
+        """Tells whether a lost worker may have a successor: it was killed, its socket is held."""
         return self.durable and not ended_in_order(worker) and is_open(worker.address)
 
     def _recover(self, index: int, peer: Peer) -> None:
@@ -402,7 +405,10 @@ class ServerMember:
             successor.close()
 
     def _all_leave(self, timeout_s: float) -> bool:
-        """Tells whether a lost server may have had all goodbyes, so that ours are on their way."""
+        """Waits until all workers have said goodbye; tells whether they did in time.
+
+        A lost server may have had all goodbyes while ours are still on their way.
+        """
         deadline = time.monotonic() + timeout_s
         while not self.all_left():
             if time.monotonic() > deadline:

@@ -108,9 +108,9 @@ def release(node: Node) -> None:
 
 
 def silence_loop() -> None:
-    """Called by a daemon thread that ends because the interpreter does.
+    """Silences the event loop of a daemon thread that ends because the interpreter does.
 
-    Its event loop would report that nobody took the exception that ends its tasks.
+    The loop would report that nobody took the exception that ends its tasks.
     """
     asyncio = modules.get("asyncio")
     if asyncio is not None and (loop := asyncio._get_running_loop()) is not None:

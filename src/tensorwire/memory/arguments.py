@@ -80,7 +80,7 @@ def seconds(value: Any, what: str, above: float | None = None) -> float:
 
 
 def descriptor_number(value: Any) -> int:
-    """Checks the number of a descriptor; the core looks at what is behind it."""
+    """Checks the number of a descriptor; the core checks the file that it names."""
     return whole_number(value, 0, _DESCRIPTOR_MAX, "a descriptor")
 
 

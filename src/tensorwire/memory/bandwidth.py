@@ -72,14 +72,14 @@ def interface_with(local: str) -> str | None:
 
 
 def network_gb_per_s(address: str) -> float | None:
-    """What the NIC towards "host:port" promises; None for loopback and virtual interfaces."""
+    """Returns the promised speed of the NIC towards "host:port"; None if it is virtual."""
     name = interface_of(split_address(address)[0])
     found = interface(name) if name is not None else None
     return found.promised_gb_per_s if found is not None else None
 
 
 def rdma_gb_per_s(wire: str) -> float | None:
-    """What the port of "rc_mlx5/mlx5_0:1" promises; None for one made of software."""
+    """Returns the promised speed of the port of "rc_mlx5/mlx5_0:1"; None for a software port."""
     name = wire.partition("/")[2]
     found = next((port for port in rdma_ports() if f"{port.device}:{port.port}" == name), None)
     return found.promised_gb_per_s if found is not None else None

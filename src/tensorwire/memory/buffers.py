@@ -65,7 +65,7 @@ def as_local(local: Any) -> tuple[object, OnStream | None]:
 
 
 def placed(local: Any, stream: Any, gpu_there: int) -> tuple[object, OnStream | None]:
-    """As `as_local`, with the stream that the transfer starts behind.
+    """Returns the memory of `as_local`, and the stream after whose work the transfer starts.
 
     Args:
         local: as for `as_local`.
@@ -89,13 +89,13 @@ def size_bytes(local: Any) -> int:
 
 
 def is_tensor(value: object) -> bool:
-    """True for a torch tensor; never imports torch."""
+    """Tells whether an object is a torch tensor; never imports torch."""
     tensor_type = getattr(modules.get("torch"), "Tensor", None)
     return tensor_type is not None and isinstance(value, tensor_type)
 
 
 def check_unmasked(array: Any) -> None:
-    """Refuses a masked array, whose mask would be left behind.
+    """Refuses a masked array, whose mask would not travel.
 
     Raises:
         TypeError: it is one.
@@ -178,7 +178,7 @@ def _advice(local: object) -> str:
 
 
 def array_over(region: Any, dtype: DTypeLike, shape: int | Sequence[int] | None) -> NDArray[Any]:
-    """`Region.array` and `RemoteRegion.array`: they have `size_bytes` and `memoryview()`."""
+    """Returns a numpy array over a Region or RemoteRegion, for their method `array`."""
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         raise TypeError(f"{dtype} holds Python objects, which no other process can use")

@@ -25,7 +25,7 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """Where the other Node listens, "host:port"."""
+        """The address where the other Node listens, "host:port"."""
         return self._core.address
 
     @property
@@ -83,7 +83,7 @@ class Connection:
         self._node.core.close_peer(self._core, reason)
 
     def succeed(self, successor: Connection) -> None:
-        """Makes `successor` what is behind this object, whose connection was lost.
+        """Makes this object, whose connection was lost, use the connection of `successor`.
 
         For a process that another one has succeeded as the same Node (`Node(incarnation=)`,
         `Node.restore`): connect to it, and hand over what `connect` returned. From then on all that

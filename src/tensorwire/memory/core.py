@@ -6,5 +6,5 @@ from typing import Any
 
 
 def core_of(wrapped: Any) -> Any:
-    """The core's object behind a Node, Peer, region or prepared batch."""
+    """Returns the core's object of a Node, Peer, region or prepared batch."""
     return wrapped._core

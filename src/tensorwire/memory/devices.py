@@ -1,7 +1,7 @@
 """Lists network interfaces and RDMA ports from /sys, and tells whether UCX is there.
 
 Reads only, loads nothing, starts nothing. Every reader takes the root of the file system, so that a
-tree of another machine can be read. What cannot be read is None or empty, never a guess.
+tree of another machine can be read. A value that cannot be read is None or empty, never a guess.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Interface:
         megabits_per_s: the speed that it reports, None when it reports none.
         mtu: largest packet in bytes.
         duplex: "full", "half" or "".
-        physical: it stands for hardware (a NIC, also that of a virtual machine, a bond or a VLAN of
+        physical: it stands for hardware (a NIC, also one of a virtual machine, a bond or a VLAN of
             them). The speed that any other interface reports is made up.
     """
 
@@ -65,7 +65,7 @@ class Interface:
 
     @property
     def promised_gb_per_s(self) -> float | None:
-        """What it promises in one direction; None if it promises nothing that can be believed."""
+        """The promised speed in one direction; None if there is no trustworthy promise."""
         if not self.physical or self.megabits_per_s is None:
             return None
         return self.megabits_per_s / 8e3
@@ -120,12 +120,12 @@ class RdmaPort:
 
     @property
     def active(self) -> bool:
-        """Whether it can carry data."""
+        """True if the port can carry data."""
         return self.state == "ACTIVE"
 
     @property
     def promised_gb_per_s(self) -> float | None:
-        """What it promises in one direction; None for a device made of software."""
+        """The promised speed in one direction; None for a device made of software."""
         if self.gigabits_per_s is None or self.device.startswith(("rxe", "siw")):
             return None
         return self.gigabits_per_s / 8
@@ -165,9 +165,9 @@ def _rdma_port(device: Path, port: int) -> RdmaPort:
 
 
 def has_ucx(root: Path = _ROOT) -> bool:
-    """Whether the loader would find UCX, without loading it.
+    """Tells whether the loader would find UCX, without loading it.
 
-    Two copies of UCX in one process can hang, so a look must not load one.
+    Two copies of UCX in one process can hang, so this check must not load one.
     """
     try:
         if UCX_LIBRARY.encode() + b"\0" in (root / "etc/ld.so.cache").read_bytes():

@@ -51,7 +51,7 @@ class FreshBytes:
         ctypes.memmove(self._address + at, memory.ctypes.data, memory.nbytes)
 
     def take(self) -> bytes:
-        """The bytes. Nothing may fill them from now on."""
+        """Returns the bytes; nothing may fill them from now on."""
         return self._data
 
 
@@ -73,7 +73,7 @@ class FreshPiece:
 
 
 def copied(memory: Any) -> bytes:
-    """As bytes(memory), of contiguous memory; the GIL is released while many are copied.
+    """Returns bytes(memory) of contiguous memory; a large copy releases the GIL.
 
     Raises:
         TypeError, ValueError: as for `RemoteRegion.write`.

@@ -1,7 +1,7 @@
 """Names devices, streams and views of memory of GPUs in Python.
 
-torch is never imported; who has tensors on a GPU, or wants one, has imported it. What a GPU does is
-the core's business.
+torch is never imported: a program that has tensors on a GPU, or wants one, has imported it. The
+core drives the GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _started_torch_cuda() -> Any:
 
 @cache
 def _current_stream_of() -> Callable[[int], int]:
-    """What tells torch's current stream of a GPU, where CUDA has been started.
+    """Returns a function from a GPU's number to torch's current stream, once CUDA was started.
 
     The public function makes an object of Python, which takes longer than a small copy does.
     """
@@ -144,7 +144,7 @@ def interface_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
 
 
 def dlpack_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
-    """The memory of a DLPack object on a GPU; its producer has put it behind the default stream.
+    """Returns the memory of a DLPack object on a GPU, ready after the default stream's work.
 
     Raises:
         TypeError: it cannot be shared so.

@@ -8,7 +8,7 @@ from .open_node import OpenNode
 
 
 class LentRegion:
-    """What `Node.lend` gives: peers reach the memory until `free`. Any thread.
+    """A region lent by `Node.lend`: peers reach the memory until `free`. Any thread.
 
     It shows no memory here: the Node that the memory belongs to does.
 

@@ -1,9 +1,9 @@
 """Sends messages through memory that one process lends another: a counting word and a ring.
 
-A message is written into its place, and the word is raised to its number behind it: whoever sees
-the number sees the whole message. Message n lies in place n modulo their number, until another one
-takes that place. When the sender may write on, how long a message is and what it says is the
-business of whoever uses the mailbox. docs/parameters.md has the layout.
+A message is written into its place, and then the word is raised to its number: a reader that sees
+the number sees the whole message. Message n lies in place n modulo the number of places, until
+another one takes that place. The user of the mailbox decides when the sender may write on, and what
+a message says. docs/parameters.md has the layout.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RemoteMailbox:
         return self._word.set(number, [*after, place.write(data)])
 
     def latest(self, deadline: float) -> tuple[int, NDArray[np.uint8]]:
-        """A copy of the latest message, and its number; 0 is that of none.
+        """Returns a copy of the latest message, and its number; the number 0 means no message.
 
         Several places are needed: while one is read, the next message may be written.
 

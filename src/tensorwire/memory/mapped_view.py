@@ -28,7 +28,7 @@ class MappedView:
 
     @property
     def device(self) -> str:
-        """Where the memory is: "cpu", "cuda:N" as this process counts GPUs, or "cuda".
+        """The device of the memory: "cpu", "cuda:N" as this process counts GPUs, or "cuda".
 
         "cuda" is a GPU of the peer, reached over a network.
         """
@@ -36,7 +36,7 @@ class MappedView:
 
     @property
     def mapped(self) -> bool:
-        """Whether this process sees the memory itself: on shm it does, on a network it cannot."""
+        """True if this process sees the memory itself: on shm it does, on a network it cannot."""
         return self._core.mapped
 
     def memoryview(self) -> memoryview:

@@ -1,6 +1,6 @@
 """Defines the Node, this process on the fabric, and its settings from arguments and environment.
 
-What peers are and what regions hold is elsewhere; this module joins them to the core's Node.
+Peers and regions are defined elsewhere; this module joins them to the core's Node.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Node:
 
     @property
     def peers(self) -> list[Peer]:
-        """Peers that are connected now, whoever began."""
+        """The peers that are connected now, in either direction."""
         return [Peer(self._open, core) for core in self._core.peers()]
 
     def __repr__(self) -> str:
@@ -205,7 +205,7 @@ class Node:
             ValueError: size, access, name or device is not valid, the name is taken, or there is no
                 such GPU.
             UnavailableError: NVIDIA's driver cannot be used; the message tells why.
-            MemoryError: the system, or the GPU, has not so much memory.
+            MemoryError: the system, or the GPU, has not enough memory.
             BusyError: the Node has as many regions as it can have.
             ClosedError: the Node was closed.
         """
@@ -232,8 +232,8 @@ class Node:
 
         For a process that goes on as the Node of one that ended (`Node(incarnation=)`): handles,
         and what peers were granted, are then good here. The content stays as it is. Restore regions
-        before others are allocated, or one of those may get an id that is needed. What is not
-        restored yet is stale for peers, so restore or allocate last a region whose name they wait
+        before others are allocated, or one of those may get an id that is needed. A region that
+        is not restored yet is stale for peers, so restore or allocate last a region whose name they wait
         for (`Peer.wait_region`). Any thread may call it.
 
         Args:

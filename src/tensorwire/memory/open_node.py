@@ -53,9 +53,9 @@ def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
 
 
 def _begin_exit() -> None:
-    """Called at the end of the interpreter, before the Nodes that are open are closed.
+    """Prepares the core for the interpreter's end, before the open Nodes are closed.
 
-    What daemon threads hold then is never released, and no fault of the bindings.
+    Objects held by daemon threads then are never released, which is no fault of the bindings.
     """
     if len(sys._current_frames()) > 1:
         _core.expect_leaks()

@@ -14,8 +14,8 @@ class MemoryPath:
     """How bytes get from one kind of memory to another, in either direction.
 
     Attributes:
-        local, remote: "host", "pinned" (memory of the host that a GPU reaches: torch's, or that of
-            any region) or "gpu".
+        local, remote: "host", "pinned" (memory of the host that a GPU reaches: torch's, or a
+            region's) or "gpu".
         how: in words, with the copies; "" if it cannot be had by this transport.
     """
 
@@ -30,7 +30,7 @@ _PAIRS = (("host", "gpu"), ("pinned", "gpu"), ("gpu", "host"), ("gpu", "gpu"))
 
 
 def memory_paths(transport: str) -> tuple[MemoryPath, ...]:
-    """What a transport does for each pair of kinds of memory that a GPU has a part in."""
+    """Returns how a transport moves each pair of kinds of memory of which one is a GPU's."""
     if transport == "shm":
         hows = (
             _CHUNKS,

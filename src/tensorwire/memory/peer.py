@@ -175,7 +175,7 @@ class Peer(Connection):
         return self._prepare(True, local, remote)
 
     def prepare_read(self, local: Any, remote: Any) -> Prepared:
-        """As `prepare_write`, for reading."""
+        """Prepares a batch of reads; otherwise like `prepare_write`."""
         return self._prepare(False, local, remote)
 
     def _prepare(self, is_write: bool, local: Any, remote: Any) -> Prepared:
@@ -247,7 +247,7 @@ class RemoteRegion(MappedView):
 
     @property
     def access(self) -> str:
-        """What this side may do: "rw", "r", "w" or "none"."""
+        """The rights of this side: "rw", "r", "w" or "none"."""
         return access_name(self._core.readable, self._core.writable)
 
     def __repr__(self) -> str:
@@ -278,8 +278,8 @@ class RemoteRegion(MappedView):
                 requires grad), `Region`, or object with DLPack or `__cuda_array_interface__`;
                 contiguous, without Python objects.
             signal: (word of the same peer, value). The word is raised to the value after every byte
-                of this call is in place: whoever sees it sees them.
-            stream: the transfer starts behind all that is on this stream of a GPU now, a
+                of this call is in place: a reader that sees it sees them.
+            stream: the transfer starts after all present work of this stream of a GPU, a
                 torch.cuda.Stream, an object with `__cuda_stream__` or a handle. None: for memory
                 of a GPU the stream that its values come from (torch's current one, or what the
                 object tells), else nothing is waited for. What the stream does later may change
@@ -351,7 +351,7 @@ class RemoteRegion(MappedView):
         after a failure. It may be shorter than the slice: its length says how much is read.
 
         Args:
-            local: as for `write`, and writable. A torch tensor is filled behind autograd's back.
+            local: as for `write`, and writable. Autograd does not see that a tensor is filled.
             stream: as for `write`: nothing is read or filled before. What the stream does later
                 sees the bytes when the transfer is complete, or by `Transfer.block_stream`.
 

@@ -68,7 +68,7 @@ class PrivateMapping:
         return self._core.written(self.compares)
 
     def revert(self) -> None:
-        """All bytes are those of the shared memory again, and follow it.
+        """Makes all bytes equal to the shared memory again; they follow its changes.
 
         Raises:
             UnavailableError: the pages are locked (mlockall).
@@ -78,7 +78,7 @@ class PrivateMapping:
 
 
 def told_by_kernel() -> bool:
-    """Whether the kernel tells which pages a process has written; it was tried in this one."""
+    """Tells whether the kernel can list the pages that a process has written (tried here)."""
     return _core.PrivateMapping.told_by_kernel
 
 

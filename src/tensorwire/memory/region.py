@@ -1,7 +1,7 @@
 """Defines Region and Word, the memory of this Node as objects.
 
-All access here is direct. What peers do is the core's business; a Region only names the memory,
-lends views of it, and waits for its words.
+All access here is direct. The core serves the peers; a Region only names the memory, lends views of
+it, and waits for its words.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Region:
 
     @property
     def access(self) -> str:
-        """What peers may do: "rw", "r", "w" or "none"."""
+        """The rights of peers: "rw", "r", "w" or "none"."""
         return access_name(self._core.readable, self._core.writable)
 
     @property
@@ -69,7 +69,7 @@ class Region:
 
     @property
     def device(self) -> str:
-        """Where the memory is: "cpu" or "cuda:N"."""
+        """The device of the memory: "cpu" or "cuda:N"."""
         return device_name(self._core.on_gpu, self._core.gpu)
 
     def __repr__(self) -> str:
@@ -249,8 +249,8 @@ class Region:
         """Returns a descriptor of this memory, for a process that takes it over: `Node.restore`.
 
         It is the caller's, who closes it (`os.close`) and may pass it on. The memory lives as long
-        as any descriptor or mapping of it, also beyond this process. Whoever has one can read and,
-        unless access is "r", write all of it, and nobody can take that back.
+        as any descriptor or mapping of it, also beyond this process. Its holder
+        can read and, unless access is "r", write all of it, and nobody can take that back.
 
         Raises:
             ValueError: this is a slice.
@@ -312,8 +312,8 @@ class Region:
 class Word:
     """A signal word in a local region: 64 bits, unsigned, raised by one peer, only growing.
 
-    Whoever sees value >= v here, by `wait_until`, `reached` or `value`, sees every byte of the call
-    that raised it to v (acquire). Nothing follows about other calls.
+    A thread that sees value >= v here, by `wait_until`, `reached` or `value`, sees every byte of
+    the call that raised it to v (acquire). Nothing follows about other calls.
     """
 
     __slots__ = ("_core", "_node", "offset")
@@ -340,7 +340,7 @@ class Word:
         return self._core.load_word(self.offset)
 
     def set(self, value: int) -> None:
-        """Raises this Node's own word and wakes whoever waits for it here.
+        """Raises this Node's own word and wakes the threads here that wait for it.
 
         For peers that read it, and for words that this process itself owns: a word has one writer.
         A lower value than the present one changes nothing.
@@ -390,7 +390,7 @@ class Word:
     async def reached(
         self, value: int, timeout_s: float | None = None, *, peer: Peer | None = None
     ) -> None:
-        """As `wait_until`, without blocking the running event loop.
+        """Waits for a value like `wait_until`, without blocking the running event loop.
 
         Raises:
             TimeoutError, PeerLostError, ClosedError, StaleHandleError, ValueError: as for

@@ -151,7 +151,7 @@ class Journal:
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
 
     def cost(self, threads: int) -> tuple[float, int]:
-        """Returns the seconds that so many threads spent on it since the last call, and its bytes."""
+        """Returns the seconds that `threads` spent on it since the last call; and its bytes."""
         before, self._spent_before_s = self._spent_before_s, sum(self._spent_s)
         return (self._spent_before_s - before) / threads, self._bytes
 
@@ -169,7 +169,7 @@ class Journal:
 
     @staticmethod
     def last(share: Share, scalars: int, memory: Bytes) -> tuple[int, Bytes] | None:
-        """Returns the last version that a store will have and its announcement; None: not made yet.
+        """Returns the last version that a store will have and its result; None: not made yet.
 
         Args:
             share: as of the class.

@@ -267,7 +267,7 @@ class Shard:
         return self._reduced_rows[index]
 
     def _reduce_rows(self, index: int, weights: Sequence[tuple[int, float]]) -> Rows:
-        """Returns the rows of a table that any of some slices has, after it reduced them by weight."""
+        """Reduces the rows of a table that any of some slices has, by weight; returns them."""
         table = self._tables[index]
         parts = []
         for number, weight in weights:
@@ -509,7 +509,10 @@ class Shard:
         arrivals: Arrivals | None,
         cells: Sequence[int] | None = None,
     ) -> list[float]:
-        """Returns the results for some cells in order; None: for each bundle of cells and each table."""
+        """Runs `work` for each cell on all threads; returns the results in the cells' order.
+
+        Without `cells`, for each bundle of cells and each table.
+        """
         bundled = cells is None and len(self._bundles) < len(self._trained)
         cells = self._worked_on if cells is None else cells
         indices = cells if arrivals is None else arrivals.order(cells)

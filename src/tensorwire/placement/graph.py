@@ -44,7 +44,7 @@ Size = int | UpTo | None
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What one operator makes and others use.
+    """A tensor that one operator makes and others use.
 
     Attributes:
         name: unique in the graph.
@@ -112,7 +112,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What makes tensors of others, on one machine.
+    """An operator that makes tensors of others, on one machine.
 
     Attributes:
         name: unique in the graph.

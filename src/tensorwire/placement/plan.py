@@ -1,6 +1,6 @@
 """Decides before the first step where every tensor that crosses machines will live.
 
-Between two machines the tensors lie one behind the other in ready order, cut into buckets: each
+Between two machines the tensors lie one after the other in ready order, cut into buckets: each
 moves with one transfer and one signal. A Plan is a pure function of the tensors that cross, so all
 processes of a program can make it for themselves, and `digest` tells whether they made the same.
 """
@@ -17,7 +17,7 @@ ALIGN_BYTES = 64
 """Slots and buckets start and end on multiples of it."""
 
 BLOCK_BYTES = 192
-"""A block that describes what a run made: sizes, and where the bytes are if not behind it."""
+"""A block that describes one run: the sizes, and where the bytes are if they do not follow it."""
 
 PROTOCOLS = ("static", "bounded", "unbounded")
 """static: the bytes. bounded: a block, followed by room for the most bytes there can be.
@@ -50,7 +50,7 @@ class Bucket:
         target: the machine whose memory it is.
         index: 0, 1, … between these two machines, in ready order.
         offset: from the start of what `target` keeps for `source`.
-        slots: in ready order, one behind the other.
+        slots: in ready order, one after the other.
     """
 
     source: str
@@ -86,7 +86,7 @@ class Plan:
         object.__setattr__(self, "_places", places)
 
     def place(self, tensor: str, target: str) -> tuple[Bucket, Slot]:
-        """Where a tensor lies at a machine that uses it.
+        """Returns the place of a tensor at a machine that uses it.
 
         Raises:
             KeyError: it does not cross to that machine.
@@ -103,7 +103,7 @@ class Plan:
         return tuple(sorted({(b.source, b.target) for b in self.buckets}))
 
     def arena_bytes(self, source: str, target: str) -> int:
-        """What `target` keeps for `source`, for one run of the graph."""
+        """Returns the bytes that `target` keeps for `source`, for one run of the graph."""
         return max((b.offset + b.size_bytes for b in self.between(source, target)), default=0)
 
     @property
@@ -137,7 +137,7 @@ def plan(graph: Graph, *, bucket_bytes: int = 512 << 10, allocate_bytes: int = 6
 
     The result depends on the tensors that cross and the order in which they are ready and needed,
     on nothing else: not on the order of declaration, nor on operators that nothing crosses to or
-    from. What lies between two machines does not depend on the other machines.
+    from. The tensors between two machines have places that do not depend on other machines.
 
     A bucket leaves when its last tensor is ready. No tensor joins a bucket that the target needs
     before that tensor is ready: the order in which one process would run the graph stays possible,
@@ -211,7 +211,7 @@ def _possible(tensor: Tensor) -> tuple[str, ...]:
 
 
 def _lay_out(drafts: Iterable[_Draft]) -> tuple[Bucket, ...]:
-    """Puts the buckets of each pair one behind the other."""
+    """Puts the buckets of each pair one after the other."""
     ends: dict[tuple[str, str], tuple[int, int]] = {}
     buckets = []
     for draft in drafts:

@@ -125,7 +125,7 @@ def _bound(bits: int) -> str:
 
 
 def _show_sizes(side: str, messages: list[Measured], console: Console) -> None:
-    """The bytes of one side over the sizes of its messages."""
+    """Shows the bytes of one side over the sizes of its messages."""
     ahead, inside = Distribution(), Distribution()
     for row in messages:
         (ahead if row.what[1] in _ONE_SIDED else inside).join(row.values)
@@ -148,14 +148,14 @@ def _show_sizes(side: str, messages: list[Measured], console: Console) -> None:
 
 
 def _bar(parts: tuple[int, int], most: int, bits: int) -> Text:
-    """What went one-sidedly and what did not, beside the longest bar."""
+    """Returns a bar of the bytes that went one-sidedly and the others, relative to the longest."""
     bar = Text("█" * round(_WIDTH * parts[0] / most), style="green")
     bar.append("░" * round(_WIDTH * parts[1] / most), style=_style(bits, "grpc"))
     return bar if bar or not sum(parts) else Text("▏", style="bright_black")
 
 
 def gain(messages: list[Measured]) -> str:
-    """What the messages of one side would gain by tensorwire.rpc, and how."""
+    """Returns how much the messages of one side would gain by tensorwire.rpc, and how."""
     side = messages[0].side
     inside, whole = Distribution(), Distribution()
     for row in messages:

@@ -18,7 +18,7 @@ SHM_BITS, TCP_BITS = 20, 22
 
 @dataclass(slots=True)
 class Distribution:
-    """Of the times of calls in ns, or the payload sizes of messages in bytes.
+    """The distribution of call times in ns, or of payload sizes in bytes.
 
     Attributes:
         count, total, most: of the values.
@@ -58,7 +58,7 @@ class Distribution:
         self.totals = list(map(add, self.totals, other.totals))
 
     def below(self, share: float) -> int:
-        """Returns a power of two, or the highest value, that this share of values does not exceed."""
+        """Returns a power of two, or the highest value, that this share of values is not above."""
         seen = 0
         for bits, count in enumerate(self.counts):
             seen += count
@@ -110,7 +110,7 @@ class Trace:
     unknown: list[str]
 
     def calls(self) -> list[tuple[Measured, Distribution]]:
-        """For each method a row, and the times with all codes."""
+        """Returns a row for each method, with the times of all codes."""
         return list(_joined(row for row in self.rows if row.kind == "calls"))
 
     def messages(self) -> list[Measured]:
@@ -118,7 +118,7 @@ class Trace:
         return [row for row in self.rows if row.kind == "messages"]
 
     def to_json(self) -> dict[str, Any]:
-        """For a file; times in ns, sizes in bytes."""
+        """Returns the figures for a file; times in ns, sizes in bytes."""
         return {
             "format": 1,
             "processes": {"python": self.pythons, "with_rpcs": self.users},
@@ -157,7 +157,7 @@ def _to_json(row: Measured) -> dict[str, Any]:
 
 
 def _order(item: tuple[recorder.Key, Distribution]) -> tuple[recorder.Key, ...]:
-    """Rows of one method side by side, and of these those of one arity."""
+    """Returns a sort key: rows of one method together, and among them rows of one arity."""
     key, _ = item
     return key[:2], key[3:4], key[2:3], key[4:]
 

@@ -45,7 +45,7 @@ class TracedMethod:
         self._rows: dict[tuple[str, ...], int] = {}
 
     def begin(self) -> int:
-        """A call begins; returns the time, for `ended`."""
+        """Counts the begin of a call; returns the time, for `ended`."""
         self._recorder.begin_call()
         return perf_counter_ns()
 
@@ -60,7 +60,7 @@ class TracedMethod:
         self._recorder.end_call()
 
     def serialize(self, serializer: Any, message: Any, protocol: str = "grpc") -> Any:
-        """What the serializer makes of a message, for a protocol; None: the message is bytes."""
+        """Returns the serialized message; without a serializer the message is bytes already."""
         began = perf_counter_ns()
         data = message if serializer is None else serializer(message)
         protocol = "again" if _is_again(message) else protocol
@@ -73,7 +73,7 @@ class TracedMethod:
         self._count("sent", data, self, took_ns, protocol)
 
     def deserialize(self, deserializer: Any, data: Any, protocol: str = "grpc") -> Any:
-        """What the deserializer makes of bytes; None: they are the message."""
+        """Returns the message in some bytes; without a deserializer they are the message."""
         if deserializer is None:
             self._count("received", data, None, 0, protocol)
             return data
@@ -110,7 +110,7 @@ class TracedMethod:
 
 
 def _is_again(message: Any) -> bool:
-    """Whether tensorwire.rpc sends a request again, whose payload went ahead to somebody else."""
+    """Tells whether tensorwire.rpc repeats a request whose payload it sent elsewhere before."""
     if type(message).__name__ != "SentMessage":
         return False
     outgoing = sys.modules.get("tensorwire.rpc.payload.outgoing")
@@ -317,7 +317,7 @@ def _patch_nowait(kind: Any, name: str) -> None:
 
 
 def _code_of(call: Any) -> str:
-    """That of a call, or of an error that is one, which is over."""
+    """Returns the status code of an ended call, or of an error that is a call."""
     if call is None:
         return "CANCELLED"
     code = getattr(call, "code", None)

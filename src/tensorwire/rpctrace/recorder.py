@@ -16,11 +16,11 @@ import threading
 import time
 
 BUCKETS = 48
-"""Of a row: bucket k counts the values of k bits, those from 2^(k-1) to below 2^k."""
+"""The buckets of a row: bucket k counts values of k bits, from 2^(k-1) to below 2^k."""
 COUNT, TOTAL, MOST, LEFT, ENCODED, NS = range(6)
 HEAD = 8
 WORDS = HEAD + 2 * BUCKETS
-"""Of 8 bytes: the head; then for each bucket how many values, and their sum."""
+"""The 8-byte words of a row: the head; then for each bucket a count and a sum."""
 ROWS = 1024
 """Row 0 counts what had no row left."""
 
@@ -80,12 +80,12 @@ class Recorder:
             words[at + HEAD + BUCKETS + bucket] += value
 
     def begin_call(self) -> None:
-        """A call is under way until `end_call`."""
+        """Counts a call as under way, until `end_call`."""
         with self._lock:
             self._running += 1
 
     def end_call(self) -> None:
-        """It is over, and counted if it is to be."""
+        """Counts a call as over."""
         with self._lock:
             self._running -= 1
 

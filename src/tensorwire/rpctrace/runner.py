@@ -66,7 +66,7 @@ def run_traced(command: Sequence[str], folder: str) -> int:
 
 
 def _in_front() -> bool:
-    """Whether our process group has the terminal."""
+    """Tells whether our process group has the terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -42,7 +42,7 @@ def inject(peer: Peer, plan: FaultPlan | None) -> None:
 
 
 class Exchange:
-    """What a script works with: a connected pair, and a list of what it has started.
+    """The objects that a script works with: a connected pair and its transfers.
 
     Attributes:
         pair: faults act on `pair.to_far`.

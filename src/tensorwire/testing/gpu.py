@@ -79,12 +79,12 @@ class GpuArray:
 
     @property
     def address(self) -> int:
-        """Where it is."""
+        """The address of the memory."""
         return self._address.value
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What array libraries exchange."""
+        """The description of the memory that array libraries exchange."""
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",

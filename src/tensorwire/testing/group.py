@@ -87,7 +87,7 @@ class Member(Channel):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
+        """The exit code: None while it runs; negative if a signal ended it."""
         return self._process.poll()
 
     def send(self, value: Any) -> None:
@@ -163,7 +163,7 @@ class Member(Channel):
             raise TimeoutError(f"{self!r} still runs after {timeout_s:g} s") from None
 
     def log(self) -> str:
-        """What it has written to stdout and stderr so far."""
+        """Returns the text that it has written to stdout and stderr so far."""
         if self._final_log is not None:
             return self._final_log
         with open(self._log.name, errors="replace") as file:
@@ -347,7 +347,7 @@ class PeerGroup:
 
 
 def _run_member(descriptor: int) -> None:
-    """Main function of a member: receives what to run, runs it, reports."""
+    """Runs a member: receives a function, calls it, and reports the result."""
     faulthandler.enable()
     faulthandler.register(_STACKS_SIGNAL, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent decides

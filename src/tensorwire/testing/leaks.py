@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What this process holds now; `Footprint.now` takes it, `growth` compares two.
+    """The resources that this process holds now; `now` takes a Footprint, `growth` compares two.
 
     Each attribute counts things by what they are, not by their number in this process, so that
     closing and opening the same thing again is no growth.
@@ -39,11 +39,11 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        """Takes stock. What appears or goes away meanwhile may or may not be seen."""
+        """Takes stock. Resources that come or go meanwhile may be missing."""
         return cls(_descriptors(), _mappings(), _threads(), _children(), _shared_files())
 
     def growth(self, since: Footprint) -> list[str]:
-        """What is here and was not there, one line each; empty if nothing is."""
+        """Returns one line for each resource that is here and was not there before."""
         lines = []
         for kind in self.__slots__:
             more = getattr(self, kind) - getattr(since, kind)
@@ -55,7 +55,7 @@ class Footprint:
 def assert_no_leak(settle_s: float = 2.0) -> Iterator[None]:
     """Checks that the block gave back everything that it took.
 
-    What ends in the background gets `settle_s` seconds for it; the check returns as soon as
+    Background work gets `settle_s` seconds to end; the check returns as soon as
     nothing is left. An exception of the block passes through without a check.
 
     Raises:

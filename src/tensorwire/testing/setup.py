@@ -59,7 +59,7 @@ class Elsewhere:
 
 @dataclass
 class CheckSetup:
-    """What a check gets.
+    """The surroundings of a check.
 
     Attributes:
         transport: the one that both Nodes may use.
@@ -95,7 +95,7 @@ class CheckSetup:
         return data.copy() if self.memory[0] == "host" else pinned_array(data)
 
     def value(self, local: Any) -> NDArray[np.uint8]:
-        """What is in what `local` gave."""
+        """Returns the bytes in an object that `local` gave."""
         if isinstance(local, GpuArray):
             return np.frombuffer(local.tobytes(), np.uint8)
         return np.asarray(local)
@@ -106,15 +106,15 @@ class CheckSetup:
 
     @contextlib.contextmanager
     def third(self) -> Iterator[Peer]:
-        """The target as one more Node sees it."""
+        """Yields the target as one more Node sees it."""
         with Node("third", **self.options) as node:
             yield node.connect(self.target.address())
 
     @contextlib.contextmanager
     def rounds(self, sizes: list[int]) -> Iterator[tuple[RemoteRegion, Word]]:
-        """The target checks rounds of these sizes; see `Target.answer_rounds`.
+        """Makes the target check rounds of these sizes; see `Target.answer_rounds`.
 
-        Gives its region, and the word that it raises behind each round.
+        Yields its region, and the word that it raises after each round.
         """
         remote = self.remote("r", 64 + max(sizes))
         with self._rounds(sizes, "r") as reply:
@@ -122,9 +122,9 @@ class CheckSetup:
 
     @contextlib.contextmanager
     def rounds_apart(self, sizes: list[int]) -> Iterator[tuple[RemoteRegion, RemoteWord, Word]]:
-        """As `rounds`, in memory of the remote kind, with the word in a region of its own.
+        """Runs rounds like `rounds`, in memory of the remote kind, with a separate region of words.
 
-        Gives the region, the word that announces a round, and the one that answers it.
+        Yields the region, the word that announces a round, and the word that answers it.
         """
         remote = self.remote("r", max(sizes), on=self.memory[1])
         word = self.remote("words", 64).word(0)
@@ -218,7 +218,7 @@ def operations_on(remote: RemoteRegion) -> list[Callable[[], object]]:
 
 
 def all_must_fail(kind: type[Exception], *starts: Callable[[], Any]) -> None:
-    """As `must_fail`, each of these."""
+    """Checks that each of these calls fails, like `must_fail`."""
     for start in starts:
         must_fail(kind, start)
 
@@ -230,7 +230,7 @@ def run_threads(*bodies: Callable[[], object]) -> None:
 
 
 def must_fail(kind: type[ErrorT], start: Callable[..., Any], *args: Any, **options: Any) -> ErrorT:
-    """As `failure_of`; the error must be of this kind and say something."""
+    """Checks that a call fails with an error of this kind that has a message; returns it."""
     error = failure_of(start, *args, **options)
     assert isinstance(error, kind), f"expected {kind.__name__}, got {error!r}"
     assert str(error), f"{kind.__name__} without a message"

@@ -49,7 +49,7 @@ class Target:
         self._peer: Peer | None = None
 
     def address(self) -> str:
-        """Where the Node listens."""
+        """Returns the address where the Node listens."""
         return self._node.address
 
     def pid(self) -> int:
@@ -88,7 +88,7 @@ class Target:
         return _bytes_of(self._regions[key], start, stop)
 
     def is_filled(self, key: str, start: int, stop: int, value: int) -> bool:
-        """Whether all these bytes are `value`."""
+        """Tells whether all these bytes are `value`."""
         found = np.frombuffer(_bytes_of(self._regions[key], start, stop), np.uint8)
         return bool((found == value).all())
 
@@ -184,7 +184,7 @@ def target_elsewhere(member: Member) -> Target:
 
 
 def serve_target(channel: Channel, options: dict[str, Any]) -> None:
-    """Process function: a Target that is told what to do until the channel ends."""
+    """Runs a Target that obeys the messages of a channel until the channel ends."""
     target = Target(options)
     try:
         while True:

@@ -52,7 +52,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def host_tensor(memory: Bytes) -> torch.Tensor:
-    """Returns a tensor over bytes that the caller keeps alive; never write it if they are read-only."""
+    """Returns a tensor over bytes that the caller keeps alive; read-only ones stay unwritten."""
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     there = (ctypes.c_ubyte * memory.nbytes).from_address(memory.ctypes.data)

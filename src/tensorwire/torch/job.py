@@ -207,7 +207,7 @@ class Job:
         weights: str | Callable[[Any], float] | None = None,
         **options: Any,
     ) -> Loader:
-        """Returns a DataLoader over this worker's slices of every step; a replica shares its batches.
+        """Returns a DataLoader over this worker's slices of every step.
 
         A step has `batch_size` samples per slice, as one process of DistributedDataParallel has.
         The last step shares what is left equally; weights make its gradient the mean over samples.

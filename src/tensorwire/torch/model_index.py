@@ -64,7 +64,7 @@ class ModelIndex:
         return sorted(name for name, ranks in self.ranks.items() if rank in ranks)
 
     def tied(self) -> dict[str, list[int]]:
-        """Returns trained parameters that several processes have, by name, each with its processes."""
+        """Returns trained parameters that several processes have, by name, and these processes."""
         return {
             name: ranks
             for name, ranks in sorted(self.ranks.items())

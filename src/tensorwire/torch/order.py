@@ -267,7 +267,7 @@ def call_set_epoch(sources: Iterable[Any], epoch: int) -> None:
 
 
 def numbers_for(sources: Iterable[Any], seed: int) -> OwnNumbers:
-    """Returns the random numbers of a pass, including the own generators of samplers or datasets."""
+    """Returns the random numbers of a pass, also of generators that a sampler has itself."""
     found = (getattr(source, "generator", None) for source in sources)
     own = {id(each): each for each in found if isinstance(each, torch.Generator)}
     own.pop(id(torch.default_generator), None)

@@ -253,7 +253,7 @@ class Session:
             self.taking.check_present(what)
 
     def left_due(self) -> RuntimeError | None:
-        """Returns the error of a script that ends while a batch is due; None if no batch is due.
+        """Returns and prints the error of a script that ends while a batch is due; else None.
 
         At the end of a process nobody sees what is raised.
         """

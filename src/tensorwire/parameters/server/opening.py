@@ -89,7 +89,7 @@ class Opening:
         return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
 
     def _is_beside(self, device: ShareDevice, slice_index: int) -> bool:
-        """Tells whether a slice's worker has its model on this device and can copy gradients to it."""
+        """Tells whether a slice's worker has its model on this device and can copy to it."""
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         ranks = self.mapped.intersection(self.committers[first : first + pipeline])
         told = [self.descriptions.get(rank, self.descriptions[0]) for rank in ranks]
@@ -224,7 +224,7 @@ def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
 
 
 def agreed(descriptions: Mapping[int, Description]) -> Spec:
-    """Returns the Spec that all workers describe; raises if they differ, or a view is impossible."""
+    """Returns the Spec that all workers describe; raises if they differ or a view cannot be."""
     spec = descriptions[0].spec
     for rank, mine in descriptions.items():
         names = {"here": "in worker 0", "there": f"in worker {rank}"}

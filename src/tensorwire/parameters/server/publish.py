@@ -182,7 +182,7 @@ class Norms:
         self._walk = Walk[Norms, Sums](NORMS, actions)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
-        """Returns all servers' sums for a version, in the order of cells; `mine` are this server's."""
+        """Returns all servers' sums for a version, in the cells' order; `mine` are this one's."""
         sums = Sums(version, mine)
         self._walk(self, sums)
         return sums.all

@@ -380,7 +380,7 @@ class StoreServer:
 
 
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
-    """Returns the last version of a store that a predecessor has made, and its announcement."""
+    """Returns the last version of a store that a predecessor has made, and its result."""
     if not opening.durable:
         return None
     share, scalars = opening.regions.share, len(opening.spec.scalars)

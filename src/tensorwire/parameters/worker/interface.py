@@ -193,7 +193,7 @@ class Store(Protocol):
         """
 
     def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
-        """Tells whether this process's predecessor has noted this of a slice, for any version if None."""
+        """Tells whether this process's predecessor has noted this of a slice; None: of any."""
 
     def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
         """Returns a gradient that lies at the servers; `how` and `block` as a commit says it."""

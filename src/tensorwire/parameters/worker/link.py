@@ -60,7 +60,7 @@ class Answers:
             raise consequence(reason)
 
     def is_reached(self, version: int, timeout_s: float) -> bool:
-        """Waits `seconds` at most for a version at all servers, a later one or the end; tells if it came."""
+        """Waits for a version at all servers, a later one or the end; tells if it came in time."""
 
         def wait(mailbox: Mailbox, peer: Peer) -> bool:
             try:

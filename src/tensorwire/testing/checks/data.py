@@ -53,7 +53,7 @@ def read_sizes(setup: CheckSetup) -> None:
 
 
 def local_kinds(setup: CheckSetup) -> None:
-    """Everything with a buffer can be a source, and what is writable a destination."""
+    """Checks that any buffer can be a source, and any writable one a destination."""
     remote = setup.remote("r", 4096)
     data = pattern(1024)
     region = setup.near.allocate(2048)
@@ -86,7 +86,7 @@ def local_kinds(setup: CheckSetup) -> None:
 
 
 def slices(setup: CheckSetup) -> None:
-    """A slice of a slice means the bytes that arithmetic says."""
+    """Checks that a slice of a slice has the bytes that arithmetic says."""
     remote = setup.remote("r", 1000)
     finish(remote[100:900][50:][:10].write(b"0123456789"))
     assert setup.target.contents("r", 149, 161) == b"\x000123456789\x00"
@@ -102,7 +102,7 @@ def slices(setup: CheckSetup) -> None:
 
 
 def batches(setup: CheckSetup) -> None:
-    """A batch is one transfer: pieces of several regions, neighbours, in any order."""
+    """Checks that a batch is one transfer: pieces of several regions, neighbours, in any order."""
     first, second = setup.remote("a", 10_000), setup.remote("b", 300_000)
     pieces = [pattern(size, seed) for seed, size in enumerate((1, 64, 0, 999, 100_000, 8, 8, 8))]
     targets = [
@@ -132,7 +132,7 @@ def batches(setup: CheckSetup) -> None:
 
 
 def many_pieces(setup: CheckSetup) -> None:
-    """A batch of thousands of small pieces, scattered, arrives whole."""
+    """Checks that a batch of thousands of small pieces, scattered, arrives whole."""
     count = 3000
     remote = setup.remote("r", count * 16)
     data = pattern(count * 8).reshape(count, 8)
@@ -148,7 +148,7 @@ def many_pieces(setup: CheckSetup) -> None:
 
 
 def prepared(setup: CheckSetup) -> None:
-    """A prepared batch moves what its memory holds at each start; neighbours are merged."""
+    """Checks that a prepared batch moves the values that its memory has at each start."""
     remote = setup.remote("r", 4096)
     local = np.zeros(4096, np.uint8)
     ranges = [(0, 512), (512, 1024), (2048, 2049), (1024, 1100)]
@@ -173,7 +173,7 @@ def prepared(setup: CheckSetup) -> None:
 
 
 def prepared_by_index(setup: CheckSetup) -> None:
-    """Index vectors choose pieces: none, repeated, out of order, of any integer type."""
+    """Checks that index vectors choose pieces: none, repeated, unsorted, of any integer type."""
     count = 64
     remote = setup.remote("r", count * 32)
     local = pattern(count * 32).reshape(count, 32)
@@ -202,7 +202,7 @@ def prepared_by_index(setup: CheckSetup) -> None:
 
 
 def source_dropped(setup: CheckSetup) -> None:
-    """A source may lose its last name right after the call."""
+    """Checks that a source may lose its last name right after the call."""
     remote = setup.remote("r", 64 * 100_000)
     transfers = [
         remote[100_000 * i : 100_000 * (i + 1)].write(np.full(100_000, i, np.uint8))
@@ -218,7 +218,7 @@ def source_dropped(setup: CheckSetup) -> None:
 
 
 def many_in_flight(setup: CheckSetup) -> None:
-    """Thousands of transfers that nobody waits for, then one wait."""
+    """Checks that thousands of transfers complete with a single wait at the end."""
     remote = setup.remote("r", 8 * 4000)
     data = pattern(8 * 4000)
     transfers = [remote[8 * i : 8 * i + 8].write(data[8 * i : 8 * i + 8]) for i in range(4000)]
@@ -227,7 +227,7 @@ def many_in_flight(setup: CheckSetup) -> None:
 
 
 def transfer_dropped(setup: CheckSetup) -> None:
-    """A transfer that nobody keeps is carried out all the same."""
+    """Checks that a transfer that nobody keeps is carried out all the same."""
     remote = setup.remote("r", 8 + 50 * 100_000)
     word = remote.word(0)
     for i in range(50):
@@ -239,7 +239,7 @@ def transfer_dropped(setup: CheckSetup) -> None:
 
 
 def threads(setup: CheckSetup) -> None:
-    """Several threads share a Peer, each in its own part of a region."""
+    """Checks that several threads share a Peer, each in its own part of a region."""
     part = 300_000
     remote = setup.remote("r", 4 * part)
 
@@ -284,7 +284,7 @@ def event_loop(setup: CheckSetup) -> None:
 
 
 def handles_travel(setup: CheckSetup) -> None:
-    """A handle works after pickling, as bytes, and from the remote side."""
+    """Checks that a handle works after pickling, as bytes, and from the remote side."""
     handle = setup.target.allocate("r", 100)
     for copy in (
         pickle.loads(pickle.dumps(handle)),

@@ -59,7 +59,7 @@ def gpu_read_sizes(setup: CheckSetup) -> None:
 
 
 def gpu_batches(setup: CheckSetup) -> None:
-    """One transfer moves pieces between all kinds of memory; neighbours, in any order."""
+    """Checks that one transfer moves neighbouring pieces between all kinds of memory."""
     there, host = setup.remote("r", 300_000, on=setup.memory[1]), setup.remote("h", 10_000)
     data = [pattern(size, seed) for seed, size in enumerate((1, 64, 0, 999, 100_000, 8, 8, 8))]
     targets = [
@@ -90,7 +90,7 @@ def gpu_batches(setup: CheckSetup) -> None:
 
 
 def gpu_many_pieces(setup: CheckSetup) -> None:
-    """A batch of a thousand small pieces, scattered, arrives whole; also prepared, by index."""
+    """Checks that a batch of a thousand small pieces arrives whole; also prepared, by index."""
     count = 1000
     remote = setup.remote("r", count * 16, on=setup.memory[1])
     data = pattern(count * 8)
@@ -113,7 +113,7 @@ def gpu_many_pieces(setup: CheckSetup) -> None:
 
 
 def gpu_source_dropped(setup: CheckSetup) -> None:
-    """A source may lose its last name right after the call, and nobody needs to wait."""
+    """Checks that a source may lose its last name right after the call, without a wait."""
     remote = setup.remote("r", 32 * 100_000, on=setup.memory[1])
     word = setup.remote("w", 8).word(0)
     transfers = [
@@ -129,7 +129,7 @@ def gpu_source_dropped(setup: CheckSetup) -> None:
 
 
 def gpu_many_in_flight(setup: CheckSetup) -> None:
-    """A thousand transfers that nobody waits for, then one wait."""
+    """Checks that a thousand transfers complete with a single wait at the end."""
     count = 1000
     remote = setup.remote("r", 8 * count, on=setup.memory[1])
     data = pattern(8 * count)
@@ -140,7 +140,7 @@ def gpu_many_in_flight(setup: CheckSetup) -> None:
 
 
 def gpu_threads(setup: CheckSetup) -> None:
-    """Several threads share a Peer, each in its own part of a region."""
+    """Checks that several threads share a Peer, each in its own part of a region."""
     part = 300_000
     remote = setup.remote("r", 4 * part, on=setup.memory[1])
 
@@ -183,7 +183,7 @@ def gpu_event_loop(setup: CheckSetup) -> None:
 
 
 def gpu_signal_ordering(setup: CheckSetup) -> None:
-    """Whoever sees word >= k sees every byte of the call that raised it to k."""
+    """Checks that a reader of word >= k sees every byte of the call that raised it to k."""
     sizes = np.random.default_rng(3).choice([1, 8, 1000, 40_000, 3_000_000], 40).tolist()
     with setup.rounds_apart(sizes) as (remote, word, reply):
         for round_, size in enumerate(sizes, 1):
@@ -196,7 +196,7 @@ def gpu_signal_ordering(setup: CheckSetup) -> None:
 
 
 def gpu_stream_order(setup: CheckSetup) -> None:
-    """A transfer starts behind its stream, and `block_stream` keeps later work behind it.
+    """Checks that a transfer starts after its stream's work; `block_stream` delays later work.
 
     Between the two the stream changes the memory, with pauses at random, so that a copy that
     starts too early or ends too late moves other bytes.
@@ -205,7 +205,7 @@ def gpu_stream_order(setup: CheckSetup) -> None:
 
 
 def stream_rounds(setup: CheckSetup, wait: bool = True, hold: bool = True) -> None:
-    """The rounds of `gpu_stream_order`; without one of its waits they fail, as a test shows.
+    """Runs the rounds of `gpu_stream_order`; without one of its waits they fail.
 
     Args:
         setup: where.
@@ -247,7 +247,7 @@ def stream_rounds(setup: CheckSetup, wait: bool = True, hold: bool = True) -> No
 
 
 def gpu_stream_and_host(setup: CheckSetup) -> None:
-    """A stream orders transfers of memory of the host too, and can wait for them."""
+    """Checks that a stream orders transfers of memory of the host too, and can wait for them."""
     size = 2 * MIB + 17
     remote = setup.remote("r", size, on=setup.memory[1])
     stream = GpuStream()
@@ -269,7 +269,7 @@ def gpu_stream_and_host(setup: CheckSetup) -> None:
 
 
 def gpu_freed_in_flight(setup: CheckSetup) -> None:
-    """A region that is freed, and an owner that goes on, while copies wait for a stream."""
+    """Checks that a region may be freed while copies of it wait for a stream."""
     remote = setup.remote("r", MIB, on=setup.memory[1])
     stream = GpuStream()
     stream.pause(20e-3)
@@ -282,7 +282,7 @@ def gpu_freed_in_flight(setup: CheckSetup) -> None:
 
 
 def gpu_node_closed(setup: CheckSetup) -> None:
-    """Closing a Node waits for copies that the GPU has, and ends every transfer once."""
+    """Checks that closing a Node waits for the GPU's copies, and ends every transfer once."""
     remote = setup.remote("r", 4 * MIB, on=setup.memory[1])
     with Node("other", **setup.options) as other:
         there = other.connect(setup.target.address()).region(remote.handle())
@@ -301,7 +301,7 @@ def gpu_node_closed(setup: CheckSetup) -> None:
 
 
 def gpu_target_killed(setup: CheckSetup) -> None:
-    """When the owner is killed, transfers end, and what it shared stays usable until they have."""
+    """Checks that a killed owner's transfers end, and its memory stays usable until then."""
     assert setup.member is not None
     remote = setup.remote("r", 8 * MIB, on=setup.memory[1])
     local = setup.local(pattern(8 * MIB))
@@ -316,7 +316,7 @@ def gpu_target_killed(setup: CheckSetup) -> None:
 
 
 def gpu_errors(setup: CheckSetup) -> None:
-    """What a GPU's memory cannot do is refused at once."""
+    """Checks that operations that a GPU's memory cannot do are refused at once."""
     remote = setup.remote("r", 4096, on="gpu")
     assert remote.device == ("cuda:0" if remote.mapped else "cuda")
     must_fail(ValueError, remote.word, 0)

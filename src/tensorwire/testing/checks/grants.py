@@ -25,7 +25,7 @@ from ..setup import (
 
 
 def access(setup: CheckSetup) -> None:
-    """What the owner does not allow is refused and leaves no trace."""
+    """Checks that an operation without the owner's permission is refused without a trace."""
     for grant in ("rw", "r", "w", "none"):
         remote = setup.remote(grant, 64, grant)
         assert remote.access == grant
@@ -67,7 +67,7 @@ def _reads(remote: RemoteRegion) -> list[Callable[[], Any]]:
 
 
 def fetch_add_needs_both(setup: CheckSetup) -> None:
-    """An addition tells the old value, so it needs both rights."""
+    """Checks that an addition tells the old value, so it needs both rights."""
     for grant, allowed in (("rw", True), ("r", False), ("w", False)):
         word = setup.remote(grant, 8, grant).word(0)
         if allowed:
@@ -78,7 +78,7 @@ def fetch_add_needs_both(setup: CheckSetup) -> None:
 
 
 def out_of_range(setup: CheckSetup) -> None:
-    """Nothing reaches past a region's end."""
+    """Checks that nothing reaches past a region's end."""
     remote, neighbour = setup.remote("r", 100), setup.remote("n", 100)
     all_must_fail(
         ValueError,
@@ -101,7 +101,7 @@ def out_of_range(setup: CheckSetup) -> None:
 
 
 def stale_after_free(setup: CheckSetup) -> None:
-    """After free every use fails alike, also when the slot was given to another region."""
+    """Checks that every use after free fails alike, also if another region has the slot."""
     handle = setup.target.allocate("r", 4096)
     remote = setup.peer.region(handle)
     word, operations = remote.word(0), operations_on(remote)
@@ -121,7 +121,7 @@ def stale_after_free(setup: CheckSetup) -> None:
 
 
 def forged_handles(setup: CheckSetup) -> None:
-    """A handle that is not exactly right gives nothing."""
+    """Checks that a handle that is not exactly right gives nothing."""
     handle = setup.target.allocate("r", 64)
     for wrong in (
         dataclasses.replace(handle, incarnation=handle.incarnation ^ 1),
@@ -136,7 +136,7 @@ def forged_handles(setup: CheckSetup) -> None:
 
 
 def names(setup: CheckSetup) -> None:
-    """Regions are found by name; names are unique and free again after free."""
+    """Checks that regions are found by name; names are unique and free again after free."""
     setup.target.allocate("a", 100, "rw", "weights/ä")
     remote = setup.peer.region("weights/ä")
     assert (remote.size_bytes, remote.name) == (100, "weights/ä")
@@ -154,7 +154,7 @@ def names(setup: CheckSetup) -> None:
 
 
 def awaited_names(setup: CheckSetup) -> None:
-    """A look-up can wait for a region, which several threads and a later one then have."""
+    """Checks that several look-ups, and a later one, can wait for the same region."""
     must_fail(TimeoutError, setup.peer.wait_region, "soon", 0.05)
     must_fail(LookupError, setup.peer.region, "soon")
     with ThreadPoolExecutor(3) as pool:
@@ -185,7 +185,7 @@ def awaited_names(setup: CheckSetup) -> None:
 
 
 def remote_allocation(setup: CheckSetup) -> None:
-    """Memory can be allocated at the peer, found there by name, and given back."""
+    """Checks that memory can be allocated at the peer, found there by name, and given back."""
     remote = setup.peer.allocate(100_000, "theirs")
     back = np.ones(100_000, np.uint8)
     finish(remote.read(back))
@@ -204,7 +204,7 @@ def remote_allocation(setup: CheckSetup) -> None:
 
 
 def only_the_lessee_frees(setup: CheckSetup) -> None:
-    """A peer cannot free what it did not allocate."""
+    """Checks that a peer cannot free memory that it did not allocate."""
     owned = setup.remote("owned", 64)
     must_fail(PermissionError, owned.free, WAIT_S)
     leased = setup.peer.allocate(64, "leased")
@@ -219,7 +219,7 @@ def only_the_lessee_frees(setup: CheckSetup) -> None:
 
 
 def lease_ends_with_connection(setup: CheckSetup) -> None:
-    """What a peer allocated is given back when it goes away."""
+    """Checks that memory allocated by a peer is given back when the peer goes away."""
     with setup.third() as third:
         third.allocate(1 << 20, "borrowed")
         assert setup.peer.region("borrowed").size_bytes == 1 << 20
@@ -230,7 +230,7 @@ def lease_ends_with_connection(setup: CheckSetup) -> None:
 
 
 def quota(setup: CheckSetup) -> None:
-    """What peers allocate is bounded for all of them together, and free gives room back."""
+    """Checks that a quota bounds all peers' allocations together, and free gives room back."""
     mib = 1 << 20
     first = setup.peer.allocate(3 * mib)
     error = must_fail(BusyError, setup.peer.allocate, 2 * mib)

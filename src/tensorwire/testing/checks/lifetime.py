@@ -38,7 +38,7 @@ ONE_SIDED = ("shm", "rdma")
 
 
 def path(setup: CheckSetup) -> None:
-    """The path is told, and a path that cannot be had is refused, not replaced."""
+    """Checks that the path is told, and a path that cannot be had is refused, not replaced."""
     told = setup.peer.path
     assert told.transport == setup.transport
     assert told.wire
@@ -54,7 +54,7 @@ def path(setup: CheckSetup) -> None:
 
 
 def local_close(setup: CheckSetup) -> None:
-    """Closing a Node ends what is in flight and whoever waits, and everything after."""
+    """Checks that closing a Node ends all transfers, all waits, and every later call."""
     remote = setup.remote("r", 32 << 20)
     word = setup.near.allocate(8).word(0)
     local = np.ones(32 << 20, np.uint8)
@@ -85,7 +85,7 @@ def local_close(setup: CheckSetup) -> None:
 
 
 def peer_close(setup: CheckSetup) -> None:
-    """Closing one connection ends its transfers; the Node and other connections go on."""
+    """Checks that closing one connection ends its transfers and no other connection."""
     remote = setup.remote("r", 8 << 20)
     operations = operations_on(remote)
     setup.target.accept()
@@ -106,12 +106,12 @@ def peer_close(setup: CheckSetup) -> None:
 
 
 def lost_by_close(setup: CheckSetup) -> None:
-    """When the other side closes, everything ends with PeerLostError that names it."""
+    """Checks that a close of the other side ends everything with a PeerLostError naming it."""
     _lost(setup, setup.target.close)
 
 
 def lost_by_hang_up(setup: CheckSetup) -> None:
-    """When the other side closes the connection only, the same; connecting again works."""
+    """Checks that a hang-up of the other side alone ends everything; reconnecting works."""
     setup.target.accept()
     handle = setup.target.allocate("again", 64)
     _lost(setup, setup.target.hang_up)
@@ -120,7 +120,7 @@ def lost_by_hang_up(setup: CheckSetup) -> None:
 
 
 def lost_by_kill(setup: CheckSetup) -> None:
-    """When the other process is killed, the same."""
+    """Checks that the death of the other process ends everything with PeerLostError."""
     assert setup.member is not None
     _lost(setup, setup.member.kill)
 
@@ -163,7 +163,7 @@ def _lost(setup: CheckSetup, end: Callable[[], object]) -> None:
 
 
 def lost_while_awaited(setup: CheckSetup) -> None:
-    """An event loop that awaits is told, too."""
+    """Checks that an event loop that awaits a transfer hears of a loss."""
     remote = setup.remote("r", 16 << 20)
     local = np.ones(16 << 20, np.uint8)
 
@@ -180,7 +180,7 @@ def lost_while_awaited(setup: CheckSetup) -> None:
 
 
 def stopped_target(setup: CheckSetup) -> None:
-    """A frozen process still can be written and read where the transport is one-sided.
+    """Checks that a frozen process still can be written and read where the transport is one-sided.
 
     Elsewhere a wait with a timeout ends, and the transfer completes when the process goes on.
     """
@@ -208,7 +208,7 @@ def stopped_target(setup: CheckSetup) -> None:
 
 
 def views_outlive(setup: CheckSetup) -> None:
-    """A numpy view stays valid after free, after close, and without its Region object."""
+    """Checks that a numpy view stays valid after free, close, and the end of its Region."""
     region = setup.near.allocate(1 << 20)
     view = region.array("float32")
     view[:] = 7
@@ -242,7 +242,7 @@ def remote_dropped(setup: CheckSetup) -> None:
 
 
 def restart(setup: CheckSetup) -> None:
-    """A process that comes back at the same address is another one; reconnecting works."""
+    """Checks that a process restarted at its address is another one; reconnecting works."""
     handle = setup.target.allocate("r", 64, "rw", "weights")
     remote = setup.peer.region(handle)
     finish(remote.write(b"before"))
@@ -264,7 +264,7 @@ def restart(setup: CheckSetup) -> None:
 
 
 def cycles(setup: CheckSetup) -> None:
-    """Connecting, moving bytes and hanging up, again and again, leaves nothing behind."""
+    """Checks that connecting, moving bytes and hanging up repeatedly leaves nothing behind."""
     handle = setup.target.allocate("r", 4096)
     data = pattern(4096)
     for number in range(30):
@@ -281,7 +281,7 @@ def cycles(setup: CheckSetup) -> None:
 
 
 def both_directions(setup: CheckSetup) -> None:
-    """Who connected does not matter: each side writes into the other at the same time."""
+    """Checks that each side can write into the other at the same time."""
     with setup.rounds([1000] * 100) as (remote, reply):
         for round_ in range(1, 101):
             data = np.full(1000, round_value(round_), np.uint8)
@@ -290,7 +290,7 @@ def both_directions(setup: CheckSetup) -> None:
 
 
 def two_connections(setup: CheckSetup) -> None:
-    """Two connections between the same Nodes are independent."""
+    """Checks that two connections between the same Nodes are independent."""
     second: Peer = setup.near.connect(setup.target.address())
     handle = setup.target.allocate("r", 128)
     regions: list[RemoteRegion] = [setup.peer.region(handle), second.region(handle)]

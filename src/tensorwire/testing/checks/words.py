@@ -17,7 +17,7 @@ from ..target import round_value
 
 
 def signal_ordering(setup: CheckSetup) -> None:
-    """Whoever sees word >= k sees every byte of the call that raised it to k.
+    """Checks that a reader of word >= k sees every byte of the call that raised it to k.
 
     The target looks at once, in another thread or process, many times, with calls of very
     different sizes and with batches.
@@ -42,7 +42,7 @@ def signal_ordering(setup: CheckSetup) -> None:
 
 
 def signal_is_maximum(setup: CheckSetup) -> None:
-    """A word never falls, whatever is written with a lower value."""
+    """Checks that a word never falls, whatever is written with a lower value."""
     remote = setup.remote("r", 64)
     word = remote.word(8)
     for value, expected in ((5, 5), (3, 5), (5, 5), (2**64 - 1, 2**64 - 1), (0, 2**64 - 1)):
@@ -57,7 +57,7 @@ def signal_is_maximum(setup: CheckSetup) -> None:
 
 
 def signal_without_bytes(setup: CheckSetup) -> None:
-    """An empty write and an empty batch still signal."""
+    """Checks that an empty write and an empty batch still signal."""
     remote = setup.remote("r", 64)
     finish(remote.write(b"", signal=(remote.word(0), 1)))
     assert setup.target.value("r", 0) == 1
@@ -69,7 +69,7 @@ def signal_without_bytes(setup: CheckSetup) -> None:
 
 
 def signal_after(setup: CheckSetup) -> None:
-    """A signal waits for the transfers that it names, and fails with them."""
+    """Checks that a signal waits for the transfers that it names, and fails with them."""
     remote, gone = setup.remote("r", 20_000_000), setup.remote("gone", 64)
     writes = [
         remote[8 + i * 4_000_000 :][:4_000_000].write(np.full(4_000_000, i + 1, np.uint8))
@@ -93,7 +93,7 @@ def signal_after(setup: CheckSetup) -> None:
 
 
 def waiters(setup: CheckSetup) -> None:
-    """Many threads wait for one word; each value wakes exactly those that it should."""
+    """Checks that each value of a word wakes exactly the threads that wait for it."""
     with setup.rounds([1, 1, 1]) as (remote, word):
 
         def wait(value: int) -> None:
@@ -111,7 +111,7 @@ def waiters(setup: CheckSetup) -> None:
 
 
 def word_timeouts(setup: CheckSetup) -> None:
-    """Waiting for a word ends in time, and starting over works."""
+    """Checks that a wait for a word ends in time, and can be repeated."""
     mine = setup.near.allocate(64)
     start = time.monotonic()
     for timeout_s in (0, 0.0, 0.05):
@@ -127,7 +127,7 @@ def word_timeouts(setup: CheckSetup) -> None:
 
 
 def word_awaited(setup: CheckSetup) -> None:
-    """An event loop waits for words that the peer raises, several at a time."""
+    """Checks that an event loop waits for words that the peer raises, several at a time."""
     rounds = 200
     with setup.rounds([1] * rounds) as (remote, word):
 
@@ -143,7 +143,7 @@ def word_awaited(setup: CheckSetup) -> None:
 
 
 def fetch_add(setup: CheckSetup) -> None:
-    """Additions of two peers and several threads all count; each old value is given once."""
+    """Checks that all additions of peers and threads count, and each old value occurs once."""
     handle = setup.target.allocate("r", 64)
     setup.target.fill("r", 0, bytes([255]) * 8)  # the neighbour must not feel a carry
     per_thread = 200
@@ -169,7 +169,7 @@ def fetch_add(setup: CheckSetup) -> None:
 
 
 def transfer_timeouts(setup: CheckSetup) -> None:
-    """A timeout of wait() ends the waiting only."""
+    """Checks that a timeout of wait() ends the waiting only."""
     size = 64 << 20
     remote = setup.remote("r", size)
     data = pattern(1 << 20)

@@ -99,7 +99,7 @@ class Activations:
             self.edges.put(_gradient(name, stage), array_of(gradient))
 
     def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
-        """Returns the gradients of all values that a stage here made for others, until `release`."""
+        """Returns the gradients of all values that a stage here made for others; see `release`."""
         found: dict[str, torch.Tensor] = {}
         arrivals = self._gradients.setdefault((stage.index, at), [])
         for name in stage.outputs:

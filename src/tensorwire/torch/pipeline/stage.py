@@ -147,7 +147,7 @@ class Stage:
     def _begin(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
     ) -> tuple[dict[str, Any], list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
-        """Returns the leaves of a micro-batch, the start of its backward, and its gradients."""
+        """Returns the leaves of a micro-batch, the roots of its backward, and their gradients."""
         leaves, made = self._kept.pop(microbatch)
         roots: list[torch.Tensor | GradientEdge] = []
         seeds: list[torch.Tensor | None] = []

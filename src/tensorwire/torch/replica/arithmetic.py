@@ -217,7 +217,7 @@ class Arithmetic:
         return False
 
     def _begins_damped(self) -> bool:
-        """Tells whether a group of SGD begins with momentum later than others, its first step undamped.
+        """Tells whether a group of SGD begins with momentum later than others, undamped.
 
         Servers know first steps of tensors, and not of their momentum, which is 0 until then.
         """
