@@ -1,7 +1,7 @@
 """Writes and reads checkpoints in memory that a job lends: the files `checkpoints/…`.
 
-A file lies in parts at server 0: one is asked for, and then written one-sidedly. Who reads finds
-the parts in an index. A checkpoint is seen when it is complete.
+A file lies in parts at server 0: a writer asks for a part, and then writes it one-sidedly. A reader
+finds the parts in an index. A checkpoint is seen when it is complete.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _AGAIN_S = 0.1
 
 
 def is_checkpoint(path: str) -> bool:
-    """Tells whether a path is that of a checkpoint, or in one."""
+    """Tells whether a path names a checkpoint, or something in one."""
     return path.startswith(f"{CHECKPOINTS}/")
 
 
 class CheckpointDesk:
-    """Where this process asks a job for memory for checkpoints. Any thread.
+    """Asks a job for memory for checkpoints. Any thread.
 
     The methods raise OSError, with the errno that docs/files.md tells.
 
@@ -69,7 +69,7 @@ class CheckpointDesk:
         self._settling, self._settling_lock = False, threading.Lock()
 
     def make_folder(self, path: str, anew: bool = True) -> None:
-        """A checkpoint is about to be written by this process, beside others.
+        """Begins a checkpoint that this process will write, beside others.
 
         Args:
             path: of the checkpoint.
@@ -80,19 +80,19 @@ class CheckpointDesk:
         self.ask(path, of=path, do="folder", path=_inner(path))
 
     def write(self, path: str) -> CheckpointWriting:
-        """What writes a file from its beginning to its end."""
+        """Returns the writer of a file, which goes from its beginning to its end."""
         of = path.rpartition("/")[0]
         told = self.ask(path, of=of if is_checkpoint(of) else None, do="make", path=_inner(path))
         made = self._open[path] = CheckpointWriting(self, path, int(told["number"]))
         return made
 
     def complete(self, path: str) -> None:
-        """All files of a checkpoint that this process and others write are there."""
+        """Completes a checkpoint; this process and others have written all its files."""
         self.ask(path, of=path, do="complete", path=_inner(path))
         self._begun.pop(path, None)
 
     def rename(self, path: str, to: str) -> None:
-        """A file that this process and others write gets another name in its checkpoint."""
+        """Renames a file within a checkpoint that is being written."""
         self.ask(path, do="rename", path=_inner(path), to=_inner(to))
         self._finish_folder(to)
 
@@ -104,28 +104,28 @@ class CheckpointDesk:
             writing.discard()
 
     def finish(self, path: str, number: int) -> None:
-        """A file is whole."""
+        """Finishes a file, which is whole."""
         self.ask(path, do="finish", number=number)
         self.finished(path)
         self._finish_folder(path)
 
     def _finish_folder(self, path: str) -> None:
-        """With `.metadata` a checkpoint is complete."""
+        """Ends the writing of a checkpoint with its file `.metadata`."""
         of, _, name = path.rpartition("/")
         if name == METADATA:
             self._begun.pop(of, None)
 
     def finished(self, path: str) -> None:
-        """A file is not written any more."""
+        """Forgets the writer of a file that is not written any more."""
         self._open.pop(path, None)
 
     def give_up(self, path: str, number: int) -> None:
-        """A file cannot be written: its checkpoint is not to be, and the memory comes back."""
+        """Gives up a file: its checkpoint will not be, and the memory goes back."""
         self.finished(path)
         self.ask(path, do="give up", number=number)
 
     def region(self, name: str) -> RemoteRegion:
-        """Memory that was got."""
+        """Returns the memory that server 0 has given under this name."""
         assert self._peer is not None
         return self._peer.region(name)
 
@@ -171,12 +171,12 @@ class CheckpointDesk:
         return self._answer(lease[ANSWERS])
 
     def unwanted(self, number: int) -> None:
-        """A file is to be given up as soon as server 0, which has not answered, goes on."""
+        """Gives up a file later, as soon as server 0, which has not answered, goes on."""
         self._unwanted.append(number)
         self._settle_later()
 
     def _settle(self, lease: RemoteRegion) -> None:
-        """Nothing stays of what server 0 was too late for, and no answer is taken for another."""
+        """Takes late answers of server 0, and frees the memory of requests that timed out."""
         if self._answered < self._number:
             answer = self._answer(lease[ANSWERS])
             if self._late.get("do") == "make" and not answer["errno"]:
@@ -188,7 +188,7 @@ class CheckpointDesk:
             self._unwanted.pop()
 
     def _settle_later(self) -> None:
-        """Also if nobody asks for anything more."""
+        """Starts a thread that settles late answers even if nobody asks for anything more."""
         with self._settling_lock:
             if self._settling:
                 return
@@ -244,7 +244,7 @@ class CheckpointDesk:
 
 
 class CheckpointWriting(FileWriting):
-    """Writes one file of a checkpoint, one byte behind the other. One thread at a time.
+    """Writes one file of a checkpoint from its first byte to its last. One thread at a time.
 
     Args:
         desk: where memory is got.
@@ -260,7 +260,7 @@ class CheckpointWriting(FileWriting):
         self._failure: OSError | None = None
 
     def write(self, offset: int, data: Any) -> int:
-        """Writes bytes behind those that are written; returns how many."""
+        """Appends bytes to those already written; returns how many."""
         self._check()
         if self._over:
             raise refuse(errno.EPERM, self._path, "it was closed before, and is whole")
@@ -282,7 +282,7 @@ class CheckpointWriting(FileWriting):
 
     @property
     def size_bytes(self) -> int:
-        """That were written."""
+        """The number of bytes that were written."""
         return self._size
 
     @property
@@ -291,14 +291,14 @@ class CheckpointWriting(FileWriting):
         return self._failure is not None
 
     def truncate(self, size: int) -> None:
-        """It begins empty."""
+        """Refuses any size but the present one: a checkpoint is written from start to end."""
         self._check()
         if size != self._size:
             with self._or_never():
                 raise refuse(errno.EINVAL, self._path, "a checkpoint is written from start to end")
 
     def sync(self) -> None:
-        """The file is whole."""
+        """Finishes the file, which is whole."""
         self._check()
         if self._over:
             return
@@ -309,11 +309,11 @@ class CheckpointWriting(FileWriting):
             self._desk.finish(self._path, self._number)
 
     def discard(self) -> None:
-        """It was removed while it was written."""
+        """Drops the unsent bytes of a file that was removed while it was written."""
         self._over, self._part = True, np.empty(0, np.uint8)
 
     def abandon(self) -> None:
-        """It will not be whole, and so there is nothing of its checkpoint."""
+        """Gives the file up before it is whole, and its checkpoint with it."""
         if not self._over and self._failure is None:
             self.discard()
             self._desk.give_up(self._path, self._number)
@@ -339,7 +339,7 @@ class CheckpointWriting(FileWriting):
 
     @contextlib.contextmanager
     def _or_never(self) -> Iterator[None]:
-        """Who fails here does not go on when there is room, behind bytes that are missing."""
+        """Makes an error of the block final, so that no later byte follows a gap."""
         try:
             yield
         except OSError as error:
@@ -388,7 +388,7 @@ class _FileItem(Item):
 
 
 def checkpoints_folder(reader: JobReader, path: str) -> Folder:
-    """The folder of those that are complete."""
+    """Returns the folder of the complete checkpoints."""
 
     def names() -> list[str]:
         return sorted({each.partition("/")[0] for each in reader.checkpoints()})

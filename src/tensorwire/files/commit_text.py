@@ -14,7 +14,7 @@ _MOST_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class CommitText:
-    """What somebody says of the gradients of a version.
+    """The text of a commit of the gradients of a version.
 
     Attributes:
         version: of the parameters that they were computed with.

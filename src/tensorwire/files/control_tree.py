@@ -25,7 +25,7 @@ _SCALE_S = 300.0
 
 
 class Controlled(Protocol):
-    """What is controlled, as `Tree` has it."""
+    """The actions that control files have, as `Tree` implements them."""
 
     reader: JobReader
     owner: JobOwner
@@ -41,20 +41,20 @@ class Controlled(Protocol):
         """Gives it back."""
 
     def taken(self) -> list[tuple[int, int]]:
-        """The stores and versions of those that are held."""
+        """Returns (store, version) of the snapshots that are held."""
 
     def written(self) -> list[str]:
         """Returns the files of parameters that are written and not committed."""
 
     def discard_written(self) -> None:
-        """They are not to be committed."""
+        """Discards written parameters, which will not be committed."""
 
     def commit_written(self, version: int, allow_nan: bool, path: str) -> None:
-        """They become the parameters when the job goes on."""
+        """Commits written parameters; the job has them when it goes on."""
 
 
 def control_folder(tree: Controlled, path: str) -> Folder:
-    """The folder."""
+    """Returns the folder `control`."""
 
     def command(
         text: Callable[[], str], do: Callable[[Controlled, str, str], object]
@@ -174,7 +174,7 @@ def _scale(tree: Controlled, path: str, text: str) -> None:
 
 
 def _lines(path: str, text: str, *many: str) -> list[str]:
-    """Those with something in them; what is told twice, but what `many` names, makes no sense."""
+    """Returns the non-empty lines; a repeated name that is not in `many` is an error."""
     lines = [line for each in re.split("[\n;]", text) if (line := each.strip())]
     names = [name for line in lines if (name := line.split()[0]) not in many]
     if twice := next((name for name in names if names.count(name) > 1), ""):

@@ -21,7 +21,7 @@ from .tree_items import FileWriting
 
 
 class Drafts:
-    """What is written of one store in the present pause. Any thread.
+    """The written parameters of one store in the present pause. Any thread.
 
     Args:
         store: that it is of.
@@ -36,14 +36,14 @@ class Drafts:
         self._files: dict[int, bytearray] = {}
 
     def goes_on_with(self, store: ReadStore) -> bool:
-        """Whether it is the same store, perhaps with other servers than before."""
+        """Tells whether it is the same store, perhaps with other servers, and adopts it then."""
         if store.layout.spec != self.store.layout.spec:
             return False
         self.store = store
         return True
 
     def begin(self, path: str) -> int:
-        """The version behind which it is written; what was written in another pause is gone.
+        """Returns the version that written values will follow; values of another pause are gone.
 
         Raises:
             OSError: EROFS if the store does not stand still.
@@ -71,24 +71,24 @@ class Drafts:
             return [file_name(tensors[index].name) for index in sorted(self._files)]
 
     def discard(self) -> None:
-        """Nothing is written."""
+        """Discards everything that was written."""
         with self._lock:
             self._files.clear()
 
     def file(self, tensor: StoredTensor, whole: bytes | None) -> bytearray:
-        """What is written of a tensor; at first it is `whole`, or empty."""
+        """Returns the written bytes of a tensor; at first these are `whole`, or empty."""
         with self._lock:
             return self._files.setdefault(tensor.index, bytearray(whole or b""))
 
     def has(self, tensor: StoredTensor) -> bool:
-        """It is written, in this pause."""
+        """Tells whether a tensor was written in this pause."""
         if self.store.held_version() != self._version:
             return False
         with self._lock:
             return tensor.index in self._files
 
     def commit(self, owner: JobOwner, version: int, allow_nan: bool, path: str) -> None:
-        """All that is written becomes the job's parameters when it goes on.
+        """Makes the written values the job's parameters when it goes on.
 
         Raises:
             OSError: ESTALE for another version, ENODATA if nothing is written, or what is wrong
@@ -152,7 +152,7 @@ class DraftWriting(FileWriting):
         return len(source)
 
     def truncate(self, size: int) -> None:
-        """The file gets this size."""
+        """Gives the file this size."""
         if size > self._most:
             raise self._too_large()
         file = self._file(empty=size == 0)
@@ -161,7 +161,7 @@ class DraftWriting(FileWriting):
         del file[size:]
 
     def read(self, start: int, stop: int) -> bytes | None:
-        """What is written; None if nothing is."""
+        """Returns the written bytes [start, stop); None if nothing was written."""
         return bytes(self._file()[start:stop]) if self._drafts.has(self._tensor) else None
 
     def _file(self, empty: bool = False) -> bytearray:

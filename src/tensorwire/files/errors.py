@@ -72,7 +72,7 @@ class Explanations:
 
 @contextmanager
 def as_os_errors(path: str) -> Iterator[None]:
-    """What tensorwire raises becomes an OSError about a path."""
+    """Turns the block's errors into OSErrors about a path."""
     try:
         yield
     except OSError as error:

@@ -40,7 +40,7 @@ class FileWorker:
 
     A worker of `tensorwire run --file-workers` that is on this host and this user's. Parameters are
     read elsewhere: by `JobReader`, `tw://…` or a mount. Several processes may use one worker, as
-    long as each file has one writer. What is wrong with a file is told by `commit`.
+    long as each file has one writer. `commit` reports errors in a file.
 
     Args:
         address: "host:port" of server 0, or of its door.
@@ -104,13 +104,13 @@ class FileWorker:
         return self.memory.version
 
     def path(self, name: str = "") -> str:
-        """Where a tensor's gradient is among the files of the job; "": the folder."""
+        """Returns the path of a tensor's gradient among the job's files; "": the folder."""
         return f"{self._folder}/{file_name(name)}.npy" if name else self._folder
 
     # ---- gradients
 
     def write(self, name: str, gradient: ArrayLike) -> None:
-        """The gradient of a tensor, of its shape; it is converted to the tensor's dtype.
+        """Writes the gradient of a tensor, of its shape and converted to the tensor's dtype.
 
         A tensor of bfloat16 takes two bytes for each element ("|V2", or uint16).
 
@@ -144,7 +144,7 @@ class FileWorker:
         absent: tuple[str, ...] = (),
         allow_nan: bool = False,
     ) -> None:
-        """All gradients of a version are there: the step takes them.
+        """Commits all gradients of a version, so that the step takes them.
 
         It returns when they were checked. `wait` tells when the next version is in place.
 
@@ -162,7 +162,7 @@ class FileWorker:
         self.commit_text(str(CommitText(version, samples, tuple(absent), allow_nan)))
 
     def commit_text(self, text: str) -> None:
-        """As `commit`, with what the file `commit` has."""
+        """Commits like `commit`, with the text of the file `commit`."""
         with self._lock:
             memory = self.memory  # connects anew where the process was replaced
             assert memory is self._memory

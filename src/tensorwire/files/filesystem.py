@@ -38,7 +38,7 @@ class TensorwireFileSystem(AbstractFileSystem):
     These are the gradients of workers that run no script, checkpoints, the files in `control` and,
     while the job is paused, parameters.
 
-    Paths are those behind the address: `params/layer.weight.npy`. Any thread. It connects when it
+    Paths begin after the address: `params/layer.weight.npy`. Any thread. It connects when it
     is used first, and keeps the connection until `close` or the end of the process; a forked child
     makes one of its own.
 
@@ -157,16 +157,16 @@ class TensorwireFileSystem(AbstractFileSystem):
         return True
 
     def modified(self, path: str) -> datetime.datetime:
-        """When this process saw the version first."""
+        """Returns the time when this process saw the version first."""
         found = self.tree.entry(self._strip_protocol(path))
         return datetime.datetime.fromtimestamp(found.modified, datetime.UTC)
 
     def created(self, path: str) -> datetime.datetime:
-        """As `modified`: a version is a new file."""
+        """Returns the same as `modified`: a version is a new file."""
         return self.modified(path)
 
     def ukey(self, path: str) -> str:
-        """What is the same as long as the content is: of the path and the version."""
+        """Returns a key of path and version, which is the same as long as the content is."""
         found = self.tree.entry(self._strip_protocol(path))
         version = found.modified if found.version is None else found.version
         return hashlib.sha256(f"{self.address} {found.path} {version}".encode()).hexdigest()
@@ -253,11 +253,11 @@ class TensorwireFileSystem(AbstractFileSystem):
     # ---- what is refused
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """A checkpoint is about to be written; refused elsewhere."""
+        """Begins a checkpoint; refused for any other path."""
         self.makedirs(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """As `mkdir`; nothing is done where another folder is there."""
+        """Begins a checkpoint like `mkdir`; does nothing if another folder exists already."""
         path = self._strip_protocol(path)
         if not is_checkpoint(path):
             if not (exist_ok and self.isdir(path)):
@@ -268,7 +268,7 @@ class TensorwireFileSystem(AbstractFileSystem):
             self.tree.desk.make_folder(path)
 
     def mkdirs(self, path: str, exist_ok: bool = False) -> None:
-        """As `makedirs`, but what was written of a checkpoint counts: `put` asks for each file."""
+        """Begins a checkpoint like `makedirs`, but keeps its written files, as `put` needs it."""
         name = self._strip_protocol(path)
         if exist_ok and is_checkpoint(name):
             self.tree.desk.make_folder(name, anew=False)
@@ -276,7 +276,7 @@ class TensorwireFileSystem(AbstractFileSystem):
             self.makedirs(path, exist_ok)
 
     def rmdir(self, path: str) -> None:
-        """Refused: a checkpoint is removed with what is in it."""
+        """Refuses to remove a folder: a checkpoint is removed with its content."""
         raise _read_only(path)
 
     def _rm(self, path: str) -> None:
@@ -286,7 +286,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         self.tree.desk.remove(path)
 
     def rm_file(self, path: str) -> None:
-        """A checkpoint that is a file, or a file that is written; refused elsewhere."""
+        """Removes a checkpoint that is a file, or a file that is being written."""
         self._rm(path)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
@@ -298,11 +298,11 @@ class TensorwireFileSystem(AbstractFileSystem):
             self._rm(name)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        """Refused."""
+        """Refuses to copy within the job."""
         raise _read_only(path2)
 
     def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
-        """A file of a checkpoint that is written gets another name; refused elsewhere."""
+        """Renames a file of a checkpoint that is being written; refuses any other path."""
         old, new = self._strip_protocol(path1), self._strip_protocol(path2)
         if not (is_checkpoint(old) and is_checkpoint(new)):
             raise _read_only(old)
@@ -316,11 +316,11 @@ class TensorwireFileSystem(AbstractFileSystem):
             file.write(value)
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
-        """Refused."""
+        """Refuses to touch a file."""
         raise _read_only(path)
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
-        """Into a checkpoint; refused elsewhere."""
+        """Copies a local file into a checkpoint; refuses any other path."""
         if not is_checkpoint(self._strip_protocol(rpath)):
             raise _read_only(rpath)
         super().put_file(lpath, rpath, *args, **options)
@@ -335,11 +335,11 @@ class OpenFile(io.RawIOBase):
         self.size, self.version = content.size_bytes, content.version
 
     def readable(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -378,9 +378,9 @@ class OpenFile(io.RawIOBase):
 
 
 class WritableFile(io.RawIOBase):
-    """A file that may be written, as a file of Python. One thread at a time.
+    """A writable file, as a file object of Python. One thread at a time.
 
-    Who closes it has said all: there is no call for it in fsspec, and a `commit` is made then.
+    Closing it commits the content, because fsspec has no call for that.
     """
 
     def __init__(self, writing: FileWriting) -> None:
@@ -389,7 +389,7 @@ class WritableFile(io.RawIOBase):
         self._abandoned = False
 
     def writable(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def tell(self) -> int:
@@ -405,7 +405,7 @@ class WritableFile(io.RawIOBase):
         return count
 
     def abandon(self) -> None:
-        """What is written from now on, and that it is closed, means nothing."""
+        """Abandons the file: later writes and the close have no effect."""
         self._abandoned = True
         self._writing.abandon()
 
@@ -418,7 +418,7 @@ class WritableFile(io.RawIOBase):
 
 
 class WritableStream(io.BufferedWriter):
-    """What `open` gives for writing: left by an exception, it does not count as written."""
+    """The stream that `open` gives for writing; an exception discards the written bytes."""
 
     raw: WritableFile
 
@@ -430,7 +430,7 @@ class WritableStream(io.BufferedWriter):
 
 
 class BufferedFile(io.BufferedReader):
-    """What `open` gives: fsspec, and what is built on it, asks for the size."""
+    """The stream that `open` gives for reading, with the size that fsspec asks for."""
 
     raw: OpenFile
 
@@ -485,7 +485,7 @@ _MADE: weakref.WeakValueDictionary[int, TensorwireFileSystem] = weakref.WeakValu
 
 
 def _forked() -> None:
-    """In a forked child: connections are the parent's, and a thread that is not here may lock."""
+    """Resets file systems in a forked child: the connections are the parent's."""
     for each in list(_MADE.values()):
         each._opening = threading.Lock()
         each._opened.clear()

@@ -20,7 +20,7 @@ UNKNOWN_INODE = 0xFFFFFFFF
 
 
 class Operation(IntEnum):
-    """What the kernel asks for."""
+    """The requests of the kernel."""
 
     LOOKUP = 1
     FORGET = 2
@@ -56,13 +56,13 @@ CHANGING = frozenset({6, 8, 13, 21, 24, 51})
 """SYMLINK, MKNOD, LINK, SETXATTR, REMOVEXATTR and TMPFILE."""
 
 DIRECT_IO = 1
-"""Of an open file: nothing of it is kept by the kernel."""
+"""A flag of an open file: the kernel keeps none of its bytes."""
 PASSTHROUGH = 1 << 7
-"""Of an open file: the kernel reads and maps another one for it, the backing."""
+"""A flag of an open file: the kernel reads and maps another file for it, the backing."""
 
 SIZE = 1 << 3
 MODE, UID, GID = 1 << 0, 1 << 1, 1 << 2
-"""Of SETATTR: what is to be changed."""
+"""Flags of SETATTR: the attributes to change."""
 
 
 def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid: int) -> bytes:
@@ -76,7 +76,7 @@ def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid:
 
 
 def inode_of(path: str) -> int:
-    """What programs are told as the inode of a path, of all versions of it.
+    """Returns the inode number of a path, the same for all versions of it.
 
     `cp` skips a file whose inode is another one when it opens it than when it has looked at it.
     """
@@ -171,7 +171,7 @@ def unpack_xattr(body: bytes) -> tuple[int, str]:
 
 
 def xattr_size(size: int) -> bytes:
-    """The answer to GETXATTR and LISTXATTR of who asks for a size."""
+    """Returns the answer to a GETXATTR or LISTXATTR that asks for a size."""
     return struct.pack("<II", size, 0)
 
 

@@ -1,8 +1,8 @@
 """Lays out the memory in which gradients are written as files and from which they are committed.
 
 A head, a table with the size of each file, a description of the files, and room for each of them.
-A file's size is as far as it was written, as everywhere; 0: it is not there; `ABSENT`: the worker
-has no gradient for that tensor. Whoever wants to write looks first whether the head allows it.
+The size counts the bytes that were written, as everywhere; 0 means no file, `ABSENT` that the
+worker has no gradient for that tensor. A writer first checks that the head allows it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADER_ROOM = 1024  # what others write in front of the elements may be longer 
 _MOST_HEADER = 65536
 
 _KIND = re.compile(r"[<>=|]?[a-zA-Z?][0-9]{0,4}")
-"""Of elements in a header. numpy is given no other text: there are some that end the process."""
+"""The form of a dtype in a header. numpy gets no other text: some end the process."""
 
 OPEN, COMMITTED, OVER = 0, 1, 2
 """Files may be written; they were committed, and the next version is awaited; nobody reads them."""
@@ -109,7 +109,7 @@ class GradientMemory:
 
     @staticmethod
     def make(memory: Bytes, told: bytes, count: int, store: int) -> GradientMemory:
-        """Zeroed memory becomes one; that of a predecessor stays as it is."""
+        """Makes one of zeroed memory; the memory of a predecessor stays as it is."""
         words = memory[:_HEAD_BYTES].view(np.uint64)
         if int(words[_MAGIC_AT]) != _MAGIC:
             at = _HEAD_BYTES + 8 * count
@@ -136,12 +136,12 @@ class GradientMemory:
 
     @property
     def samples(self) -> float | None:
-        """What the gradients stand for, as it was committed; None: nobody has said."""
+        """The committed number of samples of the gradients; None if the commit gives none."""
         value = float(self._memory[_SAMPLES_AT : _SAMPLES_AT + 8].view(np.float64)[0])
         return value or None
 
     def index(self, name: str) -> int:
-        """That of a tensor's file; LookupError if it gets no gradients."""
+        """Returns the index of a tensor's file; LookupError if it gets no gradients."""
         if name not in self._index:
             raise LookupError(f"no tensor {name!r} gets gradients")
         return self._index[name]
@@ -152,7 +152,7 @@ class GradientMemory:
         return self._memory[file.at : file.at + file.room_bytes]
 
     def size(self, index: int) -> int:
-        """Of a file as far as it was written."""
+        """Returns the size of a file as far as it was written."""
         size = int(self.sizes[index])
         return 0 if size == ABSENT else min(size, self.files[index].room_bytes)
 
@@ -170,7 +170,7 @@ class GradientMemory:
             raise refuse(errno.ESTALE, path, "the optimizer was closed, or has other parameters")
 
     def truncate(self, index: int, size: int, path: str) -> None:
-        """A file gets this size; what is new of it is 0."""
+        """Gives a file this size; new bytes are 0."""
         self.check_open(path)
         room, before = self.room(index), self.size(index)
         if size > len(room):
@@ -198,22 +198,22 @@ class GradientMemory:
     # ---- who commits
 
     def commit(self, samples: float | None) -> None:
-        """Nobody writes until the next version is in place."""
+        """Closes the files for writers until the next version is in place."""
         self._memory[_SAMPLES_AT : _SAMPLES_AT + 8].view(np.float64)[0] = samples or 0.0
         self._words[_STATE] = COMMITTED
 
     def open(self, version: int) -> None:
-        """A version is in place: the files of the next one are empty."""
+        """Opens empty files for the next version, once a version is in place."""
         self.sizes[:] = 0
         self._words[_VERSION] = version
         self._words[_STATE] = OPEN
 
     def reopen(self) -> None:
-        """The commit does not count, and the files may be written again."""
+        """Opens the files again after a commit that does not count."""
         self._words[_STATE] = OPEN
 
     def end(self) -> None:
-        """Nobody reads this memory any more."""
+        """Marks the memory as over: nobody reads it any more."""
         self._words[_STATE] = OVER
 
     def elements(self, index: int, path: str, allow_nan: bool = True) -> Bytes | None:
@@ -270,7 +270,7 @@ def _files_of(told: bytes, end: int) -> list[GradientFile]:
 
 
 def _check_header(data: bytes, file: GradientFile, path: str) -> int:
-    """Where the elements begin; raises if the header is not that of such a tensor."""
+    """Returns the offset of the elements; raises if the header does not fit the tensor."""
     if len(data) < 10:
         raise refuse(errno.ENODATA, path, "not even its header is whole")
     if data[:6] != b"\x93NUMPY" or data[6] not in (1, 2, 3):

@@ -49,7 +49,7 @@ class GradientFolders:
         self._looked = float("-inf")
 
     def ranks(self) -> list[int]:
-        """Of these workers."""
+        """Returns the ranks of the workers that take files."""
         with self._lock:
             if time.monotonic() - self._looked > _LOOK_S:
                 found = [each.rank for each in file_workers_of(self._address)]
@@ -58,14 +58,14 @@ class GradientFolders:
             return self._ranks
 
     def worker(self, rank: int) -> FileWorker:
-        """One of them; raises OSError as `FileWorker`."""
+        """Returns a worker that takes files; raises OSError like `FileWorker`."""
         with self._lock:
             if rank not in self._workers:
                 self._workers[rank] = FileWorker(self._address, rank)
             return self._workers[rank]
 
     def commit(self, worker: FileWorker) -> _CommitWriting:
-        """What writes to a worker's `commit`: one for all, as one may write and another sync."""
+        """Returns the writer of a worker's `commit`, shared because one may write, another sync."""
         with self._lock:
             path = f"{worker.path()}/{COMMIT}"
             return self._commits.setdefault(worker.rank, _CommitWriting(worker, path))
@@ -116,7 +116,7 @@ class _GradientWriting(FileWriting):
 
 
 class _CommitItem(Item):
-    """What is written here, with the file's sync, commits the gradients."""
+    """The file `commit`: a written text commits the gradients with the file's sync."""
 
     def __init__(self, path: str, changes: Changes, writing: _CommitWriting) -> None:
         super().__init__(path)
@@ -140,7 +140,7 @@ class _CommitWriting(FileWriting):
 
     @property
     def text(self) -> bytes:
-        """What was written since the last commit."""
+        """Returns the text written since the last commit."""
         return bytes(self._text)
 
     def write(self, offset: int, data: Any) -> int:
@@ -169,7 +169,7 @@ class _CommitWriting(FileWriting):
 
 
 def gradients_folder(path: str, folders: GradientFolders) -> Folder:
-    """The folder with one of each such worker."""
+    """Returns the folder with a folder for each worker that takes files."""
 
     def child(at: str, name: str) -> Item:
         ranks = {str(each): each for each in folders.ranks()}

@@ -34,11 +34,11 @@ def find_way(
     """Returns how to reach the job whose server 0 is at an address.
 
     Args:
-        address: of server 0 or of its door; of a job of another host or user that of the door,
-            which `tensorwire ls` shows.
-        secret: for reading; None: that in `secret_file`, else that which the environment names
-            (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else that in the job's file, for
-            jobs of this host and user.
+        address: of server 0 or of its door; for a job of another host or user of the door, which
+            `tensorwire ls` shows.
+        secret: for reading; None: the secret in `secret_file`, else the one that the environment
+            names (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else the one in the job's
+            file, for jobs of this host and user.
         secret_file: a file with the secret.
 
     Raises:
@@ -70,7 +70,7 @@ def find_server(address: str) -> RunningServer | None:
 
 
 def is_launched_here(address: str) -> bool:
-    """A job of this user on this host runs whose server is at an address, if it is there now."""
+    """Tells whether an address belongs to a running job of this user on this host."""
     try:
         found = [each for each in logged_jobs() if each.running]
     except UnavailableError:  # there is no folder for logs
@@ -108,7 +108,7 @@ def make_node(name: str, secret: bytes, transports: tuple[str, ...] | None) -> N
 
 @contextlib.contextmanager
 def _without_job_secret() -> Iterator[None]:
-    """Node takes the secret of the environment where it gets none; a reader has its own or none."""
+    """Hides the job's secret in the environment from a Node; a reader has its own or none."""
     names = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:

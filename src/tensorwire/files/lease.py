@@ -49,7 +49,7 @@ class DoorLease:
         self._door.region(BELL).word(0).fetch_add(1, 10.0)
 
     def answer(self, deadline: float) -> Reply:
-        """What the server answers.
+        """Waits for the server's answer and returns it.
 
         Raises:
             TimeoutError: nothing in time; the request is withdrawn.
@@ -83,7 +83,7 @@ class DoorLease:
                 region.word(0).set(self._beats)
 
     def give_up(self) -> None:
-        """Whatever was asked for, and is held, is freed."""
+        """Frees the lease, and with it everything asked for and held."""
         region, self._region = self._region, None
         if region is not None:
             with contextlib.suppress(TensorwireError):

@@ -1,8 +1,8 @@
 """Answers the kernel's FUSE requests for a running job that is mounted as a folder.
 
-The core reads the requests and answers reads of what lies in memory; this module has what is what.
-A file of a version is a file of its own: who has it open, or mapped, sees that version, and the
-kernel keeps no pages of one for another. What stat(2) tells as its inode is that of the path.
+The core reads the requests and answers reads of bytes in memory; this module knows the files. A
+file of a version is a file of its own: a program that has it open, or mapped, sees that version,
+and the kernel keeps no pages of one for another. The inode of stat(2) belongs to the path.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class JobMount:
     # ---- requests
 
     def _add_thread(self) -> None:
-        """The lock is held; only a thread that has started can be waited for."""
+        """Starts a thread. The caller holds the lock; only a started thread can be waited for."""
         thread = threading.Thread(target=self._run, name="tensorwire-fuse", daemon=True)
         self._idle += 1
         thread.start()
@@ -250,7 +250,7 @@ class JobMount:
         return self._looked_up(self._path(parent, name_in(body)))[1]
 
     def _looked_up(self, path: str) -> tuple[_Node, bytes]:
-        """What is at a path, which the kernel then knows, and the answer that tells it."""
+        """Returns the node at a path, which the kernel then knows, and the answer for it."""
         found = self._tree.entry(path)
         with self._lock:
             written = max(self._written.get(path, [0.0])) > time.monotonic()
@@ -447,7 +447,7 @@ class JobMount:
         return b""
 
     def _flush(self, _: int, body: bytes) -> bytes:
-        """Of close(2), which hears what becomes of a checkpoint; not of one that has nothing yet.
+        """Answers close(2) of a checkpoint's file with the result, unless it is still empty.
 
         A shell closes its own copy of a descriptor before the program writes.
         """

@@ -1,7 +1,7 @@
 """Adds the checkpoints that are written through a mount to the tree of the job.
 
-A checkpoint is in the tree of the job when it is complete. Who writes one by a mount has to see
-what he has made before that, and nobody else does.
+A checkpoint is in the tree of the job when it is complete. A program that writes one through a
+mount has to see its files before that, and nobody else does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _File:
 
 
 class MountedTree:
-    """What a mount shows. Any thread. The methods raise OSError, as those of `Tree`.
+    """The tree that a mount shows. Any thread. The methods raise OSError, as those of `Tree`.
 
     Args:
         tree: of the job.
@@ -54,7 +54,7 @@ class MountedTree:
     # ---- what there is
 
     def entry(self, path: str) -> TreeEntry:
-        """What is at a path."""
+        """Returns the entry at a path."""
         if (file := self._files.get(path)) is not None:
             return _file_entry(path, file)
         if (made := self._folders.get(path)) is not None:
@@ -62,7 +62,7 @@ class MountedTree:
         return _writable(self._tree.entry(path))
 
     def entries(self, path: str) -> list[TreeEntry]:
-        """What is in a folder."""
+        """Returns the entries of a folder."""
         files, folders = list(self._files.items()), list(self._folders.items())
         made = [_file_entry(*each) for each in files] + [_folder_entry(*each) for each in folders]
         pending = {each.path: each for each in made if each.path.rpartition("/")[0] == path}
@@ -80,7 +80,7 @@ class MountedTree:
         return self._tree.open(path)
 
     def open_for_writing(self, path: str, flags: int = 0) -> FileWriting:
-        """What writes to a file that is there.
+        """Returns the writer of an existing file.
 
         Args:
             path: of the file.
@@ -101,14 +101,14 @@ class MountedTree:
             return self._begin(path)
 
     def create(self, path: str) -> FileWriting:
-        """What writes to a new file."""
+        """Returns the writer of a new file."""
         if not is_checkpoint(path):
             raise refuse(errno.EROFS, path)
         with self._lock:
             return self._begin(path)
 
     def truncate(self, path: str, size: int) -> None:
-        """The file gets this size."""
+        """Gives the file this size."""
         file = self._files.get(path)
         writing = None if file is None else file.writing
         if writing is None:
@@ -137,7 +137,7 @@ class MountedTree:
 
     @contextlib.contextmanager
     def _forgotten_if_gone(self, path: str) -> Iterator[None]:
-        """What server 0 has nothing of any more is not shown either."""
+        """Hides a checkpoint if the block shows that server 0 does not have it any more."""
         try:
             yield
         except OSError as error:
@@ -146,13 +146,13 @@ class MountedTree:
             raise
 
     def give_up(self, path: str, writing: CheckpointWriting) -> None:
-        """A file will not be whole, as the mount ends before it is closed."""
+        """Gives up a file that is not whole, as the mount ends before it is closed."""
         with self._lock, contextlib.suppress(OSError):  # it goes with this process's connection
             self._forget(path)
             writing.abandon()
 
     def closed(self, path: str, writing: FileWriting) -> None:
-        """A file of a checkpoint is whole; with the last one its checkpoint is complete."""
+        """Finishes a whole file; with its last one a checkpoint is complete."""
         with self._lock:
             file = self._files.get(path)
             if file is None or file.writing is not writing:
@@ -167,14 +167,14 @@ class MountedTree:
                 self._forget(path)
 
     def failed(self, path: str) -> None:
-        """A file could not be written: nothing is there of its checkpoint."""
+        """Forgets the checkpoint of a file that could not be written."""
         with self._lock:
             self._forget(path)
 
     # ---- what a checkpoint is
 
     def make_folder(self, path: str) -> None:
-        """A checkpoint of several files is begun."""
+        """Begins a checkpoint of several files."""
         if not is_checkpoint(path):
             raise refuse(errno.EROFS, path)
         with self._lock:
@@ -184,7 +184,7 @@ class MountedTree:
             self._folders[path] = time.time()
 
     def complete(self, path: str) -> None:
-        """All files of a checkpoint are written, also where none of them is `.metadata`."""
+        """Completes a checkpoint whose files are all written, also without a `.metadata`."""
         with self._lock:
             if path in self._folders:
                 with self._forgotten_if_gone(path):
@@ -192,7 +192,7 @@ class MountedTree:
                 self._forget(path)
 
     def remove(self, path: str) -> None:
-        """A file, or a checkpoint that is one."""
+        """Removes a file, or a checkpoint that is a file."""
         if not is_checkpoint(path):
             raise refuse(errno.EROFS, path)
         with self._lock:
@@ -203,7 +203,7 @@ class MountedTree:
             self._files.pop(path, None)
 
     def remove_folder(self, path: str) -> None:
-        """A checkpoint with all that is in it."""
+        """Removes a checkpoint with its content."""
         if not is_checkpoint(path):
             raise refuse(errno.EROFS, path)
         with self._lock:
@@ -212,7 +212,7 @@ class MountedTree:
             self._forget(path)
 
     def rename(self, path: str, to: str, keep: bool = False) -> None:
-        """A file of a checkpoint that is written gets another name in it; `keep`: a new one."""
+        """Renames a file of a checkpoint that is being written; `keep`: only to a new name."""
         if not (is_checkpoint(path) and is_checkpoint(to)):
             raise refuse(errno.EROFS, path)
         with self._lock:
@@ -228,7 +228,7 @@ class MountedTree:
                 self._forget(to)
 
     def _forget(self, path: str) -> None:
-        """Nothing of a checkpoint is shown that is not in the job's tree."""
+        """Forgets a checkpoint, so that only the job's tree shows it."""
         name = "/".join(path.split("/")[:2])
         self._folders.pop(name, None)
         for each in [each for each in self._files if f"{each}/".startswith(f"{name}/")]:
@@ -249,7 +249,7 @@ def _folder_entry(path: str, made: float) -> TreeEntry:
 
 
 def _writable(found: TreeEntry) -> TreeEntry:
-    """The job's user may write checkpoints."""
+    """Returns the entry, writable if the job's user may write checkpoints there."""
     if found.path == CHECKPOINTS or is_checkpoint(found.path):
         return replace(found, mode=WRITABLE)
     return found

@@ -19,7 +19,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
 
 def npy_header(dtype: str, shape: Sequence[int]) -> bytes:
-    """What is in front of the elements, which follow in C order."""
+    """Returns the header of the elements, which follow in C order."""
     described = numpy_dtype(dtype).newbyteorder("<").str
     text = repr({"descr": described, "fortran_order": False, "shape": tuple(shape)})
     size = len(_MAGIC) + 2 + len(text) + 1

@@ -100,7 +100,7 @@ class JobOwner:
         return self._numbers
 
     def pause(self, timeout_s: float) -> int:
-        """The job stands still behind the step that it makes now; returns when it does.
+        """Pauses the job after its present step, and returns when it stands still.
 
         Returns:
             The version that is in place from then on.
@@ -139,7 +139,7 @@ class JobOwner:
         return found[1]
 
     def go_on(self) -> None:
-        """The pause is over; so it is if there was none."""
+        """Ends the pause, if there is one."""
         with self._lock:
             word = self._pause_word()
             before = _value(word, 0)
@@ -156,9 +156,9 @@ class JobOwner:
     # ---- writing
 
     def write(self, store: ReadStore, version: int, values: Mapping[int, Bytes]) -> None:
-        """Values for tensors become the next version, all of them, when the job goes on.
+        """Writes values for tensors, which all become the next version when the job goes on.
 
-        Nothing of them counts before this returns, whoever dies.
+        Until this returns none of them counts, even if a process dies.
 
         Args:
             store: that stands still.
@@ -212,7 +212,7 @@ class JobOwner:
             raise StaleHandleError(f"the job does not stand still at version {version} any more")
 
     def _await_settled(self, store: ReadStore, version: int) -> None:
-        """Other servers may be about to make the version."""
+        """Waits until all servers have the version; some may still be making it."""
         deadline = time.monotonic() + _WAIT_S
         while store.settled(range(len(store.doors))) != version:
             self._check_held(store, version)
@@ -237,7 +237,7 @@ class JobOwner:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nobody else of this user writes parameters; whoever is killed lets others do so."""
+        """Locks out other writers of parameters of this user; the lock ends with this process."""
         server = self._server()  # in another container one may have the same number
         path = runtime_folder() / f"writes-{server.pid}-{server.started:.6f}"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -284,7 +284,7 @@ class JobOwner:
         return "".join(f"{each['text']}\n" for each in outcome.values())
 
     def _await_known(self, outcome: Mapping[str, Any]) -> None:
-        """Server 0 hears later than the launcher who has come or gone."""
+        """Waits until server 0 knows the new workers and servers; the launcher hears first."""
         deadline = time.monotonic() + _KNOWN_S
         with contextlib.suppress(TensorwireError):  # it is done, whatever becomes of the job
             while time.monotonic() < deadline and is_still_wanted():
@@ -299,7 +299,7 @@ class JobOwner:
     # ---- connections
 
     def _server(self) -> RunningServer:
-        """What server 0 tells its user.
+        """Returns the facts of server 0 for its user.
 
         Raises:
             PermissionError: it is not this user's, or of another host.

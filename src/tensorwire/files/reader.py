@@ -43,7 +43,7 @@ _MOST_AHEAD = 64  # how many versions later than possible a snapshot is asked fo
 
 
 class Read(NamedTuple):
-    """What was read: the bytes, and the version that all of them are of."""
+    """The result of a read: the bytes, and the version of all of them."""
 
     data: bytes
     version: int
@@ -54,9 +54,9 @@ class JobReader:
 
     Args:
         address: "host:port" of server 0, for jobs of this host and user; else of its door.
-        secret: for reading; None: that in `secret_file`, else that which the environment names
-            (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else that of the job's own file,
-            for jobs of this host and user.
+        secret: for reading; None: the secret in `secret_file`, else the one that the environment
+            names (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else the one in the job's
+            file, for jobs of this host and user.
         secret_file: a file with it.
         transports: which may be used; None: all. See `tensorwire.Node`.
         timeout_s: for each answer, and for a version that is being made to be complete.
@@ -65,7 +65,7 @@ class JobReader:
         address, timeout_s: as given.
 
     Raises:
-        PermissionError: the secret is not that of the job's readers.
+        PermissionError: the secret is not the one for the job's readers.
         PeerLostError: nobody listens there.
         UnavailableError: there is no job, or one of another version of tensorwire.
         TimeoutError: no answer in time.
@@ -109,7 +109,7 @@ class JobReader:
     # ---- what there is
 
     def status(self) -> dict[str, Any]:
-        """What server 0 says of the job: workers, servers, stores, snapshots; see docs/files.md."""
+        """Returns server 0's description of the job; see docs/files.md."""
         with self._lock:
             node, door = self._connected()
             return read_status(door, node.name, _STATUS_S)
@@ -125,7 +125,7 @@ class JobReader:
         return [int(each["number"]) for each in self.status()["stores"]]
 
     def store(self, number: int = 0) -> ReadStore:
-        """What a store has and where.
+        """Returns the description of a store and the places of its arrays.
 
         Raises:
             LookupError: there is none, or none yet; the message tells who has not joined.
@@ -203,7 +203,7 @@ class JobReader:
             return Read(data, snapshot.version)
 
     def read_into(self, tensor: StoredTensor, target: Bytes) -> int:
-        """Likewise all of a tensor, into memory of its size; returns the version."""
+        """Reads all of a tensor into memory of its size; returns the version."""
         version = self._read_live(
             tensor, 0, tensor.size_bytes, lambda: tensor.copy_into(0, tensor.size_bytes, target)
         )
@@ -287,7 +287,7 @@ class JobReader:
             raise
 
     def _ask_all(self, ask: Ask, deadline: float) -> list[Reply]:
-        """What each server answers."""
+        """Asks all servers, and returns the answer of each."""
         try:
             for lease in self._leases:
                 lease.send(ask)
@@ -306,7 +306,7 @@ class JobReader:
             self._heart.start()
 
     def _release(self, ask: Ask) -> None:
-        """A snapshot is closed; another one of the same version keeps it at the servers."""
+        """Closes a snapshot; another one of the same version keeps it at the servers."""
         with self._lock:
             if ask not in self._held:
                 return  # the connection is another one by now
@@ -330,7 +330,7 @@ class JobReader:
     # ---- connections
 
     def _connected(self) -> tuple[Node, Peer]:
-        """This side's Node, and the door of server 0."""
+        """Returns this side's Node, and the door of server 0, after connecting if need be."""
         if self._closed:
             raise ClosedError("the reader was closed")
         if self._process != os.getpid():

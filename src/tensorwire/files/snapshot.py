@@ -24,7 +24,7 @@ _WAIT_S = 60.0
 
 
 class _Part(NamedTuple):
-    """What one server has of a snapshot."""
+    """The part of a snapshot that one server has."""
 
     model: RemoteRegion
     held: list[FileRange]
@@ -84,14 +84,14 @@ class ReaderSnapshot:
         self.close()
 
     def close(self) -> None:
-        """The servers get the memory back. Idempotent."""
+        """Gives the memory back to the servers. Idempotent."""
         if not self._closed:
             self._closed = True
             self._parts.clear()
             self._release(self._ask)
 
     def tensor_bytes(self, tensor: StoredTensor, header: bytes = b"") -> bytes:
-        """Returns a tensor, or a state if the snapshot is whole, behind a header."""
+        """Returns the header and a tensor's bytes; of a state only if the snapshot is whole."""
         self._check()
         if tensor.state is None:
             place = self._file.places[tensor.index]
@@ -107,7 +107,7 @@ class ReaderSnapshot:
         return b"".join(pieces)
 
     def read(self, start: int, stop: int, header: bytes = b"") -> bytes:
-        """Returns bytes [start, stop) of the model file, behind a header."""
+        """Returns the header and bytes [start, stop) of the model file."""
         self._check()
         pieces: list[tuple[int, bytes | memoryview]] = [(-1, header)]
         for part in self._parts:
@@ -132,7 +132,7 @@ class ReaderSnapshot:
         return [piece for _, piece in sorted(found, key=lambda each: each[0])]
 
     def read_into(self, target: Bytes) -> None:
-        """All bytes of the model file."""
+        """Reads all bytes of the model file."""
         self._check()
         for part in self._parts:
             transfers = [
@@ -146,7 +146,7 @@ class ReaderSnapshot:
                 transfer.wait(_WAIT_S)
 
     def sealed(self) -> SealedModel:
-        """The model file as a file of this host, for who maps it; see `SealedModel`."""
+        """Returns the model file as a file of this host that can be mapped; see `SealedModel`."""
         if (path := self.server_path) is not None:
             return SealedModel(path, self, -1)
         descriptor = self.sealed_copy()

@@ -84,7 +84,7 @@ class ReadStore:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors, in the model's order."""
+        """The names of the tensors, in the model's order."""
         return list(self._indices)
 
     def newest_version(self) -> int:
@@ -97,7 +97,7 @@ class ReadStore:
         return self._word(0) // 2
 
     def held_word(self) -> int:
-        """Whether it stands still because its job is paused, see `hold.held_word`."""
+        """Reads the word that tells whether it stands still for a pause; see `hold.held_word`."""
         value = np.zeros(1, np.uint64)
         self._words[0][HELD_WORD_AT : HELD_WORD_AT + 8].read(value).wait(_WAIT_S)
         return int(value[0])
@@ -107,7 +107,7 @@ class ReadStore:
         return held_version(self.held_word())
 
     def settled(self, servers: Sequence[int]) -> int | None:
-        """The version that all these servers have in place; None: they are between two."""
+        """Returns the version that all these servers have in place; None while they differ."""
         words = {self._word(server) for server in servers}
         word = words.pop()
         return word // 2 if not words and word % 2 == 0 and word >= 2 * FIRST_VERSION else None
@@ -120,7 +120,7 @@ class ReadStore:
         return self._regions[key]
 
     def place(self, server: int, part: str) -> ReadPlace | None:
-        """Where a server's share of an array lies; None: it can be read from snapshots only."""
+        """Returns the place of a server's share of an array; None: only snapshots have it."""
         return self._facts[server].places.get(part)
 
     def _word(self, server: int) -> int:
@@ -150,7 +150,7 @@ class StoredTensor:
 
     @cached_property
     def is_live(self) -> bool:
-        """It can be read as it is now."""
+        """Tells whether it can be read without a snapshot."""
         return all(
             self.store.place(server, self._part) is not None
             for server in self._servers(0, self.size_bytes)
@@ -161,7 +161,7 @@ class StoredTensor:
         return self.store.settled(self._servers(start, stop))
 
     def copy(self, start: int, stop: int, header: bytes = b"") -> bytes:
-        """Its bytes [start, stop) as they are now, behind a header; perhaps of several versions."""
+        """Returns the header and the present bytes [start, stop), perhaps of several versions."""
         pieces: list[bytes | memoryview] = [header]
         under_way = []
         for source in self._sources(start, stop):
@@ -176,7 +176,7 @@ class StoredTensor:
         return b"".join(pieces)
 
     def copy_into(self, start: int, stop: int, target: Bytes) -> None:
-        """Likewise, into memory of that size."""
+        """Copies the present bytes [start, stop) into memory of that size."""
         under_way, at = [], 0
         for source in self._sources(start, stop):
             end = at + source.size_bytes
@@ -186,7 +186,7 @@ class StoredTensor:
             transfer.wait(60.0)
 
     def _sources(self, start: int, stop: int) -> Iterator[RemoteRegion]:
-        """Where its bytes [start, stop) lie, one piece behind the other."""
+        """Yields the regions with its bytes [start, stop), piece by piece."""
         first = self.store.layout.places[self.index].start
         for server, begin, end in parts_of(self.store.shares, first + start, first + stop):
             place = self.store.place(server, self._part)
@@ -195,7 +195,7 @@ class StoredTensor:
             yield self.store.region(place)[at : at + end - begin]
 
     def _servers(self, start: int, stop: int) -> list[int]:
-        """Those that have a part of it; of nothing, server 0."""
+        """Returns the servers that have a part of it; server 0 for an empty one."""
         first = self.store.layout.places[self.index].start
         parts = parts_of(self.store.shares, first + start, first + stop)
         return [server for server, _, _ in parts] or [0]

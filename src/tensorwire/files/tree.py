@@ -84,13 +84,13 @@ class Tree:
     # ---- what there is
 
     def entry(self, path: str) -> TreeEntry:
-        """What is at a path; raises ENOENT or ENOTDIR."""
+        """Returns the entry at a path; raises ENOENT or ENOTDIR."""
         parts = _parts(path)
         with as_os_errors(path):
             return self._find(path, parts).entry()
 
     def entries(self, path: str) -> list[TreeEntry]:
-        """What is in a folder; raises ENOENT or ENOTDIR."""
+        """Returns the entries of a folder; raises ENOENT or ENOTDIR."""
         parts = _parts(path)
         with as_os_errors(path):
             found = self._find(path, parts)
@@ -110,7 +110,7 @@ class Tree:
             return found.open()
 
     def open_for_writing(self, path: str) -> FileWriting:
-        """What writes to a file that may be written; raises EROFS, EISDIR and others."""
+        """Returns the writer of a writable file; raises EROFS, EISDIR and others."""
         parts = _parts(path)
         with as_os_errors(path):
             try:
@@ -124,7 +124,7 @@ class Tree:
     def sealed(self, path: str) -> SealedModel:
         """Returns a model.safetensors as a file of this host that can be mapped, or raises EINVAL.
 
-        What it is good for and until when: see `SealedModel`.
+        `SealedModel` says for how long and for what it can be used.
         """
         parts = _parts(path)
         with as_os_errors(path):
@@ -185,7 +185,7 @@ class Tree:
     # ---- parameters that are written
 
     def drafts(self, store: ReadStore) -> Drafts:
-        """What this process has been given of a store."""
+        """Returns the values written through this process for a store."""
         found = self._drafts.get(store.number)
         if found is None or not found.goes_on_with(store):
             found = self._drafts[store.number] = Drafts(store)
@@ -197,11 +197,11 @@ class Tree:
         return [name for store in found for name in self.drafts(store).names]
 
     def discard_written(self) -> None:
-        """They are not to be committed."""
+        """Discards written parameters, which will not be committed."""
         self._drafts.clear()
 
     def commit_written(self, version: int, allow_nan: bool, path: str) -> None:
-        """They become the parameters when the job goes on; raises as `Drafts.commit`."""
+        """Commits written parameters for when the job goes on; raises like `Drafts.commit`."""
         found = self.owner.held()
         if found is None:
             raise refuse(errno.EROFS, path, "the job is not paused: write 1 into control/pause")
@@ -214,13 +214,13 @@ class Tree:
         return self.reader.store(_first(self)).version()
 
     def seen(self, version: int) -> float:
-        """When a version was seen first by this process."""
+        """Returns the time when this process saw a version first."""
         if len(self._seen) > 1000:
             self._seen.clear()
         return self._seen.setdefault(version, time.time())
 
     def held_snapshot(self, store: int, version: int, whole: bool) -> ReaderSnapshot:
-        """A snapshot that there is, held once more."""
+        """Returns one more hold on an existing snapshot."""
         mine = self._snapshots.get((store, version))
         whole = whole or (mine is not None and mine.whole) or self._is_whole(store, version)
         return self.reader.snapshot(store, version=version, whole=whole)
@@ -271,7 +271,7 @@ class _Array(Item):
         return TreeEntry(self.path, False, size, version, spec.dtype, spec.stored_shape, seen, mode)
 
     def _is_open_to_writers(self) -> bool:
-        """It is a parameter of a job that is paused."""
+        """Tells whether it is a parameter of a paused job."""
         if self._version is not None or self._tensor.state is not None:
             return False
         return is_written(self._tensor) and self._tensor.store.held_version() is not None
@@ -292,7 +292,7 @@ class _Array(Item):
         return FileContent.of_bytes(data, self._version)
 
     def _live(self) -> FileContent:
-        """Read when it is read first, all of it if not all is asked for: of one version."""
+        """Returns content of one version that the first read fetches; all of it if need be."""
         size = len(self._header) + self._tensor.size_bytes
         kept: list[bytes | memoryview] = []
 
@@ -337,7 +337,7 @@ class _ModelItem(Item):
         return TreeEntry(self.path, False, size, version, modified=self.tree.seen(version))
 
     def snapshot(self) -> ReaderSnapshot:
-        """What the file has, until it is closed."""
+        """Returns a snapshot with the content, until it is closed."""
         number = self._store.number
         if self._version is None:
             return self.tree.reader.snapshot(number)
@@ -493,7 +493,7 @@ def _first(tree: Tree) -> int:
 
 
 def _tensor_of(file: str) -> str:
-    """The name of a tensor or state from that of its file; LookupError if it is none."""
+    """Returns the name of the tensor or state in a file of this name, or raises LookupError."""
     stem = file.removesuffix(NPY)
     name = tensor_name(stem)
     if not file.endswith(NPY) or file_name(name) != stem:

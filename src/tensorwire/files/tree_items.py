@@ -40,7 +40,7 @@ class TreeEntry:
 
     @property
     def writable(self) -> bool:
-        """It may be written."""
+        """True if it may be written."""
         return bool(self.mode & 0o200)
 
     @property
@@ -55,7 +55,7 @@ class FileContent:
     Attributes:
         size_bytes: of it.
         version: of it; None: it has none.
-        buffers: called while it is open, all of it as memory, one piece behind the other; or None.
+        buffers: called while it is open, all of it as memory, one piece after the other; or None.
         whole: reads all of it, where the first read does that and keeps it; else None.
         backing: called while it is open, a file of this host with just this content, for reading;
             or None.
@@ -80,7 +80,7 @@ class FileContent:
 
     @staticmethod
     def of_bytes(data: bytes, version: int | None = None) -> FileContent:
-        """A content that is here."""
+        """Returns the content of bytes that are here."""
         return FileContent(
             len(data), lambda start, stop: data[start:stop], version, buffers=lambda: [data]
         )
@@ -98,7 +98,7 @@ class FileContent:
             return self._read(start, stop) if start < stop else b""
 
     def read_part(self, start: int, stop: int) -> bytes:
-        """Likewise, where nothing else will be read: no more than that is moved."""
+        """Reads bytes [start, stop) and moves no more than these, for a file read only once."""
         with as_os_errors(self._path):
             return self._read_part(start, stop) if start < stop else b""
 
@@ -114,7 +114,7 @@ class Changes:
         self._seen: dict[str, tuple[object, float]] = {}
 
     def when(self, path: str, content: object) -> float:
-        """In seconds since 1970, of what is at a path now."""
+        """Returns the time when the content at a path became this one, in seconds since 1970."""
         before = self._seen.get(path)
         if before is None or before[0] != content:
             before = self._seen[path] = content, time.time()
@@ -129,28 +129,28 @@ class FileWriting:
         raise NotImplementedError
 
     def truncate(self, size: int) -> None:
-        """The file gets this size."""
+        """Gives the file this size."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> bytes | None:
-        """Bytes [start, stop) of what is written; None: as of who reads alone."""
+        """Returns the written bytes [start, stop); None: a reader's content counts."""
         return None
 
     def sync(self) -> None:
-        """What it does that was written to it is done when this returns."""
+        """Returns when the action of everything written so far is done."""
 
     def abandon(self) -> None:
-        """Who writes it has failed, and does not go on: it does not do what it does when whole."""
+        """Discards the file: its writer failed, so the action of a whole file must not happen."""
 
 
 class Item:
-    """What is at a path."""
+    """An entry of the tree: a file or folder at a path."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def entry(self) -> TreeEntry:
-        """As it is listed."""
+        """Returns the entry that listings show."""
         raise NotImplementedError
 
     def open(self) -> FileContent:
@@ -158,7 +158,7 @@ class Item:
         raise NotImplementedError
 
     def open_for_writing(self) -> FileWriting:
-        """What writes to it; EROFS where nothing can."""
+        """Returns its writer; raises EROFS if nothing can write it."""
         raise refuse(errno.EROFS, self.path)
 
 
@@ -175,11 +175,11 @@ class Folder(Item):
         self.names, self._child = names, child
 
     def entry(self) -> TreeEntry:
-        """As it is listed."""
+        """Returns the entry that listings show."""
         return TreeEntry(self.path, is_folder=True)
 
     def child(self, name: str) -> Item:
-        """What has a name here; LookupError if nothing has."""
+        """Returns the item of a name in this folder, or raises LookupError."""
         return self._child(f"{self.path}/{name}" if self.path else name, name)
 
 
@@ -191,7 +191,7 @@ class Text(Item):
         self._changes, self._text = changes, text
 
     def entry(self) -> TreeEntry:
-        """As it is listed."""
+        """Returns the entry that listings show."""
         data = self._text().encode()
         modified = self._changes.when(self.path, data)
         return TreeEntry(self.path, size_bytes=len(data), modified=modified)
@@ -205,7 +205,7 @@ _MOST_COMMAND = 4096
 
 
 class _CommandWriting(FileWriting):
-    """What is written at once is a command, and done when that returns."""
+    """The writer of a command file: each write is a command, done when the write returns."""
 
     def __init__(self, path: str, do: Callable[[str], object]) -> None:
         self._path, self._do = path, do
@@ -239,11 +239,11 @@ class CommandItem(Text):
         self._do = do
 
     def entry(self) -> TreeEntry:
-        """As it is listed."""
+        """Returns the entry that listings show."""
         return replace(super().entry(), mode=WRITABLE)
 
     def open_for_writing(self) -> FileWriting:
-        """What takes commands."""
+        """Returns the writer that takes commands."""
         return _CommandWriting(self.path, self._do)
 
 

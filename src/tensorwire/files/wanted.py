@@ -10,14 +10,14 @@ _here = threading.local()
 
 
 def is_still_wanted() -> bool:
-    """What this thread does at present is still wanted. Who waits long asks now and then."""
+    """Tells whether this thread's present task is still wanted; long waits ask now and then."""
     check: Callable[[], bool] | None = getattr(_here, "check", None)
     return check is None or check()
 
 
 @contextlib.contextmanager
 def wanted_while(check: Callable[[], bool]) -> Iterator[None]:
-    """What this thread does inside is wanted as long as `check` says so."""
+    """Makes the block's work wanted only as long as `check` says so."""
     before = getattr(_here, "check", None)
     _here.check = check
     try:

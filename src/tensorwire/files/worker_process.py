@@ -2,7 +2,7 @@
 
 `tensorwire run --file-workers` starts it. It is a worker like the others and runs no script: it
 follows worker 0 (`parameters.worker.following`), and where a step wants gradients it takes those
-that others have written into its memory. Who writes connects to a socket in the user's runtime
+that others have written into its memory. A writer connects to a socket in the user's runtime
 folder, gets that memory, and asks for commits. It needs no torch.
 """
 
@@ -121,19 +121,19 @@ class WorkerFiles:
         return True
 
     def tell_version(self) -> None:
-        """Gradients are wanted with a version that is in place, unless nothing changes in it."""
+        """Opens the files for a new version in place, unless nothing changes in it."""
         if self.memory.version < self.store.version and self.store.is_settled:
             self.memory.open(self.store.version)
 
     def close(self) -> None:
-        """Who has the memory mapped learns that nobody reads it."""
+        """Marks the memory as over for programs that have it mapped, and frees it."""
         self.memory.end()
         os.close(self.descriptor)
         self._member.memory.free(self._region)
 
 
 class Writers:
-    """Those who write gradients: programs of this user on this host. One thread.
+    """The connections of programs of this user on this host that write gradients. One thread.
 
     Args:
         member: this worker.
@@ -210,7 +210,7 @@ class Writers:
         channel.close()
 
     def _do(self, request: _WriterRequest) -> list[int]:
-        """What is asked for; the descriptors that are the answer."""
+        """Does a request; returns the descriptors for the answer."""
         if self.files is None:
             raise refuse(errno.ENOENT, f"grads/{self._rank}", "no optimizer is there yet")
         if request.get("do") == "open":
@@ -221,7 +221,7 @@ class Writers:
         raise ValueError("it asks for nothing")
 
     def close(self) -> None:
-        """Nobody connects any more, and who has connected learns that the job is over."""
+        """Closes the socket and all connections, so that the writers learn of the job's end."""
         self._file.close()
         remove_own(self._path)
         for key in list(self._selector.get_map().values()):
@@ -271,7 +271,7 @@ class FileWorkerProcess:
         return 5e-4 if waits else _MOST_PAUSE_S
 
     def _take_files(self) -> bool:
-        """Files for the newest store, which gets their gradients."""
+        """Makes files for the newest store and answers a step; tells whether it did answer."""
         files, stores = self._writers.files, self._follower.stores
         newest = stores[max(stores)] if stores else None
         if files is not None and files.store is not newest:
@@ -292,7 +292,7 @@ class FileWorkerProcess:
 
 
 def main() -> int:
-    """The exit code is 0 when the job has ended in good order."""
+    """Runs the worker; returns 0 when the job has ended in good order."""
     put_output_aside()
     place = World.from_environment()
     if place is None:

@@ -1,7 +1,7 @@
 """Decides when a share moves from a server that is slower than others, and where to. Pure.
 
-Workers wait for the slowest server in each step. The time of a server is that of the share that it
-worked on longest; it is taken to be proportional to the bytes of all shares that it has.
+Workers wait for the slowest server in each step. A server takes as long as the share on which it
+worked longest; this time is assumed to be proportional to the bytes of all its shares.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 WINDOWS = 3
-"""A server has to be the slowest in so many measurements, one behind the other."""
+"""The number of consecutive measurements in which a server must be the slowest."""
 
 GAIN = 0.9
-"""What the slowest server would take after a move, at most, as a part of what one takes now."""
+"""The most time that the slowest server may take after a move, relative to the present one."""
 
 LEAST_VERSIONS = 10
 """A measurement has so many versions; else it goes on."""
 
 
 class Reading(NamedTuple):
-    """What a share has done since it was opened.
+    """The work of a share since it was opened.
 
     Attributes:
         versions: how many it has made.
@@ -49,12 +49,12 @@ class Balance:
         self._suspect, self._times = -1, 0
 
     def begin_again(self) -> None:
-        """Shares have moved, or a server was replaced: what was measured counts no more."""
+        """Forgets earlier measurements, after shares have moved or a server was replaced."""
         self._before.clear()
         self._suspect, self._times = -1, 0
 
     def look(self, owners: Mapping[int, int], readings: Mapping[int, Reading]) -> Suggestion | None:
-        """The end of a window; a move, if one was due in enough of them.
+        """Ends a window of measurement; returns a move if one was due in enough windows.
 
         Args:
             owners: the server that has each share.

@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Arguments: the launcher's process number, the soft limit of open files, the command."""
+    """Executes a command, after the launcher's pid and the limit of open files in sys.argv."""
     launcher, open_files, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     # Outlives the exec below. The kernel sends it when the thread that started us ends.
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):

@@ -1,8 +1,8 @@
 """Opens the unix socket at which programs of this user ask the launcher of a job for changes.
 
-Who connects gets a number that is used once, and shows by it that it knows the job's secret. It
-asks with one message, hears lines on how far it is, and then the outcome or an error; the messages
-are in docs/launch.md. Knows no job: what is asked is done in scaling.py; who asks does so by
+A client gets a number that is used once, and proves with it that it knows the job's secret. It asks
+with one message, hears lines on the progress, and then the outcome or an error; the messages are in
+docs/launch.md. Knows no job: scaling.py carries out the requests; clients use
 `membership.ask_launcher`. Nothing here blocks.
 """
 
@@ -49,7 +49,7 @@ class _Cancellation(TypedDict):
 
 
 class Client:
-    """Somebody who has connected to the door.
+    """A client that has connected to the socket.
 
     Attributes:
         message: what it asks; None so far.
@@ -69,21 +69,21 @@ class Client:
         return self._channel.fileno()
 
     def say(self, text: str) -> None:
-        """A line on how far it is."""
+        """Sends a line on the progress."""
         self._send({"says": text})
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        """What was asked is done."""
+        """Sends the outcome of the request, and closes the connection."""
         self._send({"done": outcome})
         self.close()
 
     def refuse(self, text: str, busy: bool = False) -> None:
-        """It is not done, for a reason; `busy`: it may be possible later."""
+        """Sends the reason of a refusal, and closes; `busy`: it may be possible later."""
         self._send({"error": text, "busy": busy})
         self.close()
 
     def close(self) -> None:
-        """It is heard no more."""
+        """Closes the connection."""
         self._channel.close()
 
     def hear(self) -> bool:
@@ -146,7 +146,7 @@ class ControlDoor:
         self.descriptor = self._epoll.fileno()
 
     def requests(self) -> Iterator[Client]:
-        """Who asks for something, and knows the secret."""
+        """Yields clients with a request that know the secret."""
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -157,7 +157,7 @@ class ControlDoor:
                     self.forget(client)
 
     def forget(self, client: Client) -> None:
-        """Nothing more is heard of it; what it is told it still gets."""
+        """Stops listening to a client, which still gets its answer."""
         for descriptor, each in list(self._clients.items()):
             if each is client:
                 with contextlib.suppress(OSError, ValueError):  # it is closed
@@ -165,7 +165,7 @@ class ControlDoor:
                 del self._clients[descriptor]
 
     def close(self) -> None:
-        """Removes the name. Who waits finds out. May be called again."""
+        """Removes the name and closes all connections. May be called again."""
         for client in self._clients.values():
             client.close()
         self._clients.clear()

@@ -1,7 +1,7 @@
 """Keeps which server has which shares of the parameters where shares can move.
 
-A share is in memory that outlives every process; whoever serves it has its socket to the launcher.
-A server is a process with a socket for each share, also for those that it does not have.
+A share is in memory that outlives every process; its server has the share's socket to the launcher.
+A server is a process with a socket for each share, also for shares that it does not have.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Dealt:
         self._sockets: dict[int, list[socket.socket]] = {}
 
     def shares_of(self, number: int) -> list[int]:
-        """What a server has, or the one that ended last under its number."""
+        """Returns the shares of a server, or of the last server that ended under its number."""
         return sorted(share for share, owner in self.owners.items() if owner == number)
 
     def has_served(self, process: Process) -> bool:
-        """Whether a process has a share, so that it could have another one at once."""
+        """Tells whether a process has a share, so that it could have another one at once."""
         return any(self.servers.get(owner) is process for owner in self.owners.values())
 
     def run(self, number: int, process: Process, sockets: Sequence[socket.socket]) -> None:
-        """A process is a server from now on, in place of another one with its number.
+        """Makes a process a server, in place of another one with its number.
 
         Args:
             number: of the server.
@@ -47,19 +47,19 @@ class Dealt:
         self.servers[number], self._sockets[number] = process, list(sockets)
 
     def give(self, share: int, process: Process, keeper: Keeper) -> None:
-        """A server has a share from now on, and is to be told so by the keeper."""
+        """Gives a share to a server, and has the keeper tell it."""
         number = next(n for n, each in self.servers.items() if each is process)
         keeper.attach(self._sockets[number][share])
         self.owners[share] = number
 
     def forget(self, number: int) -> None:
-        """A server is there no more."""
+        """Forgets a server that is gone."""
         self.servers.pop(number, None)
         for each in self._sockets.pop(number, []):
             each.close()  # that the keeper of a share has closed, too
 
     def close(self) -> None:
-        """Nobody gets another share: whoever has none ends."""
+        """Closes all sockets, so that servers without a share end."""
         for number in list(self._sockets):
             self.forget(number)
 

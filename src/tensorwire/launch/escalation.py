@@ -30,16 +30,16 @@ class Escalation:
 
     @property
     def given_up(self) -> bool:
-        """What was killed long ago runs still."""
+        """True if a process still runs although it was killed long ago."""
         return passed(self._give_up_at)
 
     def times(self) -> list[float]:
-        """When there is something to do."""
+        """Returns the times at which there is something to do."""
         times = (self._term_at, self._kill_at, self._give_up_at)
         return [at for at in times if at is not None]
 
     def term_within(self, wait_s: float) -> None:
-        """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
+        """Plans SIGTERM in so many seconds, or earlier if that was planned already."""
         if self._kill_at is None and self._give_up_at is None:
             at = time.monotonic() + wait_s
             self._term_at = at if self._term_at is None else min(at, self._term_at)
@@ -55,7 +55,7 @@ class Escalation:
             self.kill(running)
 
     def kill(self, running: Iterable[Process]) -> None:
-        """SIGKILL at once."""
+        """Sends SIGKILL at once."""
         self._term_at = self._kill_at = None
         self._give_up_at = time.monotonic() + _UNKILLABLE_S
         for process in running:
@@ -63,5 +63,5 @@ class Escalation:
 
 
 def passed(at: float | None) -> bool:
-    """A time has come; None: it never does."""
+    """Tells whether a time has come; None never comes."""
     return at is not None and time.monotonic() >= at

@@ -36,7 +36,7 @@ class Guard:
         self._tell(group)
 
     def forget(self, group: int) -> None:
-        """The group is gone; its number may be given to others."""
+        """Forgets a group that is gone; its number may be given to others."""
         self._tell(-group)
 
     def close(self) -> None:

@@ -110,17 +110,17 @@ class Keeper:
 
     @property
     def sending(self) -> bool:
-        """Whether `send` has something left that waits for room in the socket."""
+        """True if `send` has something left that waits for room in the socket."""
         return self._socket is not None and bool(self._queue)
 
     @property
     def restorable(self) -> bool:
-        """Whether a successor could go on with what is held."""
+        """True if a successor could go on with the held memory."""
         return LISTENER in self._held
 
     @property
     def taken(self) -> bool:
-        """Whether the process has read all that it was told. True where there was nothing."""
+        """True if the process has read all messages, also if there were none."""
         if self._reset or self._queue:
             return False
         if self._socket is None:
@@ -225,7 +225,7 @@ class Keeper:
 
     @property
     def address(self) -> str:
-        """Where the server listens, as it has said; "" if it has not."""
+        """The address where the server has said that it listens; "" if it has not."""
         if (kept := self._held.get(LISTENER)) is None:
             return ""
         about = json.loads(kept.entry)[1]

@@ -38,11 +38,11 @@ def run(
     OMP_NUM_THREADS is set to a fair share of the cores unless it is set already; the secret is
     fresh unless TENSORWIRE_SECRET_FILE names one.
 
-    What the processes print comes out line by line on our stdout and stderr, with the name of the
-    process in front. On a terminal worker 0 prints to it directly, so that progress bars work.
+    The output of the processes comes out line by line on our stdout and stderr, with the name of
+    the process in front. On a terminal worker 0 prints to it directly, so that progress bars work.
     Worker 0 also has our stdin; the others and the servers have none.
 
-    Of the exceptions that end workers one is shown with its traceback, shortened to the user's
+    One of the exceptions that end workers is shown with its traceback, shortened to the user's
     code, and the others with a line each; docs/launch.md has the rules.
 
     The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
@@ -113,5 +113,5 @@ def run(
 
 
 def supervisor_of(job: JobSpec) -> type[RunSupervisor]:
-    """What runs a job of `tensorwire run`."""
+    """Returns the class that runs a job of `tensorwire run`."""
     return MovingSupervisor if job.moves_shares else RunSupervisor

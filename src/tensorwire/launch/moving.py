@@ -32,7 +32,7 @@ class Moves:
     Args:
         restarts: has all shares, and who has which.
         is_ready: a process that waits for what to serve could begin at once.
-        name: gives a process that waited a name, as that of a server.
+        name: gives a process that waited the name of a server.
         say: prints a line.
         note: writes a line into the log of the job.
     """
@@ -59,7 +59,7 @@ class Moves:
 
     @property
     def dealt(self) -> Dealt:
-        """Who has which share."""
+        """The owner of each share."""
         return self._dealt
 
     @property
@@ -69,12 +69,12 @@ class Moves:
 
     @property
     def idle(self) -> bool:
-        """Nothing moves."""
+        """True if nothing moves."""
         return not self._plan and self._giver is None
 
     @property
     def has_ended_giver(self) -> bool:
-        """Whether the server that gives shares away was ended for that; else it may have died."""
+        """True if the server that gives shares away was ended for that; else it may have died."""
         return self._giver is not None and self._killed
 
     # --- what is asked --------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Moves:
         self._tell = say
 
     def suggest(self, found: Suggestion) -> None:
-        """A share is to move because of what was measured."""
+        """Begins the move of a share that a measurement suggests."""
         self._begin({**self._dealt.owners, found.share: found.to}, found.why)
 
     def _begin(self, plan: dict[int, int], why: str) -> None:
@@ -124,12 +124,12 @@ class Moves:
         return {"servers": {"text": text, "shares": shares, "moved": self._moved}}
 
     def cancel(self, why: str) -> None:
-        """See `Handler`. What has moved stays where it is."""
+        """Cancels the request, see `Handler`; shares that have moved stay where they are."""
         if self._plan:
             self._give_up(f"{why}; {self._moved} shares had moved, and stay where they are")
 
     def stop(self) -> None:
-        """The job is in its end: nothing moves any more."""
+        """Stops all moves, because the job is ending."""
         self.cancel("the job is ending")
         if self._giver is not None and self._giver.code is None and not self._killed:
             self._giver.go_on()
@@ -202,11 +202,11 @@ class Moves:
         self._tell(f"server {number} (pid {process.pid}) is started")
 
     def gives(self, process: Process) -> bool:
-        """Whether this one is about to give shares away, or has ended for that."""
+        """Tells whether this process is about to give shares away, or has ended for that."""
         return process is self._giver
 
     def hand_over(self, process: Process) -> None:
-        """What a server had that has ended goes to others, and the rest to its successor.
+        """Hands the planned shares of an ended server to others, the rest to its successor.
 
         Raises:
             OSError, KeeperError: that cannot be.
@@ -253,17 +253,17 @@ class Moves:
     # --- servers without shares -----------------------------------------------------------------
 
     def is_idle(self, process: Process) -> bool:
-        """Whether a server has no share, or has lost its number to another process."""
+        """Tells whether a server has no share, or has lost its number to another process."""
         number = process.index
         return self._dealt.servers.get(number) is not process or not self._dealt.shares_of(number)
 
     def note_end(self, process: Process) -> None:
-        """A server without a share has ended."""
+        """Notes that a server without a share has ended."""
         if self._dealt.servers.get(process.index) is process:
             self._dealt.forget(process.index)
 
     def end_idle(self) -> None:
-        """Servers without a share end by themselves."""
+        """Lets servers without a share end."""
         for number in list(self._dealt.servers):
             if not self._dealt.shares_of(number):
                 self._dealt.forget(number)

@@ -64,7 +64,7 @@ class MovingSupervisor(RunSupervisor):
         return not self._ending
 
     def _start_share(self, share: int, process: Process) -> bool:
-        """A server begins to serve a share, and listens; false if the job is to end instead."""
+        """Starts a share at a server and waits until it listens; False if the job is to end."""
         arguments = self._job.server_arguments(share, self._addresses)
         try:
             keeper = self._restarts.add_share(share, process, arguments)

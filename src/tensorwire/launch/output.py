@@ -1,9 +1,9 @@
-"""Brings what the processes of a job print to the terminal, line by line.
+"""Brings the output of a job's processes to the terminal, line by line.
 
 Bytes come out of the processes' pipes (`Stream`), are cut into lines (`Lines`) and wait for the
-terminal, file or program that reads our own output (`Output`). Nothing here blocks: a terminal
-that is held with Ctrl-S must not keep the launcher from ending the job. What the processes print
-is bytes, never text, so it needs not be valid UTF-8.
+terminal, file or program that reads our own output (`Output`). Nothing here blocks: a terminal that
+is held with Ctrl-S must not keep the launcher from ending the job. The output is bytes, never text,
+so it needs not be valid UTF-8.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Output:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits that its sources should wait too."""
+        """True if too many bytes wait, so that the sources should wait too."""
         return self._writer is not None and self._writer.waiting >= _MOST_PENDING
 
     def add(self, data: bytes) -> None:
@@ -102,13 +102,13 @@ class Consumer(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether the stream should not be read now."""
+        """True if the stream should not be read now."""
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes, never none."""
 
     def close(self) -> None:
-        """Called behind the last bytes."""
+        """Ends the input; called after the last bytes."""
 
 
 class Lines:
@@ -134,7 +134,7 @@ class Lines:
 
     @property
     def full(self) -> bool:
-        """Whether the output is."""
+        """True if the output is full."""
         return self.output.full
 
     def feed(self, data: bytes) -> None:
@@ -155,7 +155,7 @@ class Lines:
             del self._rest[:LONGEST_LINE]
 
     def rename(self, prefix: str, colour: int | None) -> None:
-        """The lines have another prefix from now on: the process has become another one."""
+        """Changes the prefix of later lines: the process has become another one."""
         self._colour = colour is not None
         self._prefix = prefix.encode()
         if prefix and colour is not None:
@@ -175,7 +175,7 @@ class Lines:
 
 
 def _visible(line: bytearray) -> bytes:
-    """What a line shows in the end: the text after the last carriage return that has some."""
+    """Returns the visible text of a line: the last part between carriage returns that has some."""
     return next((bytes(part) for part in reversed(line.split(b"\r")) if part), b"")
 
 
@@ -203,12 +203,12 @@ class FirstLine:
             self.complete = b"\n" in self.text or len(self.text) > self._longest
 
     def close(self) -> None:
-        """Called behind the last bytes."""
+        """Ends the input; called after the last bytes."""
         self.closed = True
 
 
 def address_in(told: FirstLine) -> str | None:
-    """What a server writes when it listens, "host:port"; None if it is not that."""
+    """Returns "host:port" from the line of a server that listens; None from any other line."""
     line, newline, _ = bytes(told.text).partition(b"\n")
     host, colon, port = line.decode("ascii", "replace").rpartition(":")
     good = newline and host and colon and port.isdecimal() and host.isascii()
@@ -232,7 +232,7 @@ class Stream:
 
     @property
     def full(self) -> bool:
-        """Whether it should not be read now."""
+        """True if it should not be read now."""
         return self.consumer.full
 
     def read(self) -> int:

@@ -92,7 +92,7 @@ class Process:
 
     Attributes:
         kind: as given, until `rename`.
-        index: likewise.
+        index: as given, until `rename`.
         name: such as "worker 0".
         pid: its number, and its group's.
         pidfd: ready for reading when it has ended; closed by `collect`.
@@ -167,12 +167,12 @@ class Process:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal has ended it; false as long as `code` is None."""
+        """True if a signal has ended it; False as long as `code` is None."""
         return self.code is not None and self.code < 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether `pidfd` is ready by now."""
+        """True if `pidfd` is ready by now."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
@@ -183,18 +183,18 @@ class Process:
             signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """The end of a pause."""
+        """Lets a stopped process go on (SIGCONT)."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
 
     @property
     def stands_still(self) -> bool:
-        """Whether all of it is stopped, or it has ended."""
+        """Tells whether all of it is stopped, or it has ended."""
         flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PIDFD, self.pidfd, flags) is not None
 
     def rename(self, kind: str, index: int) -> None:
-        """It is another part of the job from now on: a standby has become a server."""
+        """Gives the process another role: a standby has become a server."""
         self.kind = kind
         self.index = index
         self.name = kind if kind == "standby" else f"{kind} {index}"
@@ -263,7 +263,7 @@ class Process:
         return f"was killed by {signal_name(-self.code)}{self._memory}"
 
     def hint(self) -> str:
-        """What may be behind its end, "" if nothing is known."""
+        """Returns a possible cause of its end; "" if none is known."""
         if self.code is None or self._fenced:
             return ""
         return _MEMORY_HINT if self.died_for_memory else _HINTS.get(-self.code, "")

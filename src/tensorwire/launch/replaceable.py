@@ -1,4 +1,4 @@
-"""Describes a process of a job that may be replaced, whoever has started it."""
+"""Describes a process of a job that may be replaced, started by the launcher or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Replaceable(Protocol):
 
     @property
     def killed(self) -> bool:
-        """Whether one that has ended can have a successor; who tells why it ends has none."""
+        """True if it has ended in a way that allows a successor: without a reason of its own."""
 
     def ending(self) -> str:
         """Returns how it ended, as a phrase that follows its name."""

@@ -18,9 +18,10 @@ LONGEST_REPORT = 4 << 20
 
 
 def failure_in(told: FirstLine) -> Failure | None:
-    """What a worker writes when an exception ends it, a `Failure` as JSON; None so far.
+    """Returns the failure that a worker wrote when an exception ended it; else None.
 
-    What is none, or was cut off, is shown as text, for it may say what is wrong.
+    A report that is no `Failure` as JSON, or was cut off, is shown as text, for it may say what is
+    wrong.
     """
     if not told.complete and not (told.closed and told.text):
         return None
@@ -44,11 +45,11 @@ class Reports:
         self._failures: dict[str, Failure] = {}
 
     def add(self, name: str, failure: Failure) -> None:
-        """A worker has failed."""
+        """Adds the failure of a worker."""
         self._failures[name] = failure
 
     def has(self, name: str) -> bool:
-        """Whether this process has told why it ends."""
+        """Tells whether this process has reported why it ends."""
         return name in self._failures
 
     def cause(self) -> str:

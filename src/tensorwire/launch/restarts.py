@@ -62,7 +62,7 @@ class _Member:
 
 
 class _Arrival(NamedTuple):
-    """Something else has started a worker: it, the socket to it, and what it is told first."""
+    """A worker that something else has started, its socket, and its first message."""
 
     worker: Replaceable
     socket: socket.socket
@@ -142,7 +142,7 @@ class Restarts:
         self.takeovers = None if job.restart_workers else PassedSlices(job.places, job.workers)
 
     def _members_of(self, process: Replaceable) -> dict[int, _Member]:
-        """What a process is, by numbers: one worker or server, or the shares that it has."""
+        """Returns the members that a process is, by number: itself, or the shares of a server."""
         if self.dealt is not None and process.kind == "server":
             shares = self.dealt.shares_of(process.index)
             return {share: self._members["server", share] for share in shares}
@@ -154,9 +154,9 @@ class Restarts:
     def add(
         self, kind: str, index: int, arguments: Sequence[str] = (), *, joins: bool = False
     ) -> socket.socket:
-        """A member is about to start; returns its end of the socket, which the caller closes.
+        """Prepares the start of a member; returns its end of the socket, which the caller closes.
 
-        One that `joins` a job that runs may come after another one of that name.
+        A member that `joins` a running job may follow another one of that name.
         """
         if (former := self._members.get((kind, index))) is not None:
             former.keeper.close()
@@ -168,11 +168,11 @@ class Restarts:
         return theirs
 
     def keeper(self, rank: int) -> Keeper:
-        """What is held of a worker."""
+        """Returns the keeper of a worker."""
         return self._members["worker", rank].keeper
 
     def add_share(self, share: int, process: Process, arguments: Sequence[str]) -> Keeper:
-        """A server that runs is told to serve a share, which nobody has served before.
+        """Makes a running server serve a share that nobody has served before.
 
         Raises:
             KeeperError: it cannot be told.
@@ -184,17 +184,17 @@ class Restarts:
         return member.keeper
 
     def all_taken(self) -> bool:
-        """Whether every server has read what it was told last."""
+        """Tells whether every server has read its last message."""
         return all(
             each.keeper.taken for (kind, _), each in self._members.items() if kind == "server"
         )
 
     def share(self, share: int) -> Keeper:
-        """What is held of a share."""
+        """Returns the keeper of a share."""
         return self._members["server", share].keeper
 
     def expect(self, kind: str, index: int) -> None:
-        """A member will come that something else starts; `admit` lets it in."""
+        """Expects a member that something else starts; `admit` lets it in."""
         self._members[kind, index] = _Member([])
 
     def admit(
@@ -204,7 +204,7 @@ class Restarts:
         told: dict[str, Any],
         former: Replaceable | None,
     ) -> int:
-        """Something else has started an expected worker, which is there, or a successor of it.
+        """Admits an expected worker, or a successor of one, that something else has started.
 
         Args:
             worker: it.
@@ -228,24 +228,24 @@ class Restarts:
         return member.term
 
     def farewell(self, process: Replaceable) -> bool | None:
-        """Whether a worker has left in good order (true), or has failed (false); None: neither."""
+        """Returns True if a worker left in good order, False if it failed, None if neither."""
         return self._members[process.kind, process.index].keeper.left
 
     def has_left(self, process: Replaceable) -> bool:
-        """Whether it is a worker that had left the job in good order."""
+        """Tells whether it is a worker that had left the job in good order."""
         member = self._members.get((process.kind, process.index))
         return member is not None and process.kind == "worker" and member.keeper.left is True
 
     def has_begun(self, process: Replaceable) -> bool:
-        """Whether a worker has begun to join the job. False for all workers with --no-durable."""
+        """Tells whether a worker has begun to join the job; never with --no-durable."""
         member = self._members.get((process.kind, process.index))
         return member is not None and (member.keeper.restorable or member.keeper.left is not None)
 
     def can_replace(self, process: Replaceable) -> bool:
-        """Whether a successor could go on in the place of a process that has ended.
+        """Tells whether a successor could go on in the place of a process that has ended.
 
-        It was killed, or was a server's successor that ended before it had taken over. One that
-        exits with a code has told the others why, and they end too.
+        It was killed, or was a server's successor that ended before it had taken over. A process
+        that exits with a code has told the others why, and they end too.
         """
         members = self._members_of(process).values()
         try:
@@ -267,7 +267,7 @@ class Restarts:
         return True
 
     def _is_passed_on(self, process: Replaceable) -> bool:
-        """Its slices become another worker's if it is killed; nobody has its place."""
+        """Tells whether other workers get its slices if it is killed, and nobody its place."""
         return process.kind == "worker" and self.takeovers is not None
 
     def obstacle(self, process: Replaceable) -> str:
@@ -279,10 +279,10 @@ class Restarts:
         return f", and no other worker takes over its slices: {why}" if why else ""
 
     def pass_on(self, process: Replaceable, living: Sequence[int]) -> str | None:
-        """A worker was killed: others that live compute its slices.
+        """Passes the slices of a killed worker on to workers that live.
 
         Returns:
-            What is to be said behind how it ended; None: nobody is left. "": it is to be replaced.
+            A phrase that follows how it ended; None: nobody is left. "": it is to be replaced.
         """
         if self.takeovers is None or process.kind != "worker":
             return ""
@@ -299,13 +299,13 @@ class Restarts:
         return told
 
     def note_left(self, process: Replaceable, living: Sequence[int]) -> list[int]:
-        """A process has ended; dead workers whose slices it was to take over, and did not."""
+        """Notes the end of a process; returns dead workers whose slices it did not take over."""
         if self.takeovers is None or process.kind != "worker":
             return []
         return self.takeovers.note_end(process.index, living)
 
     def could_replace(self, process: Replaceable) -> bool:
-        """Whether a process that runs would be replaced if it were killed now; a standby, too."""
+        """Tells whether a running process, or a standby, would be replaced if killed now."""
         members = self._members_of(process).values()
         if self._is_passed_on(process) and any(each.keeper.offer != "" for each in members):
             return False  # the job would end
@@ -333,7 +333,7 @@ class Restarts:
     def replace(
         self, process: Process, only: Sequence[int] | None = None, to: Process | None = None
     ) -> tuple[Process, int]:
-        """Has a successor take the place of a member that has ended.
+        """Replaces a member that has ended by a successor.
 
         Args:
             process: that has ended.
@@ -341,8 +341,8 @@ class Restarts:
             to: a server that runs, which gets them; None: a successor is started.
 
         Returns:
-            The successor, that of a server is called a standby so far; how many processes have
-            died there until now, while a share that moves is nobody's death.
+            The successor, of a server under the name of a standby so far; and how many processes
+            have died there until now. A share that moves is nobody's death.
 
         Raises:
             OSError: it cannot be started.
@@ -413,15 +413,15 @@ class Restarts:
             member.keeper.hand_over(member.arguments, member.term, member.restarts)
 
     def release(self, process: Replaceable) -> None:
-        """A member has ended and is not replaced: closes what is held of it.
+        """Closes everything held of an ended member that is not replaced.
 
-        Others look whether its socket is still held, and learn so that nobody comes.
+        Others check whether its socket is still held, and so learn that no successor comes.
         """
         for member in self._members_of(process).values():
             member.keeper.close()
 
     def is_successor(self, process: Process) -> bool:
-        """Whether it has, or had, the place of a server that was killed."""
+        """Tells whether it has, or had, the place of a server that was killed."""
         return any(member.term > 0 for member in self._members_of(process).values())
 
     def ending(self, process: Replaceable) -> str:
@@ -451,7 +451,7 @@ class Restarts:
                 poll.register(descriptor, select.POLLIN | sending)
 
     def times(self) -> Iterator[float]:
-        """When `tend` has something to do."""
+        """Yields the times at which `tend` has something to do."""
         if self._standby_at is not None:
             yield self._standby_at
         for member in self._members.values():
@@ -495,19 +495,19 @@ class Restarts:
     # --- the standby ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All workers were started: there will be a standby when they have joined, or never do."""
+        """Plans the first standby for the time after all workers have joined."""
         if self._members:
             self._standby_at = time.monotonic() + _JOINING * self._patience.standby_s
 
     def note_standby(self, process: Process) -> None:
-        """A standby has ended that nobody asked to."""
+        """Notes the unexpected end of a standby."""
         if self._standby is not None and self._standby[0] is process:
             _close(self._standby[1])
             self._standby = None
             self._miss_standby(process.ending())
 
     def retire(self) -> Process | None:
-        """The job is in its end: lets go of the standby, if there is one, and returns it."""
+        """Lets go of the standby at the end of the job, and returns it if there is one."""
         self._standby_at = None
         for member in self._members.values():
             member.until = None
@@ -548,7 +548,7 @@ class Restarts:
         return self._standby[0]
 
     def _take_standby(self) -> tuple[Process, list[socket.socket]] | None:
-        """The warm one, unless it has ended; there will be another one later."""
+        """Takes the warm standby, unless it has ended; another one will be started later."""
         if self._standby is None or self._standby[0].has_ended:
             return None
         standby, self._standby = self._standby, None
@@ -574,7 +574,7 @@ def _close(sockets: Sequence[socket.socket]) -> None:
 
 @contextlib.contextmanager
 def many_files() -> Iterator[None]:
-    """A block in which this process may have as many open files as the hard limit says."""
+    """Raises this process's limit of open files to the hard limit for the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

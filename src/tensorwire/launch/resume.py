@@ -12,7 +12,7 @@ from tensorwire.membership import LoggedJob
 
 
 def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
-    """What to do after a failure or a signal, as a line; "" if there is nothing to say.
+    """Returns a line on what to do after a failure or a signal; "" without advice.
 
     Args:
         log: of the job; None if it has none.
@@ -39,7 +39,7 @@ def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
 
 
 def _with_checkpoint(command: str, loaded: str, saved: str) -> tuple[str, bool]:
-    """The command with what is to be loaded in place of what was, and whether it loads that."""
+    """Returns the command with `saved` in place of `loaded`, and whether it loads `saved` now."""
     if not loaded or loaded in (saved, os.path.dirname(saved)):
         return command, True  # a folder: the last one is loaded
     found, words = False, shlex.split(command)

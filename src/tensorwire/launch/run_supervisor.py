@@ -37,7 +37,7 @@ class RunSupervisor(Supervisor):
         self._scaling = Scaling(self._handlers(), self._reason_against, self._note_line, self._say)
 
     def _handlers(self) -> Mapping[str, Handler]:
-        """Who does what is asked, by the part of a request."""
+        """Returns the handler of each part of a request."""
         return {"workers": self._worker_count, "servers": FixedServers()}
 
     def run(self) -> int:

@@ -107,7 +107,7 @@ class Scaling:
         self._note("control", path=str(self._door.path))
 
     def close(self) -> None:
-        """The job is over. May be called again."""
+        """Ends a request and closes the socket, as the job is over. May be called again."""
         if self._client is not None:
             self._end("the job has ended meanwhile")
         if self._door is not None:
@@ -115,12 +115,12 @@ class Scaling:
             self._door = None
 
     def descriptors(self) -> Iterator[int]:
-        """What is waited for."""
+        """Yields the descriptors to wait for."""
         if self._door is not None:
             yield self._door.descriptor
 
     def times(self) -> Iterator[float]:
-        """When `tend` is to be called at the latest."""
+        """Yields the latest times of the next call of `tend`."""
         if self._client is not None:
             yield time.monotonic() + _LOOK_S
 
@@ -169,7 +169,7 @@ class Scaling:
         return ""
 
     def _go_on(self) -> None:
-        """Parts that are done give way to the next; ends where nothing is left."""
+        """Moves on to the next part of a request; ends the request after the last one."""
         assert self._client is not None
         while True:
             if self._present is not None:

@@ -34,7 +34,7 @@ class Screen:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be written."""
+        """True if something waits to be written."""
         return self._stdout.pending or self._stderr.pending
 
     @property
@@ -44,7 +44,7 @@ class Screen:
         return "" if lost is None or lost.errno == errno.EBADF else str(lost.strerror)
 
     def consumers(self, direct: bool) -> tuple[Lines | None, Lines | None]:
-        """For the stdout and stderr of a new process; `name_lines` says whose they are.
+        """Returns consumers for stdout and stderr of a new process; `name_lines` names it.
 
         Args:
             direct: where an output is a terminal the process gets that itself, told by None.
@@ -80,12 +80,12 @@ class Screen:
             output.register(poll)
 
     def note_ready(self) -> None:
-        """After a poll, before output is looked at."""
+        """Tells the outputs that a poll has returned, before output is read."""
         for output in self._outputs:
             output.note_ready()
 
     def close(self) -> None:
-        """Nothing is printed any more; does not wait for what was."""
+        """Ends the printing; does not wait for pending output."""
         for output in self._outputs:
             output.close()
 

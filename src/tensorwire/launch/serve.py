@@ -37,9 +37,9 @@ def serve_spec(
     server_command: Sequence[str] | None = None,
     options: Sequence[str] = (),
 ) -> JobSpec:
-    """What such a job is made of; see `tensorwire.launch.run` for the arguments.
+    """Makes the spec of such a job; see `tensorwire.launch.run` for the arguments.
 
-    By `options`, those that were typed, people know the job; nothing else is made of them.
+    The typed `options` only name the job for people.
 
     Raises:
         ValueError: an argument cannot be right.
@@ -118,7 +118,7 @@ class ServeSupervisor(Supervisor):
     # --- for the supervisor ---------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        """They come by themselves, and may have come already."""
+        """Waits for workers, which come by themselves and may have come already."""
         self._workers_left = 0
         self._awaited = dict.fromkeys(range(self._job.workers))
         for rank in self._awaited:
@@ -215,7 +215,7 @@ class ServeSupervisor(Supervisor):
                 self._awaited[rank] = time.monotonic() + self._return_s
 
     def _told(self) -> dict[str, str]:
-        """What a worker's environment gets; see docs/launch.md."""
+        """Returns the variables for a worker's environment; see docs/launch.md."""
         told = {f"TENSORWIRE_{name}": self._environment.get(f"TENSORWIRE_{name}") for name in _TOLD}
         told["TENSORWIRE_WORKERS"] = str(self._job.workers)
         told["TENSORWIRE_SERVERS"] = ",".join(self._addresses)
@@ -224,7 +224,7 @@ class ServeSupervisor(Supervisor):
         return {name: value for name, value in told.items() if value}
 
     def _note_farewell(self, visitor: Visitor) -> None:
-        """A worker has said how it leaves; its process may go on."""
+        """Notes the farewell of a worker, whose process may go on."""
         self._forget(visitor)
         in_order = self._restarts.farewell(visitor)
         self._restarts.release(visitor)
@@ -236,7 +236,7 @@ class ServeSupervisor(Supervisor):
             self._escalation.term_within(self._patience.goodbye_s)  # they end by themselves
 
     def _note_gone(self, visitor: Visitor) -> None:
-        """The process of a worker has ended."""
+        """Notes the end of a worker's process."""
         self._log.add("ended", pid=visitor.pid)
         replaceable = self._restarts.can_replace(visitor)  # reads its last messages
         if self._restarts.farewell(visitor) is not None:
@@ -256,7 +256,7 @@ class ServeSupervisor(Supervisor):
         self._fail(f"{how} {self._restarts.history(visitor)}", 1)
 
     def _miss(self, rank: int) -> None:
-        """A worker did not come in time."""
+        """Handles a worker that did not come in time."""
         del self._awaited[rank]
         within = f"within {self._return_s:g} s (--return-within)"
         if (former := self._former.get(rank)) is None:

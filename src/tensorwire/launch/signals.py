@@ -59,4 +59,4 @@ class StopSignals:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor has the number already."""
+    """Does nothing: the wakeup descriptor has the number already."""

@@ -1,8 +1,9 @@
 """Finds processes of a job that are stopped for so long that they count as dead.
 
 No heartbeat is needed on one host, because the kernel tells whether a process is stopped: a script
-that is stuck in its own code is slow, and not silent. Whoever is silent for too long is killed
-before anybody takes its place (the fence), so that it can never go on beside its successor.
+that is stuck in its own code is slow, and not silent. A process that is silent for too long is
+killed before another one takes its place (the fence), so that it can never go on beside its
+successor.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Silence:
         self._fenced: set[Replaceable] = set()
 
     def times(self) -> Iterable[float]:
-        """When `tend` has something to do."""
+        """Yields the times at which `tend` has something to do."""
         if self._looked_at is not None:
             yield self._looked_at + self._tick_s
 
@@ -75,10 +76,10 @@ class Silence:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal, or frozen with its cgroup of version 2.
+    """Tells whether a signal has stopped a process, or it is frozen with its cgroup of version 2.
 
-    One that a debugger has stopped is not: somebody looks at it. Nor is one whose cgroup of version
-    1 is frozen, which a signal would not end.
+    False for a process that a debugger has stopped, because somebody looks at it; and for one in a
+    frozen cgroup of version 1, which a signal would not end.
     """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

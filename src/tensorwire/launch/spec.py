@@ -167,7 +167,7 @@ class JobSpec:
 
     @property
     def members(self) -> int:
-        """How many workers there are: those that run the script, and behind them those of files."""
+        """The number of workers: first the workers with a script, then the workers of files."""
         return self.workers + self.file_workers
 
     @property
@@ -177,7 +177,7 @@ class JobSpec:
 
     @property
     def moves_shares(self) -> bool:
-        """Whether servers are processes that can have several shares, which can move."""
+        """True if servers are processes that can have several shares, which can move."""
         return self.shares is not None or self.rebalance
 
     @property
@@ -189,7 +189,7 @@ class JobSpec:
 
     @property
     def is_durable(self) -> bool:
-        """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
+        """True if a killed member is replaced; by default if that is possible."""
         if self.durable is None and self.restart_workers and not self.moves_shares:
             files = _FILES_PER_PROCESS * (1 + self.servers + self.members)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -198,13 +198,13 @@ class JobSpec:
 
     @property
     def collects_failures(self) -> bool:
-        """Whether workers tell the launcher of their errors; else each prints its own, whole."""
+        """True if workers send their errors to the launcher; else each prints its own, whole."""
         return not (self.full_tracebacks or wants_full() or os.pathsep in _STARTUP)
 
     def environment(self) -> dict[str, str]:
-        """What all processes of one run get: ours, and a fresh secret with each call.
+        """Returns the environment of all processes of one run: ours, with a fresh secret per call.
 
-        Without ranks of another job; nothing in it may make a server or its libraries take
+        It has no ranks of another job; nothing in it may make a server or its libraries take
         themselves for a worker.
         """
         environment = without_ranks(os.environ)
@@ -297,7 +297,7 @@ class JobSpec:
         """Returns the options of one server, and of each that takes its place.
 
         Args:
-            index: its place among the servers; that of its share, where shares can move.
+            index: its place among the servers; where shares can move, the share's place.
             addresses: of those that listen already.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen

@@ -27,21 +27,21 @@ class Stragglers:
         self._stuck_at: dict[str, float] = {}
 
     def note_begun(self, process: Process) -> None:
-        """A worker has begun to join, and what it has handed over is about to be forgotten."""
+        """Notes that a worker has begun to join, before its descriptors are forgotten."""
         self._begun.add(process.pid)
 
     def note_failed(self, name: str) -> None:
-        """An error has ended the script of a worker, and its process is to end."""
+        """Notes that an error has ended a worker's script, so that its process should end."""
         self._stuck_at[name] = time.monotonic() + self._stuck_s
 
     def note_end(self, process: Process) -> None:
-        """A process has ended; what it has handed over is still there."""
+        """Notes the end of a process, while its descriptors are still there."""
         begun = process.pid in self._begun or self._restarts.has_begun(process)
         if process.kind == "worker" and process.code == 0 and not begun:
             self._absent = process
 
     def times(self) -> list[float]:
-        """When to look again."""
+        """Returns the times to look again."""
         return list(self._stuck_at.values())
 
     def find(self, workers: Sequence[Process]) -> tuple[str, Process] | None:

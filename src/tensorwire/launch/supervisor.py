@@ -53,7 +53,7 @@ class Supervisor:
         job: what to run.
         prefix: whether lines begin with the name of their process.
         patience: times; default the usual ones.
-        command: that started the job, for who wants to go on with it; default that of this process.
+        command: that started the job, for a user who goes on with it; default this process's.
 
     Attributes:
         program: what its own lines begin with.
@@ -232,10 +232,7 @@ class Supervisor:
         """Starts a process; it may tell us something by a pipe of its own. Worker 0 has our stdin.
 
         Args:
-            kind: see `Process`.
-            index: likewise.
-            command: likewise.
-            environment: likewise.
+            kind, index, command, environment: see `Process`.
             told: takes what it tells.
             pipe: by which it tells it; the process owns both ends from now on.
             inherited: descriptors that it gets, too; they stay the caller's.
@@ -310,7 +307,7 @@ class Supervisor:
         self._escalation.tend(self._running)
 
     def _can_lose(self, process: Replaceable) -> bool:
-        """Whether the job goes on if a process that runs is killed now."""
+        """Tells whether the job goes on if a running process is killed now."""
         return self._restarts.could_replace(process)
 
     def _watched(self) -> Iterable[Replaceable]:
@@ -318,15 +315,15 @@ class Supervisor:
         return self._running
 
     def _descriptors(self) -> Iterable[int]:
-        """What else is waited for, beside processes and their output."""
+        """Returns more descriptors to wait for, beside processes and their output."""
         return ()
 
     def _times(self) -> Iterable[float]:
-        """When there is something to do, beside the steps against processes that still run."""
+        """Returns the times at which there is something to do, beside the end of processes."""
         return ()
 
     def _leave(self) -> None:
-        """Nobody comes any more: names by which it was found are removed."""
+        """Removes the names by which workers have found the job."""
 
     def _attend(self, ready: set[int]) -> None:
         """Deals with `_descriptors` and `_times`."""
@@ -367,7 +364,7 @@ class Supervisor:
                 self._show(self._reports.first())  # nobody has said why, and it has not ended
 
     def _show(self, name: str) -> None:
-        """The traceback of a worker, unless one was shown."""
+        """Shows the traceback of a worker, unless one was shown."""
         if not name or self._reports.shown:
             return
         self._show_at = None
@@ -414,16 +411,16 @@ class Supervisor:
 
     @property
     def _has_workers(self) -> bool:
-        """Whether a worker runs, or is about to be replaced."""
+        """True if a worker runs, or is about to be replaced."""
         return bool(self._workers()) or any(each.kind == "worker" for each in self._lost)
 
     @property
     def _replaces(self) -> bool:
-        """Whether the job is where members are replaced: all were started, and it is not ending."""
+        """True if the job may replace members: all were started, and it is not ending."""
         return self._has_workers and not (self._workers_left or self._ending)
 
     def _note_mistake(self, kind: str, index: int, text: str) -> None:
-        """A member has told us what cannot be right."""
+        """Notes the message of a member about a mistake that it has found."""
         for process in self._running:
             if (process.kind, process.index) != (kind, index):
                 continue
@@ -440,14 +437,14 @@ class Supervisor:
     def _note_grant(
         self, dead: Replaceable, successor: Replaceable, number: int, term: int, **more: Any
     ) -> bool:
-        """On the disk before the successor knows its term; whether a process has died."""
+        """Logs a grant, on the disk before the successor knows its term; True for a death."""
         evidence = self._restarts.ending(dead)
         about = {"kind": dead.kind, "index": number, "term": term, "pid": successor.pid, **more}
         self._log.add("grant", sync=True, **about, dead=dead.pid, evidence=evidence)
         return True
 
     def _replace_lost(self) -> None:
-        """Of what ended together these come last: the others' end may be that of the job."""
+        """Replaces lost members, after all other ends, which may be the end of the job."""
         self._lost.sort(key=lambda each: each.kind != "worker")  # without any there is no job
         while self._lost:
             replaces = self._replaces  # it counts itself, if it is a worker
@@ -458,7 +455,7 @@ class Supervisor:
                 self._note_end(process)
 
     def _replace_member(self, process: Process) -> None:
-        """Another process takes the place of a member that has ended, if not too many have."""
+        """Replaces a member that has ended, unless too many have died in its place."""
         how = f"{_named(process)} {self._restarts.ending(process)}"
         code = process.code or 1
         try:
@@ -485,7 +482,7 @@ class Supervisor:
         self._fail(text, code if code > 0 else 128 - code, process)
 
     def _retire_standby(self) -> None:
-        """Nobody will need it. It has nothing to clean up, and may be in the middle of imports."""
+        """Ends the standby, which nobody will need; it has nothing to clean up."""
         if (standby := self._restarts.retire()) is not None:
             standby.signal(signal.SIGTERM)
         if self._running and all(process.kind == "standby" for process in self._running):
@@ -496,9 +493,10 @@ class Supervisor:
     def _fail(
         self, text: str, code: int, process: Process | None = None, consequence: bool = False
     ) -> None:
-        """The job has failed: the others get their time, then they are ended.
+        """Marks the job as failed: the other processes get their time, then they are ended.
 
-        Of a consequence the cause may be seen later, as on a busy machine: it is then to blame.
+        A consequence may be seen before its cause, as on a busy machine: the cause is then to
+        blame.
         """
         if self._ending and not (self._seeks_cause and self._stop is None):
             return
@@ -513,7 +511,7 @@ class Supervisor:
         )
 
     def _interrupt(self, number: int) -> None:
-        """A signal to end came to us."""
+        """Handles a signal to end."""
         now = time.monotonic()
         if self._stop is not None:
             if number == signal.SIGINT and now - self._stopped_at > _SECOND_INTERRUPT_S:
@@ -531,7 +529,7 @@ class Supervisor:
         self._escalation.term_within(self._patience.grace_s if workers else 0)
 
     def _tell_failures(self) -> bool:
-        """Errors that were not shown: one with its traceback if it ended the job, else lines.
+        """Shows the errors not shown yet: the one that ended the job in full, the others in a line.
 
         Returns:
             Whether there were lines.

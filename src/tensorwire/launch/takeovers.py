@@ -1,12 +1,12 @@
 """Launcher side of takeovers: decides which worker has which places of an elastic job.
 
 A place is what one worker begins with; there are as many as workers can be. When a worker is
-killed, those that live get its places, evenly. They tell the servers, and say when these know: one
-that ends before that has not taken anything.
+killed, the living ones get its places, evenly. They tell the servers, and report when these know: a
+worker that ends before that has not taken anything.
 
-While a change is under way that is wanted, there are two tables: who has what up to the step of the
-change, and who behind it. Nobody here knows who has come to that step, so that a death concerns
-both, and who gets a place is told what it gets in which.
+While a wanted change is under way, there are two tables: the owners of places up to the step of the
+change, and the owners after it. The launcher does not know which workers have come to that step, so
+a death concerns both tables, and a new owner is told its places in each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Owner:
 
     Attributes:
         mine: the places that it has.
-        next: those that it has behind the change that is under way; None: there is none.
+        next: the places that it has after the change under way; None: there is no change.
         told: the numbers of the takeovers that it was told of, with the places of each.
     """
 
@@ -36,7 +36,7 @@ class _Owner:
 
 
 class PassedSlices:
-    """Those of one job.
+    """The places of one job, and their owners.
 
     Args:
         places: how many there are.
@@ -53,7 +53,7 @@ class PassedSlices:
         self._first = deal_places(places, range(present))
 
     def add(self, rank: int, keeper: Keeper) -> None:
-        """A worker is about to start, at the beginning of the job."""
+        """Adds a worker that is about to start, at the beginning of the job."""
         self._owners[rank] = _Owner(keeper, self._first[rank])
 
     @staticmethod
@@ -66,7 +66,7 @@ class PassedSlices:
         return keeper.offer
 
     def pass_on(self, rank: int, living: Sequence[int]) -> tuple[list[int], int] | None:
-        """A worker was killed: others take over its places.
+        """Passes the places of a killed worker on to others.
 
         Args:
             rank: of the dead one.
@@ -80,9 +80,9 @@ class PassedSlices:
         return self._give(rank, mine, None if dead is None else dead.next, living)
 
     def note_end(self, rank: int, living: Sequence[int]) -> list[int]:
-        """A worker has left; places of dead ones that are nobody's now, as it took none over.
+        """Notes that a worker has left; returns places of dead workers that nobody has now.
 
-        Others get what it had not taken, if there are any.
+        Other workers get the places that it had not yet taken over, if there are any.
         """
         gone = self._owners.pop(rank, None)
         if gone is None:
@@ -93,7 +93,7 @@ class PassedSlices:
     def _give(
         self, dead: int, mine: list[int], behind: list[int] | None, living: Sequence[int]
     ) -> tuple[list[int], int] | None:
-        """Deals out what a dead worker had, and what it was to have behind a change."""
+        """Deals out a dead worker's places, and the places that it would have after a change."""
         able = self._able(living)
         changes = any(owner.next is not None for owner in self._owners.values())
         gets: dict[int, list[int]] = {}
@@ -135,7 +135,7 @@ class PassedSlices:
         return (first, self.number) if first else None
 
     def _able(self, living: Sequence[int]) -> list[int]:
-        """Who can take something over: is there, and stays."""
+        """Returns the workers that can take something over: present and not leaving."""
         return [
             rank
             for rank in sorted(living)
@@ -146,7 +146,7 @@ class PassedSlices:
         ]
 
     def _joining(self) -> set[int]:
-        """Who joins by the change that is under way."""
+        """Returns the workers that join by the change under way."""
         return {rank for rank, owner in self._owners.items() if not owner.mine}
 
     # ---- changes that are wanted
@@ -156,11 +156,11 @@ class PassedSlices:
         return sorted(self._owners)
 
     def owner_of(self, place: int) -> int:
-        """Who has a place."""
+        """Returns the owner of a place."""
         return next(r for r, owner in self._owners.items() if place in owner.mine)
 
     def plan(self, living: Iterable[int], joining: Mapping[int, Keeper]) -> dict[int, list[int]]:
-        """A change begins, behind which workers are in these places; what each has then.
+        """Plans a change after which workers are in these places; returns each one's new places.
 
         Args:
             living: their ranks, with those that join.
@@ -175,7 +175,7 @@ class PassedSlices:
         return table
 
     def finish(self) -> None:
-        """All workers are behind the step of the change."""
+        """Completes the change; all workers have made its step."""
         for rank, owner in list(self._owners.items()):
             owner.mine, owner.next = owner.next or [], None
             if not owner.mine:

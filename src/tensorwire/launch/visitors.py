@@ -65,7 +65,7 @@ class Visitor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `pidfd` is ready by now."""
+        """True if `pidfd` is ready by now."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
@@ -81,12 +81,12 @@ class Visitor:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """It is watched no more."""
+        """Stops watching it."""
         os.close(self.pidfd)
 
 
 class Claim(NamedTuple):
-    """Somebody is at the door: which worker it says that it is, and the socket to it."""
+    """A claim at the socket: the rank that a process says it has, and its connection."""
 
     visitor: Visitor
     socket: socket.socket
@@ -102,8 +102,8 @@ class Claim(NamedTuple):
 class Door:
     """The socket at which workers come; its name is there until `close`.
 
-    A file beside it is locked as long as the door is there, so that a name that a killed supervisor
-    has left can be taken, and that of a living one cannot.
+    A file beside it is locked as long as the door is there, so that the name of a killed supervisor
+    can be taken, and the name of a living one cannot.
 
     Args:
         path: of the socket; None: one in the user's runtime folder.
@@ -160,7 +160,7 @@ class Door:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def claims(self) -> Iterator[Claim]:
-        """Who has said which worker it is; of what else came, the connections are closed."""
+        """Yields the claims of workers; closes all other connections."""
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -168,7 +168,7 @@ class Door:
                 yield claim
 
     def close(self) -> None:
-        """Removes the name. Whoever waits there finds out. May be called again."""
+        """Removes the name and closes all connections. May be called again."""
         for waiting in self._waiting.values():
             waiting.close()
         self._waiting.clear()

@@ -1,9 +1,9 @@
 """Changes how many workers a running job has: `tensorwire scale --workers N`.
 
-Workers that are to come are started first, and run their script to its first epoch while the others
-train. Then all that are there are asked how many steps they have made, and wait before they go
-further than one step beyond; they are told behind which step they change, and what each has from
-there on. There the lowest one notes where the script is, for those that come; who is to leave ends.
+New workers are started first, and run their script to its first epoch while the others train. Then
+all present workers are asked how many steps they have made, and wait before they go more than one
+step further; they are told after which step they change, and which places each has from there on.
+At that step the lowest worker notes where the script is, for the new ones; the leaving ones end.
 docs/elastic.md has the protocol, membership/takeovers.py the workers' part of it.
 """
 
@@ -34,7 +34,7 @@ class Staff(Protocol):
     """The processes of the job's workers; a supervisor."""
 
     def living_workers(self) -> list[Process]:
-        """Those that run, also such that have not joined so far."""
+        """Returns the running workers, also workers that have not joined so far."""
 
     def start_joiner(self, rank: int, joins: int) -> Process:
         """Starts one more, for a place in which so many have joined, with it.
@@ -212,7 +212,7 @@ class WorkerCount:
                 return
 
     def _ask(self) -> None:
-        """How many steps have they made? From now on they go at most one further."""
+        """Asks how many steps the workers have made; from now on they go at most one further."""
         self._state, self._round = "asking", self._round + 1
         self._asked = self._present()
         for rank in self._asked:
@@ -220,7 +220,7 @@ class WorkerCount:
         failpoint("change.asked")
 
     def _plan(self) -> None:
-        """Tells all behind which step they change, when all have answered."""
+        """Tells all workers after which step they change, when all have answered."""
         takeovers = self._restarts.takeovers
         assert takeovers is not None
         present = self._present()
@@ -270,13 +270,13 @@ class WorkerCount:
         return keeper.said.get(_SWITCHED, {}).get(_SWITCHED) == self._number
 
     def _message(self, word: ChangeWord, rank: int) -> dict[str, Any]:
-        """What the change is for one worker."""
+        """Returns the message with the change of one worker."""
         mine = self._table.get(rank, [])
         plan = PlannedChange(self._number, self._step, mine, self._owners, self._donor)
         return plan.to_message(word)
 
     def _tell_left(self, present: Sequence[int]) -> None:
-        """Those that stay go on behind the step, when those that leave have."""
+        """Lets the remaining workers continue after the step, once the leaving ones are gone."""
         stay = [rank for rank in present if rank not in self._drain]
         leaving = [rank for rank in present if rank in self._drain]
         if self._left < self._number and all(
@@ -287,7 +287,7 @@ class WorkerCount:
                 self._send(self._restarts.keeper(rank), {ChangeWord.LEFT: self._number})
 
     def _let_go(self) -> None:
-        """Those that join go on, when the donor has noted where."""
+        """Lets the joining workers go on, once the donor has noted where the script is."""
         assert self._donor is not None  # there is one where workers join
         donor = self._restarts.keeper(self._donor)
         history, obstacle = donor.held(_HISTORY), ""
@@ -338,11 +338,11 @@ class WorkerCount:
     # ---- ends
 
     def joins(self, process: Replaceable) -> bool:
-        """Whether a process is a worker that has not joined so far."""
+        """Tells whether a process is a worker that has not joined so far."""
         return process.kind == "worker" and self._joining.get(process.index) is process
 
     def takes_end(self, process: Process) -> bool:
-        """A worker has ended; whether that concerns this change alone, and not the job."""
+        """Notes the end of a worker; tells whether it concerns this change alone, not the job."""
         rank = process.index
         if process.kind != "worker":
             return False
@@ -377,7 +377,7 @@ class WorkerCount:
         return False
 
     def _abandon(self, why: str) -> None:
-        """Nothing changes; it is over when those that were to join have ended."""
+        """Abandons the change; it is over when the joining workers have ended."""
         self._gone, self._state = [why], "abandoned"
         for rank in self._present():
             self._send(self._restarts.keeper(rank), {ChangeWord.CANCEL: self._round})

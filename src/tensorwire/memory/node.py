@@ -233,8 +233,8 @@ class Node:
         For a process that goes on as the Node of one that ended (`Node(incarnation=)`): handles,
         and what peers were granted, are then good here. The content stays as it is. Restore regions
         before others are allocated, or one of those may get an id that is needed. A region that
-        is not restored yet is stale for peers, so restore or allocate last a region whose name they wait
-        for (`Peer.wait_region`). Any thread may call it.
+        is not restored yet is stale for peers, so restore or allocate last a region whose name
+        they wait for (`Peer.wait_region`). Any thread may call it.
 
         Args:
             descriptor: what `Region.descriptor` gave in the former process. It stays the caller's.

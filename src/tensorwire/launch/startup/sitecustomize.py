@@ -1,8 +1,8 @@
 """Runs in every worker of `tensorwire run` before its script, as Python's own `sitecustomize`.
 
-The launcher puts this folder in front of PYTHONPATH. What is done here: PYTHONPATH and sys.path
-become the user's again, a `sitecustomize` of the user or the system runs as it would have, and an
-exception that ends the worker goes to the launcher, which shows those of all workers together.
+The launcher puts this folder in front of PYTHONPATH. This module gives PYTHONPATH and sys.path back
+to the user, runs a `sitecustomize` of the user or the system as it would have run, and sends an
+exception that ends the worker to the launcher, which shows the exceptions of all workers together.
 Nothing else of the worker differs from `python SCRIPT`, and nothing of tensorwire is imported.
 """
 
@@ -15,7 +15,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _give_back() -> None:
-    """The path becomes what it would be without us, for this process and those that it starts."""
+    """Restores the path without this folder, for this process and its children."""
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     rest = os.environ.get("PYTHONPATH", "").removeprefix(_HERE).removeprefix(os.pathsep)
     if rest:
@@ -63,7 +63,7 @@ def _watch(descriptor: int) -> None:
 
 
 def _stderr() -> object:
-    """The script's. A process group of torch.distributed puts a buffer there for its own hook."""
+    """Returns the script's stderr, not the buffer that torch.distributed's hook installs."""
     caller = sys._getframe(1).f_back  # of the hook above; Python itself is no frame
     if caller is None or caller.f_code.co_name != "_distributed_excepthook":
         return sys.stderr
