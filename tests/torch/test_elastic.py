@@ -50,11 +50,11 @@ def test_down_to_one_and_up_to_the_slices(tmp_path: Path) -> None:
         assert sorted(second) == [0, 1, 2, 3]
         assert (second[1], second[0] != first[0]) == (first[1], True)
         changes = {each.index: each.change for each in job.log().members if each.kind == "worker"}
-        assert changes == {1: "", **dict.fromkeys((0, 2, 3), f"joined behind step {told['step']}")}
+        assert changes == {1: "", **dict.fromkeys((0, 2, 3), f"joined after step {told['step']}")}
         text = check(job, tmp_path)
-    assert f"worker 0 (pid {first[0]}) has left, behind step" in text
-    assert "tensorwire: worker 0 leaves behind step" in text
-    assert re.search(r"worker 3 \(pid \d+\) has joined, behind step", text)
+    assert f"worker 0 (pid {first[0]}) has left, after step" in text
+    assert "tensorwire: worker 0 leaves after step" in text
+    assert re.search(r"worker 3 \(pid \d+\) has joined, after step", text)
     # Of the first change, too, by worker 0, which has come after it.
     assert "] changes 2" in text, text
 
@@ -151,12 +151,12 @@ def test_a_change_that_is_not_taken_back_any_more(
             except (ScaleError, OSError, AssertionError):
                 assert time.monotonic() < deadline, job.text
                 time.sleep(0.05)
-        job.wait_for("has left, behind step")
+        job.wait_for("has left, after step")
 
 
 SAVES = """
                 if job.rank == 0 and job.save("steps", every=7):
-                    print("saved behind step", scheduler.last_epoch, flush=True)
+                    print("saved after step", scheduler.last_epoch, flush=True)
     if job.rank == 0 and job.save("epochs", every=2):
         print("saved in epoch", epoch, flush=True)
 """
@@ -175,7 +175,7 @@ def test_checkpoints_come_at_the_same_steps_whoever_writes_them(tmp_path: Path) 
                 assert job.process.poll() is None, job.text
         check(job, tmp_path)
         text = job.text
-    steps = [int(each) for each in re.findall(r"saved behind step (\d+)", text)]
+    steps = [int(each) for each in re.findall(r"saved after step (\d+)", text)]
     assert steps == [7 * (number + 1) for number in range(len(steps))]
     epochs = [int(each) for each in re.findall(r"saved in epoch (\d+)", text)]
     assert epochs == [2 * number + 1 for number in range(len(epochs))]
@@ -205,7 +205,7 @@ def test_a_script_that_keeps_on_where_it_was_to_leave(tmp_path: Path) -> None:
         assert job.scale(2)["went"] == [2]
         text = check(job, tmp_path)
     assert text.count("refused True") == 5, text
-    assert "worker 2 leaves behind step" in text
+    assert "worker 2 leaves after step" in text
     assert "; it exited with code 1" in text
     assert not (tmp_path / "job" / "late").exists()
 

@@ -232,7 +232,10 @@ class Supervisor:
         """Starts a process; it may tell us something by a pipe of its own. Worker 0 has our stdin.
 
         Args:
-            kind, index, command, environment: see `Process`.
+            kind: see `Process`.
+            index: see `Process`.
+            command: see `Process`.
+            environment: see `Process`.
             told: takes what it tells.
             pipe: by which it tells it; the process owns both ends from now on.
             inherited: descriptors that it gets, too; they stay the caller's.

@@ -242,7 +242,7 @@ class WorkerCount:
         self._state = "switching"
         for rank in present:
             self._send(self._restarts.keeper(rank), self._message(ChangeWord.PLAN, rank))
-        self._tell(f"the change takes place behind step {self._step} of the job")
+        self._tell(f"the change takes place after step {self._step} of the job")
         failpoint("change.planned")
 
     def _await_change(self) -> dict[str, Any] | None:
@@ -256,7 +256,7 @@ class WorkerCount:
             process = self._joining.pop(rank)
             self._came.append(rank)
             self._note("joined", index=rank, pid=process.pid, step=self._step)
-            self._say(f"worker {rank} (pid {process.pid}) has joined, behind step {self._step}")
+            self._say(f"worker {rank} (pid {process.pid}) has joined, after step {self._step}")
         waits = [r for r in present if not self._has_switched(self._restarts.keeper(r))]
         running = {process.index for process in self._staff.living_workers()}
         if waits or self._joining or running & {r for r in self._drain if r not in self._came}:
@@ -327,7 +327,7 @@ class WorkerCount:
                 changed.append(f"worker{'s' if ranks[1:] else ''} {listed} {has} {what}")
         text = f"{now} worker{'' if now == 1 else 's'}"
         if changed:
-            text += f" behind step {self._step}: {', '.join(changed)}"
+            text += f" after step {self._step}: {', '.join(changed)}"
         else:
             text += ", as before"
         outcome = {"text": text, "before": self._before, "now": now, "step": self._step}
@@ -367,7 +367,7 @@ class WorkerCount:
             if self._has_switched(keeper):
                 rest = "" if process.code == 0 else f"; it {process.ending()}"
                 self._say(
-                    f"worker {rank} (pid {process.pid}) has left, behind step {self._step}{rest}"
+                    f"worker {rank} (pid {process.pid}) has left, after step {self._step}{rest}"
                 )
                 takeovers = self._restarts.takeovers
                 assert takeovers is not None

@@ -1,6 +1,6 @@
 """Asks the launcher of a running job for something; docs/launch.md has the messages.
 
-Who asks gets a number that is used once, and shows by it that he knows the job's secret.
+The client gets a number that is used once, and proves with it that it knows the job's secret.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ScaleAnswer(TypedDict, total=False):
 
 
 class ScaleError(Exception):
-    """What is asked cannot be done, or was not; the text says why, and what to do.
+    """A request that cannot be done, or was not; the text gives the reason and the remedy.
 
     Attributes:
         busy: it may be possible later.
@@ -53,7 +53,7 @@ class ScaleError(Exception):
 
 
 def proof_of(secret: bytes, nonce: str) -> str:
-    """What shows that somebody knows a job's secret, who was given `nonce`."""
+    """Returns the proof that its sender, who was given `nonce`, knows a job's secret."""
     return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
 
 

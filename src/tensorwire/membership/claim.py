@@ -60,7 +60,7 @@ def hold_claim(job: str, rank: int, told_by: str) -> None:
 
 
 def drop_claim() -> None:
-    """Another process may be this worker from now on. Idempotent."""
+    """Drops the claim, so that another process may be this worker. Idempotent."""
     global _held
     if _held is not None:
         path, descriptor = _held
@@ -123,7 +123,7 @@ def _is_running(process: str) -> bool:
 
 
 def _let_go() -> None:
-    """A forked child forgets the claim, and leaves the lock, which is its parent's too."""
+    """Forgets the claim in a forked child; the lock stays, as it is its parent's too."""
     global _held
     if _held is not None:
         os.close(_held[1])

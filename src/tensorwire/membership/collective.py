@@ -1,9 +1,9 @@
 """Sums numbers and exchanges texts among all workers, through the memory of server 0.
 
-It is for results and barriers, not for tensors: a worker writes a message behind a word and waits
-for a word of its own. A message is a number that says what it is, of how many workers it is, and
-what it says: from 0 up so many float64, which are added up in the order of the ranks; below, as
-`_of_bytes`, so many bytes, which come back one behind the other in the order of the ranks.
+It is for results and barriers, not for tensors: a worker writes a message, then raises a word, and
+waits for a word of its own. A message is a kind, the number of its workers, and a content. A kind
+from 0 up is a count of float64, which are added up in the order of the ranks; a lower one, see
+`_of_bytes`, is a count of bytes, which come back one after the other in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAILED = 1 << 62  # a worker's mailbox counts as many messages then
 
 
 class _Sum:
-    """A sum at the server; its answer is that of the last one noted until it is made."""
+    """A sum at the server; until it is made, the answer of the last noted one stands."""
 
     def __init__(self, number: int, answer: NDArray[np.uint8]) -> None:
         self.number, self.answer = number, answer
@@ -157,7 +157,7 @@ class CollectiveServer:
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
 
     def _part(self, rank: int, number: int) -> NDArray[np.uint8] | None:
-        """What a worker gives to a sum; None: it was killed before, and nobody gives that."""
+        """Returns the part of a worker in a sum; None if it was killed before it gave any."""
         member, inbox = self._member, self._inboxes[rank]
         if not member.is_taken(rank):
             try:
@@ -192,7 +192,7 @@ def _their_region(worker: Peer) -> RemoteRegion:
 
 
 def _of_bytes(size: int) -> int:
-    """What says that a message is so many bytes, beside `_DISAGREE`."""
+    """Returns the kind of a message with this many bytes; `_DISAGREE` is another kind."""
     return -2 - size
 
 
@@ -202,7 +202,7 @@ def _message(kind: int, content: NDArray[Any], parts: int = 1) -> NDArray[np.uin
 
 
 def _answer(blocks: Sequence[NDArray[np.uint8] | None]) -> NDArray[np.uint8]:
-    """What goes back to every worker; who gives nothing adds nothing, or bytes that are 0."""
+    """Returns the answer for every worker; a missing block adds nothing, or zero bytes."""
     given = [block for block in blocks if block is not None]
     kinds = {int(block[:8].view(np.int64)[0]) for block in given}
     kind = kinds.pop() if len(kinds) == 1 else _DISAGREE
@@ -238,11 +238,11 @@ class Collective:
 
     @property
     def number(self) -> int:
-        """Of the last message."""
+        """The number of the last message."""
         return self._number
 
     def go_on(self, number: int) -> None:
-        """The next message follows this one, which a predecessor of this process has sent."""
+        """Continues after this message, which a predecessor of this process has sent."""
         self._number = number
         if self._member.history is not None:
             self._member.history.answered = number
@@ -267,7 +267,7 @@ class Collective:
                 return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each worker gives, by rank; all give equally many bytes. Of one that was killed: 0.
+        """Returns the data of each worker, by rank; all give equally many bytes, a dead one zeros.
 
         Raises:
             ValueError, RuntimeError, PeerLostError: as for `sum`.
@@ -287,7 +287,7 @@ class Collective:
                 return found
 
     def _agree(self, parts: set[int]) -> bool:
-        """All messages are of as many workers; else one was killed between, as all others see."""
+        """Tells whether all messages had one number of workers; else one was killed between."""
         return self._member.takeovers is None or len(parts) == 1
 
     def _ask(self, kind: int, content: NDArray[Any]) -> _Question:
@@ -361,8 +361,8 @@ class Collective:
 class FollowingCollective:
     """The part of a worker that has no script: it calls whatever worker 0 calls. One thread.
 
-    Of a sum it gives zeros, so that it has no weight in a mean; of texts it gives zeros, too, as a
-    worker that was killed. It introduces itself with the words of worker 0. Server 0 must be on
+    To a sum it gives zeros, so that it has no weight in a mean; to texts it gives zeros, too, like
+    a worker that was killed. It introduces itself with the words of worker 0. Server 0 must be on
     this host, and its memory mapped.
 
     Args:

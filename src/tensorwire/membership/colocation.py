@@ -35,7 +35,7 @@ class Colocation:
         self._neighbour: tuple[int, Peer] | None = None
 
     def introduction(self) -> bytes:
-        """What the others have to know: this host, and a port on it; equally long for all workers.
+        """Returns this host and a port on it for the others, equally long for all workers.
 
         Both are 0 where a view cannot or need not be shared: a server is on this host, or memory
         must not be shared.

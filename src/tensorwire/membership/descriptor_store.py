@@ -50,17 +50,17 @@ class _HandedOver(TypedDict):
 
 
 class Kept(NamedTuple):
-    """What was kept under a key: what its owner told about it, and the descriptor, owned by us."""
+    """A descriptor kept under a key, owned by us, with its owner's description."""
 
     about: dict[str, Any]
     descriptor: int
 
 
 class Takeover(NamedTuple):
-    """What a standby is told: the options of the server whose place it takes, and which one it is.
+    """The message to a standby: the server whose place it takes, and that server's options.
 
-    `term` is 1 for the first successor of a server, and rises; `restarts` of these were because
-    a process had died, and the others because it gave its share away.
+    `term` is 1 for the first successor of a server, and rises; `restarts` of these were because a
+    process had died, and the others because it gave its share away.
     """
 
     arguments: list[str]
@@ -86,7 +86,7 @@ class DescriptorStore:
 
     @staticmethod
     def of_descriptor(descriptor: int) -> DescriptorStore:
-        """The store behind a descriptor that was inherited.
+        """Returns the store at the other end of an inherited descriptor.
 
         Raises:
             OSError: it is no socket.
@@ -95,7 +95,7 @@ class DescriptorStore:
         return DescriptorStore(socket.socket(fileno=descriptor))
 
     def wait_for_takeover(self) -> Takeover | None:
-        """A standby's wait until it is needed, with all that was kept; None: it is not.
+        """Waits until this standby is needed, and takes all that was kept; None: it is not needed.
 
         Raises:
             ValueError: the messages are not those of a launcher.
@@ -119,11 +119,11 @@ class DescriptorStore:
         self._send({"keep": key, "about": about}, [descriptor])
 
     def drop(self, key: str) -> None:
-        """The launcher closes what it keeps under the key."""
+        """Asks the launcher to close the descriptor under a key."""
         self._send({"drop": key}, [])
 
     def leave(self, in_order: bool) -> None:
-        """Nobody takes this member's place: it has done its work, or says that it has failed."""
+        """Says goodbye: this member has done its work, or has failed, and needs no successor."""
         self._send({"leave": in_order}, [])
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class DescriptorStore:
         self._send(message, [])
 
     def hear(self, form: type[Told]) -> Told | None:
-        """What the launcher says next, which is waited for; None: it is gone. One thread.
+        """Waits for the launcher's next message and returns it; None: it is gone. One thread.
 
         Args:
             form: what it may say; see `parse_json`.
@@ -176,7 +176,10 @@ class DescriptorStore:
         return bool(poll.poll(0))
 
     def take(self, key: str) -> Kept | None:
-        """What a former server has kept under a key, once; the launcher keeps it too."""
+        """Returns the descriptor that a former server has kept under a key, once.
+
+        The launcher keeps it too.
+        """
         with self._lock:
             return self._kept.pop(key, None)
 

@@ -17,11 +17,11 @@ _REGION = "region "  # in front of a region's name: the key under which it is ke
 def open_node(
     name: str, store: DescriptorStore | None, *, key: str = LISTENER, **options: Any
 ) -> Node:
-    """A member's Node; with a store, that of the member in whose place this one is.
+    """Opens a member's Node; with a store, in the place of its predecessor's.
 
     Args:
         name: of the Node.
-        store: has the socket on which a predecessor listened, or gets that of this one.
+        store: has the socket on which a predecessor listened, or gets this one's.
         key: under which the store has it.
         options: for `Node`.
     """
@@ -55,7 +55,7 @@ class DurableMemory:
 
     Args:
         node: of the member.
-        store: keeps the memory, and has that of a predecessor; None: it ends with this process.
+        store: keeps the memory, and a predecessor's; None: memory ends with this process.
 
     Raises:
         ValueError: what was kept is no region.
@@ -70,7 +70,7 @@ class DurableMemory:
 
     @property
     def durable(self) -> bool:
-        """What is allocated outlives this process."""
+        """True if allocated memory outlives this process."""
         return self._store is not None
 
     def allocate(
@@ -82,7 +82,7 @@ class DurableMemory:
         device: str | None = None,
         **counters: int | None,
     ) -> Region:
-        """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
+        """Allocates like `Node.allocate`; if durable, returns a predecessor's region of that name.
 
         Args:
             size_bytes: of the region; the same as the predecessor's.

@@ -28,7 +28,7 @@ TORCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What torchrun sets for every worker, without those that only concern torchrun itself."""
+"""The variables that torchrun sets for every worker, without the ones for torchrun itself."""
 
 _SIGNS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -77,15 +77,15 @@ class Start:
 
     @property
     def address(self) -> str:
-        """Where the workers meet, as messages name it."""
+        """The address where the workers meet, for messages."""
         return f"{self.host}:{self.port}"
 
 
 def find_start(environ: Mapping[str, str]) -> Start | None:
-    """What the variables of engines say; None if they say that this process is alone, or nothing.
+    """Returns the start by the variables of engines; None for a process that is alone.
 
-    RANK with WORLD_SIZE counts before MPI's variables, and these before Slurm's: what is set inside
-    of something else counts. Variables of an allocation of Slurm outside of `srun` say nothing.
+    RANK with WORLD_SIZE counts before MPI's variables, and these before Slurm's: the innermost
+    engine counts. Variables of an allocation of Slurm outside of `srun` say nothing.
 
     Raises:
         ValueError: a variable says that there are others, and something is missing or makes no
@@ -109,7 +109,7 @@ def find_start(environ: Mapping[str, str]) -> Start | None:
 
 
 def find_cluster_start(environ: Mapping[str, str]) -> Start | None:
-    """What MPI or Slurm say; None if they say nothing.
+    """Returns the start by the variables of MPI or Slurm; None without them.
 
     Raises:
         ValueError: as `find_start`.
@@ -136,7 +136,7 @@ def explicit_start(environ: Mapping[str, str], rank: int, workers: int) -> Start
 
 
 def torch_job(environ: Mapping[str, str]) -> str:
-    """`Start.job` where torch's variables say who meets: torchrun's store outlives a restart."""
+    """Returns `Start.job` for torch's variables; torchrun's store outlives a restart."""
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     return f"torch/{run}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -234,7 +234,7 @@ def _cluster_start(
     how: str,
     first_host: str = "",
 ) -> Start:
-    """Meeting at what the user has set, else on the first host at a port made of the job's name."""
+    """Returns a start at the user's meeting point, else on the first host at a port of the job."""
     if workers == 1:
         return Start(0, 1, told_by)
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else first_host)
@@ -312,7 +312,7 @@ def _check_mpi_agrees(environ: Mapping[str, str]) -> None:
 
 
 def _port_of(job: str) -> int:
-    """Returns a port that is the same on all hosts, and rarely that of another job."""
+    """Returns a port that is the same on all hosts, and rarely the port of another job."""
     digest = hashlib.sha256(job.encode()).digest()
     return _PORTS[int.from_bytes(digest[:4], "little") % len(_PORTS)]
 

@@ -28,7 +28,7 @@ from .world import RANK
 SUPERVISOR = "TENSORWIRE_SUPERVISOR"
 """Environment variable: the path of the supervisor's socket."""
 PEER_CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user and group of the other end."""
+"""The layout of SO_PEERCRED: process, user and group of the other end."""
 
 _TOLD_BY = f"{RANK} and {SUPERVISOR}"
 _PAUSE_S = 0.05
@@ -49,8 +49,8 @@ class _PlaceAnswer(TypedDict, total=False):
 def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float = 120.0) -> None:
     """Gets this worker's place from the supervisor that SUPERVISOR names, into `environ`.
 
-    Afterwards it is as if `tensorwire run` had started the process. What the supervisor says takes
-    the place of what `environ` has under the same names.
+    Afterwards it is as if `tensorwire run` had started the process. The supervisor's values replace
+    the values that `environ` has under the same names.
 
     Args:
         environ: names the socket and the rank, and gets the rest.

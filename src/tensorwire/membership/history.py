@@ -1,11 +1,10 @@
 """Records what a worker has got from the others, in order, for its successor.
 
-A worker that takes another one's place runs the script from its beginning. What the former one has
-asked of others it does not ask again: it gets what is noted here. So that this does not become ever
-longer, the script's position is noted from time to time, a checkpoint of what this process alone
-has; then only what follows counts, and what the script does again on its way to that position.
-
-Where a note ends is told behind it, so that a death leaves whole ones.
+A worker that takes another one's place runs the script from its beginning. It does not repeat the
+former one's requests to others: it gets the answers that are noted here. To keep this short, the
+script's position is noted from time to time, a checkpoint of the state of this process alone; then
+only later notes count, and the way of the script to that position. The end of a note is written
+after it, so that a death leaves whole notes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tensorwire.memory import Region
 HISTORY_BYTES = 4 << 20
 """Size of the region; pages that are never written to need no memory."""
 POSITIONS_AT = 32
-"""Where in it 64 bits lie that count the positions that were noted."""
+"""The offset in it of the 64 bits that count the noted positions."""
 
 _HEAD_BYTES = 1024
 _REASON = slice(64, _HEAD_BYTES)
@@ -38,11 +37,11 @@ _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
 
 class NoteKind(IntEnum):
-    """What a note is about.
+    """The subject of a note.
 
-    The result of a sum of all workers, a slice's commit, the result of a version of a store; that
-    a checkpoint is about to be loaded (number 0), and what it told (number 1). Of what an optimizer
-    has while another one commits: where its gradients lie, that these are about to change, and its
+    The result of a sum of all workers, a slice's commit, the result of a version of a store; that a
+    checkpoint is about to be loaded (number 0), and its result (number 1). For an optimizer while
+    another one commits: the place of its gradients, that these are about to change, and its
     buffers.
     """
 
@@ -56,7 +55,7 @@ class NoteKind(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A note; `number` is that of the sum or version, `store` and `slice` are 0 where none is."""
+    """A note; `number` is of its sum or version, `store` and `slice` are 0 where it has none."""
 
     kind: NoteKind
     data: bytes
@@ -66,18 +65,18 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """What it is about, without what is said of it."""
+        """The subject of the note, without its content."""
         return self.kind, self.store, self.number, self.slice
 
 
 class History:
-    """That of one worker. One thread uses it.
+    """The notes of one worker. One thread uses it.
 
     It is replayed until its end, in a process that has another one's place; from then on, and in
     others from the beginning, notes are added.
 
     Args:
-        region: zeroed, or that of a predecessor; of HISTORY_BYTES.
+        region: zeroed, or a predecessor's; of HISTORY_BYTES.
         rank: of the worker, for messages.
         joins: the region has what `begin_of` gave, of another worker: this process joins the job.
         within: whether what is got within a pass is noted; nobody needs it who only joins.
@@ -87,7 +86,7 @@ class History:
             been reached.
         succeeds: this process has another one's place.
         asked: the number of the last sum for which a predecessor has sent its part.
-        answered: that of the last whose result this process has.
+        answered: the number of the last sum whose result this process has.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class History:
 
     @property
     def is_behind(self) -> bool:
-        """What this process is about to write a predecessor has written, and others went on."""
+        """True if a predecessor has already written the next message, and others went on."""
         return self.replaying or self.asked > self.answered
 
     # ---- what cannot be replaced
@@ -144,7 +143,7 @@ class History:
         return bool(self.reason) and not self._is_lost
 
     def refuse(self, reason: str) -> None:
-        """No process can go on in the place of this one, for that reason; the first one counts."""
+        """Refuses a successor to this process, for a reason; the first reason counts."""
         if not self.is_refused:
             self._give_reason(reason)
             self._numbers[_LOST_AT] = 0
@@ -159,7 +158,7 @@ class History:
         self._memory[_REASON] = np.frombuffer(text.ljust(_HEAD_BYTES - 64, b"\0"), np.uint8)
 
     def _lose(self, size: int, used: int, room: int) -> None:
-        """A note does not fit; what follows until the next position would come behind a gap."""
+        """Drops a note without room; later ones until the next position would follow a gap."""
         self._lost_bytes = size + (self._lost_bytes if self._is_lost else used)
         self._numbers[_LOST_AT] = 1
         self._give_reason(
@@ -180,7 +179,7 @@ class History:
     def take(
         self, kind: NoteKind, store: int = 0, number: int = 0, slice_: int = 0
     ) -> bytes | None:
-        """What was noted about what this process is about to do; None: it is to do it.
+        """Returns the note on this process's next action; None: it has to act itself.
 
         Raises:
             RuntimeError: the predecessor has done something else.
@@ -194,7 +193,7 @@ class History:
         return self._ahead.popleft().data
 
     def is_next(self, kind: NoteKind) -> bool:
-        """What a predecessor has done next is of this kind."""
+        """Tells whether the predecessor's next action is of this kind."""
         return bool(self._ahead) and self._ahead[0].kind == kind
 
     def skip_load(self) -> bytes | None:
@@ -247,7 +246,7 @@ class History:
         return self._commits.get((NoteKind.COMMIT, store, version, slice_))
 
     def reach(self) -> None:
-        """This process has reached the position of its predecessor; what follows is replayed.
+        """Ends the way to the predecessor's position; later notes are replayed.
 
         Raises:
             RuntimeError: it has not done all that the predecessor had.
@@ -337,14 +336,14 @@ class History:
         return ""
 
     def begin_pass(self) -> None:
-        """A pass over a loader begins, which is not made again behind a position within it."""
+        """Begins a pass over a loader, which is not made again after a position within it."""
         self._passing = True
 
     # ---- for a worker that joins
 
     @staticmethod
     def begin_of(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """What a worker that has come to `job.epochs` has noted before, for one that joins."""
+        """Returns the notes of a worker before `job.epochs`, for a worker that joins."""
         begun = np.zeros(_FIRST.stop, np.uint8)
         begun[_FIRST] = memory[_FIRST]
         begun[:8] = memory[:8]
@@ -370,7 +369,7 @@ class History:
         self._numbers[1], self._numbers[3] = end, 1
 
     def begin_loop(self) -> None:
-        """A loop of epochs begins: what was made so far is made again by a successor."""
+        """Begins a loop of epochs; a successor repeats everything that was made before it."""
         self._before = len(self._outside)
 
     def _entries(self, part: slice, used: int) -> Iterator[Entry]:
@@ -383,7 +382,7 @@ class History:
             at = start + length + -length % 8
 
     def _write(self, part: slice, start: int, entry: Entry) -> int | None:
-        """Where the entry ends; None if it does not fit."""
+        """Writes an entry and returns its end; None if it does not fit."""
         memory, length = self._memory[part], len(entry.data)
         at = start + _ENTRY.size
         end = at + length + -length % 8

@@ -18,9 +18,10 @@ CONTROL = "control"
 """Region at every server: one word per worker, CONTROL_BYTES apart."""
 CONTROL_BYTES = 64
 RESTORED = "restored"
-"""Region at a server that goes on with the memory of another one, as soon as all of that is there.
+"""The name of a region that a successor of a server allocates when all its memory is there.
 
-Its Node listens before that, and what is not there yet would be stale for whoever connects.
+The successor's Node listens before that; a region that is not there yet would be stale for its
+peers.
 """
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
@@ -56,7 +57,7 @@ def taken_by(rank: int, number: int) -> int:
 
 
 def taker_in(word: int) -> int | None:
-    """Who has a place's slices by its control word; None: who had them from the beginning."""
+    """Returns the present owner of a place's slices by its control word; None: the first owner."""
     rank = (word - GOODBYE) % (1 << _TAKEOVER_BITS) - 1
     return rank if GOODBYE < word < FAREWELL else None
 
@@ -72,9 +73,9 @@ def ended_in_order(peer: Peer) -> bool:
 
 
 def is_open(address: str) -> bool:
-    """Somebody holds the socket on which a member of this host listens, or listened.
+    """Tells whether a process holds the socket on which a member of this host listens, or listened.
 
-    It is not connected to: nobody may accept for a long time.
+    This does not connect to it: nobody may accept for a long time.
     """
     port = f":{int(address.rpartition(':')[2]):04X}"
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -131,7 +132,7 @@ def server_name(index: int) -> str:
 
 
 def pid_namespace() -> str:
-    """Names what numbers of processes belong to here; "" where the system does not tell."""
+    """Returns a name for this namespace of process numbers; "" if the system gives none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -139,7 +140,7 @@ def pid_namespace() -> str:
 
 
 def boot_id() -> str:
-    """Names this host as it was booted; "" where the system does not tell: then nobody shares."""
+    """Returns a name for this host since its boot; "" if the system gives none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

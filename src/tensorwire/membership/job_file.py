@@ -131,7 +131,7 @@ def running_servers() -> list[RunningServer]:
 
 
 def running_file_workers() -> list[RunningFileWorker]:
-    """Where this user's jobs on this host take gradients from files, the oldest first.
+    """Returns this user's workers on this host that take gradients from files, oldest first.
 
     Raises:
         UnavailableError: no folder is fit for such files.

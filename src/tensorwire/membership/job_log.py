@@ -77,7 +77,7 @@ class LoggedMember:
         restarts: how often it was replaced because a process had died.
         last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
             the "time" in seconds since 1970; None if there was none.
-        change: how it came or went while the job ran, as "joined behind step 12"; "" if it did not.
+        change: how it came or went while the job ran, as "joined after step 12"; "" if it did not.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class LoggedMember:
 
 @dataclass
 class LoggedJob:
-    """What the log of a job says so far.
+    """The state of a job by its log.
 
     Attributes:
         path: of the log.
@@ -163,13 +163,13 @@ class LoggedJob:
                 if self.standby == line["pid"]:
                     self.standby = None
             case "joined":
-                index, change = line["index"], f"joined behind step {line['step']}"
+                index, change = line["index"], f"joined after step {line['step']}"
                 self.members = [m for m in self.members if (m.kind, m.index) != ("worker", index)]
                 self.members.append(LoggedMember("worker", index, line["pid"], change=change))
             case "drained":
                 for member in self.members:
                     if (member.kind, member.index) == ("worker", line["index"]):
-                        member.change = f"left behind step {line['step']}"
+                        member.change = f"left after step {line['step']}"
             case "moved":
                 self.moves.append({**line})
                 for member in self.members:
@@ -244,7 +244,7 @@ class JobLog:
             self._lose(error)
 
     def read(self) -> LoggedJob:
-        """What it says, the workers' lines too; nothing where it cannot be read any more."""
+        """Reads the log, with the workers' lines; an empty one if it cannot be read any more."""
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
                 return _read(self.path, self._descriptor)

@@ -26,7 +26,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def is_there(path: Path, descriptor: int) -> bool:
-    """The name is still, or again, that of the file which is open; links are not followed."""
+    """Tells whether the name still, or again, names the open file; follows no links."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

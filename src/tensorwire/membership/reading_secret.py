@@ -11,7 +11,7 @@ _PURPOSE = b"tensorwire: read the parameters of a job, and no more"
 
 
 def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """What a Node takes for its secret by itself; b"" if there is none.
+    """Returns the secret that a Node takes by itself; b"" if there is none.
 
     Raises:
         OSError: it is in a file that cannot be read.
@@ -23,9 +23,9 @@ def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def reading_secret(secret: bytes) -> str:
-    """The one that lets nobody do more than read: all servers of a job derive the same.
+    """Returns the secret that permits reading only; all servers of a job derive the same.
 
-    From it nobody finds the job's secret. A job without a secret, on loopback, has none for readers
-    either: "".
+    The job's secret cannot be found from it. A job without a secret, on loopback, has none for
+    readers either: "".
     """
     return hmac.new(secret, _PURPOSE, hashlib.sha256).hexdigest() if secret else ""

@@ -79,7 +79,7 @@ def _candidates(refusals: list[str]) -> Iterator[Path]:
 
 
 def _why_unfit(folder: Path) -> str | None:
-    """What makes it another user's to write to, or not this one's; links are not followed."""
+    """Returns why another user can write to it, or this one cannot; follows no links."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "no folder"

@@ -49,8 +49,8 @@ class ServerMember:
 
     Args:
         count: how many servers there are; None: nobody knows yet, they come one after another.
-        store: keeps the memory of this server for a successor, and has that of its predecessor;
-            None: it ends with this process.
+        store: keeps the memory of this server for a successor, and has its predecessor's; None:
+            memory ends with this process.
         restarts: how many servers before this one had its place, and have died.
         present: with how many workers the job began, the first ones; None: all.
 
@@ -104,7 +104,7 @@ class ServerMember:
         *args: Arguments.args,
         **options: Arguments.kwargs,
     ) -> Answer:
-        """What concerns another member, done again when that was replaced. Not the main thread.
+        """Repeats an action that concerns another member if that is replaced. Not the main thread.
 
         Raises:
             PeerLostError: it is gone for good.
@@ -148,12 +148,12 @@ class ServerMember:
                         raise
 
     def decline_successor(self) -> None:
-        """No process could go on in the place of this one: the job wants it so."""
+        """Declines a successor of this process, because the job wants it so."""
         if self._store is not None:
             self._store.drop(LISTENER)
 
     def give_up(self) -> None:
-        """Nobody who is lost is waited for any more: the job is over."""
+        """Stops waiting for lost members: the job is over."""
         self._gone = True
 
     def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
@@ -180,9 +180,9 @@ class ServerMember:
     def gather(self, look: Callable[[], None] = lambda: None) -> None:
         """Waits until every worker has connected, and servers that came later.
 
-        Where nobody knows how many servers there are, later ones have connected before any worker
-        was started. Who is not expected, or is here already, is turned away. Meanwhile `look` is
-        called now and then.
+        Where the number of servers is unknown, later ones have connected before any worker was
+        started. A process that is not expected, or is here already, is turned away. Meanwhile
+        `look` is called now and then.
 
         Raises:
             PeerLostError: one that had connected is gone.
@@ -292,7 +292,7 @@ class ServerMember:
             self._status.write({"readers": names, **self.described(stores)})
 
     def described(self, stores: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """This server, and who is in the job, as `tensorwire status` shows them.
+        """Describes this server and the members of the job, as `tensorwire status` shows them.
 
         Args:
             stores: of this server, as they are shown.
@@ -353,7 +353,7 @@ class ServerMember:
         return self.owner(rank) != rank
 
     def owner(self, rank: int) -> int:
-        """Who has the slices of a worker: it, or who has them last, dead or alive."""
+        """Returns the rank that computes a worker's slices now, dead or alive."""
         word = self.words[rank].value
         while (taker := taker_in(word)) is not None and taker != rank:
             rank, word = taker, self.words[taker].value
@@ -422,7 +422,7 @@ def _send(box: RemoteMailbox, data: NDArray[np.uint8], number: int) -> None:
 
 
 class OfWorkers(Generic[Found]):
-    """What is looked up once of each worker, and once more of one that joins in its place.
+    """A cache of one object per worker, looked up again for a worker that joins in its place.
 
     Args:
         member: the server.
@@ -435,12 +435,12 @@ class OfWorkers(Generic[Found]):
         self._found: dict[int, tuple[Peer, Found]] = {}
 
     def get(self, rank: int) -> Found | None:
-        """What was found of the worker that is there now, if it was looked up."""
+        """Returns the object of the worker that is there now, if it was looked up."""
         peer, found = self._found.get(rank, (None, None))
         return found if peer is not None and self._member.workers.get(rank) is peer else None
 
     def find(self, rank: int) -> Found:
-        """The same; it is looked up if it was not.
+        """Returns the object of the worker that is there now, after a look-up if need be.
 
         Raises:
             PeerLostError, LookupError, ...: it is not found.
@@ -453,7 +453,7 @@ class OfWorkers(Generic[Found]):
         return found
 
     def all(self) -> dict[int, Found]:
-        """What was found of the workers that are there now."""
+        """Returns the objects of the workers that are there now, by rank."""
         return {r: found for r in list(self._found) if (found := self.get(r)) is not None}
 
     def clear(self) -> None:

@@ -48,7 +48,7 @@ class StatusRegion:
         self._mailbox = Mailbox(node.allocate(size, name=_REGION, access="r"), _PLACES)
 
     def write(self, description: Mapping[str, Any]) -> None:
-        """Readers see this description from now on."""
+        """Replaces the description that readers see."""
         data = json.dumps(description).encode()
         if len(data) >= _MOST_BYTES:
             data = json.dumps({**description, "stores": [], "truncated": True}).encode()
@@ -56,7 +56,7 @@ class StatusRegion:
 
 
 def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, Any]:
-    """What a server says of itself and its job.
+    """Reads a server's description of itself and its job.
 
     Args:
         peer: the server.

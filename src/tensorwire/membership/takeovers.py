@@ -1,12 +1,12 @@
 """Worker side of takeovers: what a worker computes for places that have no worker.
 
-The launcher says who has which places. A thread passes what follows from a death on to the servers
-at once, in control words: they wait for this worker instead. The worker itself takes it to heart
-where it asks (`adopt`), between other things.
+The launcher assigns the places. A thread passes the consequences of a death on to the servers at
+once, in control words: they wait for this worker instead. The worker itself adopts them where it
+asks (`adopt`), between other things.
 
-A change that is wanted takes place at all workers between the same two steps. The launcher asks
-all of them how many steps they have made (`prepare`); from then on none goes further than one step
-beyond. It then tells all of them behind which step they change (`plan`), and what each has from
+A wanted change takes place at all workers between the same two steps. The launcher asks all of them
+how many steps they have made (`prepare`); from then on none goes more than one step further. It
+then tells all of them after which step they change (`plan`), and the places that each has from
 there on. docs/elastic.md has the messages.
 """
 
@@ -46,7 +46,7 @@ def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
 
 
 class _LauncherSays(TypedDict, total=False):
-    """What the launcher says; docs/launch.md has which keys go together."""
+    """A message of the launcher; docs/launch.md shows which keys go together."""
 
     lost: list[int]
     number: int
@@ -83,11 +83,11 @@ class ChangeWord(StrEnum):
 
 @dataclass
 class PlannedChange:
-    """A change that takes place behind a step.
+    """A change that takes place after a step.
 
     Attributes:
         number: of the change.
-        step: behind which it is, counted from the beginning of the job.
+        step: after which it is, counted from the beginning of the job.
         mine: the places that this worker has from then on; empty: it leaves.
         owners: whose each place is whose control word changes.
         donor: the worker that notes where the script is, for those that join; None: nobody does.
@@ -100,7 +100,7 @@ class PlannedChange:
     donor: int | None = None
 
     def to_message(self, word: ChangeWord) -> dict[str, Any]:
-        """As the launcher tells it."""
+        """Returns the launcher's message with this change."""
         return {
             word: self.number, "step": self.step, "mine": self.mine, "owners": self.owners,
             "donor": self.donor,
@@ -108,13 +108,13 @@ class PlannedChange:
 
     @staticmethod
     def from_message(number: int, told: _LauncherSays) -> PlannedChange:
-        """The other way round."""
+        """Returns the change in a message of the launcher."""
         owners = {int(rank): owner for rank, owner in told["owners"].items()}
         return PlannedChange(number, told["step"], told["mine"], owners, told["donor"])
 
 
 class Takeovers:
-    """Those of one worker. One thread uses it, beside its own.
+    """The places that one worker computes. One thread uses it, beside its own.
 
     Args:
         place: of the worker.
@@ -159,7 +159,7 @@ class Takeovers:
 
     @property
     def acting_slices(self) -> Sequence[int]:
-        """Those of the worker for which this one acts, by its `rank`."""
+        """The slices of the worker for which this one acts, by its `rank`."""
         return self._place.slices_of(self.rank)
 
     def start(self, tell: Callable[[int, int], None]) -> None:
@@ -213,7 +213,7 @@ class Takeovers:
             self._change.notify_all()
 
     def adopt(self) -> bool:
-        """From now on `ranks` and `slices` have those of all workers that were told to be dead."""
+        """Adds the places and slices of dead workers that the launcher has assigned to this one."""
         came = False
         while self._told:
             for rank in self._told.popleft():
@@ -227,7 +227,7 @@ class Takeovers:
     # ---- changes that are wanted
 
     def due(self) -> PlannedChange | None:
-        """Between steps: the change that takes place here, for which it may have to wait."""
+        """Returns the change due at this point between two steps, after waiting for its plan."""
         with self._change:
             while not self._over and self._plan is None:
                 if self._hold_at is None or self.steps < self._hold_at:
@@ -237,10 +237,10 @@ class Takeovers:
             return None if plan is None or self.steps < plan.step else plan
 
     def make(self, plan: PlannedChange, obstacle: str = "") -> bool:
-        """The change takes place; whether this worker stays.
+        """Makes a change; tells whether this worker stays.
 
-        Then it waits for those that leave: between this step and the next they may still save what
-        the step has made.
+        Then it waits for leaving workers: between this step and the next they may still save the
+        step's results.
 
         Args:
             plan: that is due.
@@ -270,7 +270,7 @@ class Takeovers:
         self.changes.append({"step": step, "came": sorted(came), "went": sorted(gone)})
 
     def wait_to_join(self) -> None:
-        """A worker that joins has made its models and optimizers; returns when it is to go on.
+        """Announces that a joining worker has made its models; waits until it may go on.
 
         Raises:
             RuntimeError: it is not wanted any more.
@@ -290,7 +290,7 @@ class Takeovers:
         return self._store.map_donor()
 
     def joined(self) -> None:
-        """It has come to where the others are."""
+        """Announces that the joining worker has come to where the others are."""
         assert self._go is not None
         self.joins = False
         self._note(self._go.step, self._go.owners)
@@ -300,14 +300,16 @@ class Takeovers:
     # ---- what the launcher is told
 
     def offer(self, against: str, joining: str = "") -> None:
-        """Others could take over this worker's slices, or could not, for a reason.
+        """Announces why others could not take over this worker's slices; "" if they could.
 
-        So could others join by what this worker has noted.
+        `joining` does the same for workers that would join by this worker's notes.
+
+        Does the same for workers that would join by this worker's notes.
         """
         if (against, joining) != self._offered:
             self._offered = against, joining
             self._store.tell({"offer": against, "joins": joining})
 
     def saves(self, path: str) -> None:
-        """A checkpoint is about to be written there; "": it is written."""
+        """Announces the path of a checkpoint before it is written; "": it is written."""
         self._store.tell({"saving": path})

@@ -18,7 +18,7 @@ _LONGEST_PATH = 107  # the kernel has room for so much
 
 @contextlib.contextmanager
 def short_path(path: str | Path) -> Iterator[str]:
-    """A block with a name for a socket's path that the kernel has room for.
+    """Yields a name for a socket's path that is short enough for the kernel.
 
     Raises:
         OSError: the path is too long, and its folder cannot be opened.
@@ -38,7 +38,7 @@ def short_path(path: str | Path) -> Iterator[str]:
 def listen_in(folder: Path, prefix: str, suffix: str = "") -> tuple[socket.socket, Path]:
     """Returns a non-blocking listening SOCK_SEQPACKET socket and its path, for this user alone.
 
-    What processes that were killed have left there under such names is removed.
+    Sockets that killed processes have left there under such names are removed.
 
     Args:
         folder: where the path is.

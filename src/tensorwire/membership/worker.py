@@ -136,7 +136,7 @@ class WorkerMember:
         *args: Arguments.args,
         **options: Arguments.kwargs,
     ) -> Answer:
-        """What concerns a server, done again when it was killed and another one has its place.
+        """Repeats an action that concerns a server if that was killed and has a successor.
 
         Raises:
             PeerLostError: there is none in its place.
@@ -151,7 +151,7 @@ class WorkerMember:
     def recover(self, peer: Peer) -> bool:
         """Waits for the successor of a server that was lost, which has its memory. Any thread.
 
-        Afterwards the Peer is that of the successor.
+        Afterwards the Peer reaches the successor.
 
         Returns:
             Whether there is one.
@@ -232,7 +232,7 @@ def _raise_word(word: RemoteWord, value: int) -> None:
 
 
 def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
-    """That of the launcher, with what it keeps of a worker whose place this process takes."""
+    """Returns the launcher's store, with everything kept for a worker that this one succeeds."""
     number, term = os.environ.pop(STORE, ""), os.environ.pop(TERM, "")
     joins = os.environ.pop(JOINS, "")
     if not number or not _is_store(int(number)):
@@ -256,7 +256,7 @@ def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
 
 
 def _is_store(descriptor: int) -> bool:
-    """Whether it is open, and a socket such as a launcher gives out."""
+    """Tells whether it is an open socket such as a launcher gives out."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as found:
             return (found.family, found.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -279,7 +279,7 @@ def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:
 
 
 def _worker_node(place: World, store: DescriptorStore | None) -> Node:
-    """Only workers of this host connect to a worker, so it is not seen on the network.
+    """Opens a worker's Node, for workers of this host only: it is not seen on the network.
 
     Such a Node does not look for rdma by itself; where servers are on other hosts it does.
     """

@@ -73,7 +73,7 @@ class World:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
-        """What the launcher said; None if there is no launcher.
+        """Returns the place that the launcher has given; None if there is no launcher.
 
         Raises:
             ValueError: a variable is missing or makes no sense.

@@ -123,7 +123,7 @@ class Rejoin:
             self._mark("batch", loader, number, passing=True)
             obstacle = self._history.reason
         if not takeovers.make(change, obstacle):
-            text = f"worker {self._rank} leaves behind step {change.step}; others have its slices"
+            text = f"worker {self._rank} leaves after step {change.step}; others have its slices"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
             raise SystemExit(0)
 
