@@ -65,7 +65,10 @@ def problems(docstring: str, *, is_function: bool = False) -> Iterator[str]:
     for start in _START.finditer(prose, len(word)):
         yield f"has a sentence that begins with {start[1]!r}"
     for phrase in _PHRASE.finditer(text):
-        if not _LEAVES.search(text[: phrase.end()]):
+        is_name = re.match(r"\s*[:,]", text[phrase.end() :]) and text[: phrase.start()].endswith(
+            "    "
+        )
+        if not is_name and not _LEAVES.search(text[: phrase.end()]):
             yield f"has {phrase[1]!r}"
 
 

@@ -269,7 +269,7 @@ def test_other_slices_are_told(team: Team, tmp_path: Path) -> None:
     assert "the checkpoint is of a job with 2 slices in each step, and this one has 3" in said
     assert "44 samples in 2 slices of 4, shuffle=True" in error, "it was saved inside a pass"
     assert team.alone(loaded_by_others, path, slices=2) == (
-        "tensorwire: goes on in epoch 2, behind step 3 of 6\n",
+        "tensorwire: goes on in epoch 2, after step 3 of 6\n",
         "",
     )
 

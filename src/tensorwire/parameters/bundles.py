@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .layout import Cell
 
 DEVICE_BUNDLE_BYTES = 16 << 20
-"""Of cells that a device works on at once."""
+"""The bytes of the cells that a device works on at once."""
 
 
 def bundles_of(cells: Sequence[Cell], most_bytes: int) -> dict[int, tuple[Cell, range]]:

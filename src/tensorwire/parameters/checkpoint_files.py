@@ -1,8 +1,9 @@
 """Defines names, requests and the index of checkpoints in memory that a job lends. Pure.
 
-Server 0 has it. Who knows the job's secret leases a mailbox at its Node, asks for memory and writes
-there; who may read finds the index and the memory at its door. `server/checkpoints.py` is the
-server's side, `tensorwire.files` the other. docs/files.md has the tables.
+Server 0 has the memory. A writer, who knows the job's secret, leases a mailbox at its Node, asks
+for memory and writes there; a reader finds the index and the memory at its door.
+`server/checkpoints.py` is the server's side, `tensorwire.files` the other. docs/files.md has the
+tables.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ METADATA = ".metadata"
 """The file that torch.distributed.checkpoint writes last: with it a checkpoint is complete."""
 
 BELL = "checkpoints bell"
-"""The region of server 0 with the word to which a writer adds 1 behind a request."""
+"""The region of server 0 with the word to which a writer adds 1 after a request."""
 
 INDEX = "checkpoints"
 """The region at the door of server 0 with what there is: a mailbox of two places."""
 INDEX_BYTES, INDEX_PLACES = 1 << 20, 2
 
 MESSAGE_BYTES = 4096
-"""Of a request and of an answer: JSON, and zeros behind it."""
+"""The size of a request and of an answer: JSON, followed by zeros."""
 ASKS = slice(0, mailbox_bytes(MESSAGE_BYTES))
 ANSWERS = slice(ASKS.stop, 2 * ASKS.stop)
 LEASE_BYTES = ANSWERS.stop
@@ -40,12 +41,12 @@ MOST_NAME = 255
 
 
 def lease_name(writer: str) -> str:
-    """The region that the Node of a writer leases."""
+    """Returns the name of the region that the Node of a writer leases."""
     return f"checkpoints {writer}"
 
 
 def part_name(number: int, part: int) -> str:
-    """The region with a part of the file of a number."""
+    """Returns the name of the region with a part of a file."""
     return f"checkpoint {number}.{part}"
 
 
@@ -65,16 +66,16 @@ class CheckpointFile:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """The size of the whole file in bytes."""
         return sum(self.parts)
 
 
 Index = dict[str, CheckpointFile]
-"""The files by their paths: a name, or that of a checkpoint, a slash and a name."""
+"""The files by their paths: a name, or a checkpoint's name, a slash and a file's name."""
 
 
 def index_text(index: Index) -> bytes:
-    """As it is written."""
+    """Returns the text of the index."""
     told = {path: [f.number, list(f.parts), f.modified] for path, f in index.items()}
     return json.dumps(told).encode()
 

@@ -23,7 +23,7 @@ class Contribution:
     Attributes:
         slot: for gradients that are pushed.
         produced: for gradients that are produced in their places; None where none can be.
-        pool: for those produced in any place of a tensor of their size; None likewise.
+        pool: for gradients produced in any place of a tensor of their size; None where none can be.
         heads: for the numbers of rows of tables; of `rows.heads_bytes`.
     """
 
@@ -53,8 +53,8 @@ def _weights(
     """Returns (slot, weight) of the slices that have a gradient, from each commit.
 
     The mean by weight over all slices: one without a gradient has a gradient of 0, and one of
-    weight 0 is not read, since it may not be finite. Slots of what was produced come behind all
-    slots of what was pushed, and behind them numbers for pools.
+    weight 0 is not read, since it may not be finite. The slots of produced gradients follow all
+    slots of pushed ones, and numbers for pools follow these.
     """
     total = math.fsum(weight for _, weight in parts)
     return tuple(
@@ -69,8 +69,8 @@ class Contributions:
 
     Tensors of a cell are treated alike, and then in one go, if the same slices have a gradient for
     them, the same number of steps was applied to them and their scalars are equal; almost always
-    that is the whole cell. Of each tensor `counts` tells the steps applied to it, and a row of
-    `scalars` what the optimizer keeps of it; those `here` are no tables.
+    that is the whole cell. For each tensor `counts` has the steps applied to it, and `scalars` a row
+    of numbers that the optimizer keeps; the tensors `here` are no tables.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Contributions:
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def scalars(self, tensor: int) -> Scalars:
-        """What the optimizer keeps of a tensor."""
+        """Returns the numbers that the optimizer keeps of a tensor."""
         return tuple(self._scalars[tensor].tolist()) if self._scalars.size else ()
 
     def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
@@ -141,7 +141,7 @@ class Contributions:
                 yield Stretch(start - cell.start, stop - cell.start, weights, step, scalars)
 
     def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
-        """What is summed in one go for a norm: wherever gradients lie, the same."""
+        """Yields the parts of a cell that are summed at once for a norm, wherever gradients lie."""
         if self._all_same:
             yield 0, cell.stop - cell.start
             return
@@ -156,7 +156,7 @@ class Contributions:
                 yield start - cell.start, stop - cell.start
 
     def _find(self, slot: int, piece: Piece) -> int | Lent:
-        """Where a piece of a gradient that may be pooled lies."""
+        """Returns the place of a piece of a gradient, which may be in the pool."""
         index = slot - 2 * self._slices
         if index < 0:
             return slot

@@ -33,10 +33,10 @@ class ModelDevice(NamedTuple):
 
 
 class ShareDevice(Protocol):
-    """What a server needs of a device, beside a kernel that computes there.
+    """A device as a server needs it, beside a kernel that computes there.
 
-    What is asked for is begun in the order of the calls, by one thread at a time, which waits for
-    it by `synchronize`.
+    Calls begin their work in the order of the calls, by one thread at a time, which waits for it by
+    `synchronize`.
 
     Attributes:
         name: of the device, as `ModelDevice` has it.

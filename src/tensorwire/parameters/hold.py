@@ -1,9 +1,9 @@
 """Both sides: names and words by which a job is paused and parameters are written. Pure.
 
-Whoever has the job's secret asks for a pause by a word of server 0. Each store then stands still
-behind its next step: the step is made, and no worker has been told. Values that are to become the
+A process with the job's secret asks for a pause by a word of server 0. Each store then stands still
+after its next step: the step is made, and no worker has been told. Values that are to become the
 parameters are written into memory of the servers that nobody else uses. Another word says that all
-are there; the workers are told so with the step, and make a version of them together.
+values are there; the workers are told so with the step, and make a version of them together.
 `server/hold.py` is the server's side. docs/files.md has the tables.
 """
 
@@ -16,9 +16,9 @@ PAUSE_BYTES = 64
 HELD_AT = 0
 """In RegionKind.HOLD: the server's word, see `held_word`."""
 EDIT_AT = 64
-"""The word that who writes parameters raises to the version behind which they are to come."""
+"""The writer's word: the version after which written values shall follow."""
 TAKEN_AT = 128
-"""The server's word: the version behind which they will come."""
+"""The server's word: the version after which written values will follow."""
 WRITTEN_AT = 192
 """A byte for each tensor: 1 if it is written."""
 

@@ -4,7 +4,7 @@ A step overwrites parameters and state where they lie. A server that is killed i
 leaves cells of three kinds: untouched, complete, and for each thread at most one that is torn. The
 journal tells them apart and has a copy of what the torn ones were, so that a successor, which has
 the same memory, restores those, goes on with the cells that are not complete, and makes the very
-same version. What was published is never made again: workers may have overwritten their gradients.
+same version. A published version is never made again: workers may have overwritten their gradients.
 
 No store needs a fence or a flush: a process that is killed leaves a prefix of what each of its
 threads has done, in the order of the program. Source: the undo log of write-ahead logging (Mohan
@@ -28,16 +28,16 @@ from .messages import RESULT_BYTES, Bytes
 from .rows import Table, tables_of
 
 MOST_THREADS = 64
-"""That can each be in the middle of a cell."""
+"""The most threads, each of which can be in the middle of a cell."""
 
 PROGRESS_AT = 0
-"""Where the number of the last version that was published lies in the memory of a journal."""
+"""The offset of the number of the last published version in a journal's memory."""
 
 WORK_AT = 40
-"""Where the number of nanoseconds lies that the server has worked, on all versions together."""
+"""The offset of the nanoseconds that the server has worked, on all versions together."""
 
 SIZE_AT = 48
-"""Where the size in bytes of what the server applies gradients to lies."""
+"""The offset of the size in bytes of the memory that the server applies gradients to."""
 
 _PUBLISHED, _BEGUN, _RELEASED, _NORMED, _NORM = 0, 1, 2, 3, 4
 _WORKED, _SIZE = WORK_AT // 8, SIZE_AT // 8
@@ -46,7 +46,7 @@ _CELL_BITS = 24  # of an armed word, which also has the version; Layout has fewe
 
 
 class Numbers(NamedTuple):
-    """What a shard keeps of each tensor, in memory that a step overwrites too.
+    """The numbers that a shard keeps of each tensor, in memory that a step overwrites too.
 
     Attributes:
         counts: steps that were applied to it.
@@ -88,8 +88,8 @@ class Journal:
         undo: of `undo_bytes`.
         table_undo: of `table_undo_bytes`.
         arrays: for each cell that a step changes, the arrays that it changes.
-        tables: likewise for each table, by its first cell: whole arrays.
-        settle: returns when what was begun to be copied between arrays and `undo` is copied.
+        tables: for each table, by its first cell, the whole arrays that a step changes.
+        settle: returns when all copies between arrays and `undo` that were begun are complete.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class Journal:
 
     @staticmethod
     def size_bytes(share: Share, scalars: int) -> int:
-        """Of the memory of a journal."""
+        """Returns the size of the memory of a journal."""
         return _parts(share, scalars).stop
 
     @staticmethod
     def undo_bytes(arrays: Mapping[int, Sequence[Bytes]], threads: int) -> int:
-        """Of the memory for copies of cells, one for each thread."""
+        """Returns the size of the memory for copies of cells, one for each thread."""
         return min(threads, MOST_THREADS) * _room(arrays)
 
     @staticmethod
     def table_undo_bytes(share: Share, states: int) -> int:
-        """Likewise for copies of rows, with so many arrays of state."""
+        """Returns the size of the memory for copies of rows, with this many arrays of state."""
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
 
     def cost(self, threads: int) -> tuple[float, int]:
@@ -164,7 +164,7 @@ class Journal:
 
     @property
     def result(self) -> Bytes:
-        """What was told of it; nothing is copied."""
+        """The result of the last published version, without a copy."""
         return _place(self._result, self.published)
 
     @staticmethod
@@ -173,8 +173,8 @@ class Journal:
 
         Args:
             share: as of the class.
-            scalars: likewise.
-            memory: likewise.
+            scalars: as of the class.
+            memory: as of the class.
         """
         parts = _parts(share, scalars)
         head = memory[: 8 * _HEAD_WORDS].view(np.uint64)
@@ -232,7 +232,7 @@ class Journal:
         noted[0] = version
 
     def noted_reduced(self, cell: int) -> list[tuple[int, float]] | None:
-        """What `note_reduced` was given last; None: nothing."""
+        """Returns the last values given to `note_reduced`; None without any."""
         noted = self._reduced[cell]
         if not noted[0]:
             return None
@@ -260,11 +260,11 @@ class Journal:
         self._armed[change.slot] = change.version << _CELL_BITS | change.cell
 
     def mark(self, change: Change) -> None:
-        """A cell or table has its values of the version."""
+        """Marks a cell or table as having its values of the version."""
         self._done[change.cell] = change.version
 
     def disarm(self, change: Change) -> None:
-        """The copy of a cell is no longer in force."""
+        """Ends the validity of the copy of a cell."""
         self._armed[change.slot] = 0
         self._free.append(change.slot)
 
@@ -279,7 +279,7 @@ class Journal:
         self._armed_tables[change.cell] = change.version
 
     def disarm_rows(self, change: Change) -> None:
-        """The copy of rows is no longer in force."""
+        """Ends the validity of the copy of rows."""
         self._armed_tables[change.cell] = 0
 
     def note(self, tensors: Sequence[int], scalars: Scalars) -> None:
@@ -287,7 +287,7 @@ class Journal:
         self._scalars_after[tensors] = scalars
 
     def noted(self, tensor: int) -> Scalars:
-        """What `note` was given."""
+        """Returns the numbers given to `note` for a tensor."""
         return tuple(self._scalars_after[tensor].tolist())
 
     def _restore(self) -> None:
@@ -340,7 +340,7 @@ def _table_bytes(table: Table, arrays: int) -> int:
 
 
 class _Parts(NamedTuple):
-    """Where what lies in the memory of a journal, behind its words."""
+    """The places of the parts of a journal's memory, after its words."""
 
     result: int
     counts: int
@@ -350,7 +350,7 @@ class _Parts(NamedTuple):
 
 
 def _place(results: Bytes, version: int) -> Bytes:
-    """Of the memory for two results, that for a version."""
+    """Returns the memory of a version's result, in the memory for two of them."""
     size = len(results) // 2
     return results[size * (version % 2) :][:RESULT_BYTES]
 

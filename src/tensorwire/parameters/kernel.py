@@ -33,7 +33,7 @@ class Lent:
 
 
 Weight = tuple[int | Lent, float]
-"""Where a slice's gradient lies, by its slot's number in `Kernel.bind` or lent, and its share."""
+"""The place of a slice's gradient, by its slot's number in `Kernel.bind` or lent; its share."""
 
 
 class Tile(Protocol):
@@ -44,7 +44,7 @@ class Tile(Protocol):
     """
 
     def reduce(self, weights: Sequence[Weight], start: int, stop: int, keep: bool) -> None:
-        """Reduced gradient := sum of weight x gradient, in the order given.
+        """Computes the reduced gradient: the sum of weight x gradient, in the order given.
 
         Args:
             weights: at least one.
@@ -66,7 +66,7 @@ class Tile(Protocol):
         kept: bool,
         scale: float,
     ) -> Scalars:
-        """Applies the reduced gradient, that of [start, stop) of the last `reduce` unless kept.
+        """Applies the reduced gradient: the kept one, or the last one of `reduce`.
 
         Args:
             hyper: the numbers of the cell's group, in the order of `Kernel.hyper`.
@@ -83,7 +83,7 @@ class Tile(Protocol):
 
 
 class TableStep(NamedTuple):
-    """What `Lookup.step` needs of rows [first, stop), which are of tensors with equal numbers."""
+    """The input of `Lookup.step` for rows [first, stop), of tensors with equal numbers."""
 
     first: int
     stop: int
@@ -94,11 +94,11 @@ class TableStep(NamedTuple):
 class Lookup(Protocol):
     """The rows of a table that one server has, bound to their memory once.
 
-    One thread at a time. What `reduce` made is kept until it is called again.
+    One thread at a time. The result of `reduce` is kept until it is called again.
     """
 
     def reduce(self, parts: Sequence[tuple[Rows, Bytes, float]]) -> Rows:
-        """Reduced gradient := sum of weight x gradient, in the order given.
+        """Computes the reduced gradient: the sum of weight x gradient, in the order given.
 
         Args:
             parts: of every slice that has one: its rows, rising and each once; their values; its
@@ -153,8 +153,8 @@ class Kernel(Protocol):
     ) -> Tile:
         """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state.
 
-        A reduced gradient that stays is `kept` there, perhaps in the first slot. The `shape` is
-        that of the one tensor in it, where a tensor must not be cut; else None.
+        A reduced gradient that stays is `kept` there, perhaps in the first slot. The `shape`
+        belongs to the one tensor in the cell, where a tensor must not be cut; else None.
         """
 
     def device(self, name: str) -> ShareDevice:

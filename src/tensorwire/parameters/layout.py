@@ -7,7 +7,7 @@ who owns which cell. No memory, no processes.
 
 Backward makes gradients from the last tensor of a model to the first. Were that the order of the
 layout, each server, which has consecutive cells, would get all its bytes in one part of backward,
-and its link would idle in the others. So tensors whose gradients come one behind the other make a
+and its link would idle in the others. So tensors whose gradients come one after the other make a
 block, and the blocks lie in bit-reversed order of their times (0, 4, 2, 6, 1, 5, 3, 7): every
 consecutive part of the layout, however many servers there are, has blocks of all of backward.
 """
@@ -40,10 +40,13 @@ share the work, and gradients leave over a network before backward has made the 
 
 _BLOCKS = 16
 _LEAST_BLOCK_BYTES = 64 << 10
-"""A store has about so many blocks of tensors, as far as they are not smaller than that: twice as
-many as servers that are usual. What backward makes last is the end of a push, and a block has it at
-one server. Cells do not go on from one block to the next, and a cell that is not full costs as much
-as a full one."""
+"""The least size of a block of tensors.
+
+A store has about `_BLOCKS` blocks, twice as many as usual servers, as far as they are not smaller
+than this. The last gradients of backward are the end of a push, and their block has them at one
+server. Cells do not go on from one block to the next, and a cell that is not full costs as much as
+a full one.
+"""
 
 FORMAT = 8
 
@@ -51,12 +54,15 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What reading JSON of another process raises where it is not what it should be."""
+"""The errors of reading JSON of another process that is malformed."""
 
 KINDS = ("trained", "rows", "constant", "broadcast", "average", "whole")
-"""What happens to a tensor: it gets gradients; it is a table that gets gradients of some rows; it
-never changes in a step; is slice 0's value after every step; is the mean of the slices' values
-after every step; it gets gradients, and must not be cut."""
+"""The kinds of tensors, by the effect of a step.
+
+It gets gradients; it is a table that gets gradients of some rows; it never changes in a step; it is
+slice 0's value after every step; it is the mean of the slices' values after every step; it gets
+gradients, and must not be cut.
+"""
 
 WITH_GRADIENT = frozenset({"trained", "rows", "whole"})
 """Kinds of tensors that get gradients."""
@@ -72,7 +78,7 @@ class TensorSpec:
         shape: as the user sees it.
         kind: one of KINDS.
         group: index of its group of hyper-parameters; 0 where it has none.
-        order: its dimensions, that of the longest stride first; (): as in `shape`.
+        order: its dimensions, the longest stride first; (): as in `shape`.
     """
 
     name: str
@@ -84,7 +90,7 @@ class TensorSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in which its elements lie one behind the other, in C order."""
+        """The shape in which its elements lie one after the other, in C order."""
         return tuple(self.shape[i] for i in self.order) if self.order else self.shape
 
     @property
@@ -108,7 +114,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What all workers of a store agree on.
+    """The facts on which all workers of a store agree.
 
     Attributes:
         optimizer: class path of what is applied, for the one who applies it.
@@ -131,7 +137,7 @@ class Spec:
     ema: float = 0.0
 
     def to_json(self) -> bytes:
-        """As it travels."""
+        """Returns the text by which it travels."""
         raw = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         names = [each.name for each in dataclasses.fields(TensorSpec)]
         raw["tensors"] = [{name: getattr(each, name) for name in names} for each in self.tensors]
@@ -198,12 +204,12 @@ class Spec:
             names.add(tensor.name)
 
     def difference(self, other: Spec, here: str = "here", there: str = "there") -> str | None:
-        """What differs first, in words; None if nothing does.
+        """Returns the first difference in words; None if there is none.
 
         Args:
-            other: that of another worker.
-            here: what the sentence says behind a value of this one.
-            there: what it says behind one of the other.
+            other: another worker's.
+            here: the words that follow a value of this one.
+            there: the words that follow a value of the other one.
         """
         if self is other:
             return None
@@ -223,7 +229,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies: bytes [start, stop) with padding, [start, end) without."""
+    """The place of a tensor: bytes [start, stop) with padding, [start, end) without."""
 
     start: int
     end: int
@@ -243,7 +249,7 @@ class Piece:
 class Cell:
     """A unit of work: bytes [start, stop) of one kind, group and dtype.
 
-    Gradients of cells of one block come one behind the other.
+    Gradients of cells of one block come one after the other.
     """
 
     index: int
@@ -457,8 +463,8 @@ def _blocks(
 ) -> Iterator[tuple[tuple[str, int, str], list[int], bool]]:
     """Yields segments, in blocks where they are cut, in the order of the layout.
 
-    The last of each tells that its gradients do not come behind those of the one before. `rooms`
-    are the padded sizes of the tensors.
+    The last item of each tells that its gradients do not come right after the previous segment's.
+    `rooms` are the padded sizes of the tensors.
     """
     goal = max(min(cell_bytes, _LEAST_BLOCK_BYTES), sum(rooms) // _BLOCKS)
     for key, members in _segments(tensors):
@@ -483,10 +489,10 @@ def _bit_reversed(count: int) -> list[int]:
 
 
 def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
-    """Returns what is equal for tensors of one kind, group and dtype that may share cells.
+    """Returns a key that is equal for tensors of one kind, group and dtype that may share cells.
 
-    Of tables it is equal where they are one table: rows are equally long, and the next tensor
-    begins where the last row ends. What must not be cut shares cells with nothing.
+    For rows it is equal within one table: rows are equally long, and the next tensor begins where
+    the last row ends. A tensor that must not be cut shares cells with no other.
     """
     tensor = tensors[index]
     if tensor.kind == "whole":
@@ -497,7 +503,7 @@ def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
 
 
 def _cell_bytes_of(size_bytes: int) -> int:
-    """Of a store of so many bytes: CELL_BYTES, or where it is small a half of it, and so on."""
+    """Returns the cell size of a store: CELL_BYTES, halved while the store is small."""
     found = CELL_BYTES
     while found > _LEAST_CELL_BYTES and size_bytes < _CELLS * found:
         found //= 2

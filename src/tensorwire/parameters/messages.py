@@ -57,12 +57,15 @@ RESULT_BYTES = 4032
 MESSAGE_BYTES = RESULT_BYTES - _RESULT.size
 
 ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
-"""Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;
-it was produced in the slice's other slot, the one that nobody writes into; it was produced in the
-slice's pool, or in the place of another tensor."""
+"""The state of a tensor in a commit.
+
+ABSENT: the slice has no gradient for it. PUSHED: it was written into the slice's slot. PRODUCED: it
+was produced in the slice's other slot, into which nobody writes. POOLED: it was produced in the
+slice's pool, or in the place of another tensor.
+"""
 
 BLOCK_BYTES = 4
-"""Of a tensor in `Commit.blocks`, in memory."""
+"""The size of a tensor's entry in `Commit.blocks`, in memory."""
 
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
@@ -89,7 +92,7 @@ class Description(NamedTuple):
     device: str = ""
 
     def to_json(self) -> bytes:
-        """As it travels."""
+        """Returns the text by which it travels."""
         wants = None if self.wants is None else list(self.wants)
         raw: dict[str, object] = {
             "home": self.home,
@@ -126,7 +129,7 @@ class Description(NamedTuple):
 
 
 def follower_text(home: int, rank: int) -> bytes:
-    """What a worker describes that wants the store which worker 0 wants, and has no model.
+    """Returns the description of a worker that wants worker 0's store, and has no model.
 
     Args:
         home: a server whose memory it has mapped.
@@ -141,7 +144,7 @@ def told_description(
     first: Description | None = None,
     known: dict[str, Spec] | None = None,
 ) -> Description:
-    """Returns a worker's own description, or that of worker 0, which it follows.
+    """Returns a worker's own description, or worker 0's, which it follows.
 
     Args:
         data: as it came.
@@ -172,7 +175,7 @@ def told_description(
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What one slice asks of a server.
+    """The request of one slice to a server.
 
     Attributes:
         version: the version that this makes.
@@ -205,7 +208,7 @@ class Commit:
         return asked and self.operation in (APPLY, REDUCE)
 
     def to_bytes(self) -> Bytes:
-        """As it is written."""
+        """Returns the bytes of the message."""
         head = _COMMIT.pack(
             self.version, self.operation, self.flags, self.scale, self.max_norm, self.weight
         )
@@ -217,7 +220,7 @@ class Commit:
 
     @staticmethod
     def empty(version: int, operation: int, spec: Spec) -> Commit:
-        """One without gradients and hyper-parameters."""
+        """Returns a commit without gradients and hyper-parameters."""
         hyper = ((0.0,) * len(spec.hyper),) * spec.groups
         present = bytes(len(spec.tensors))
         return Commit(version, operation, 0, 1.0, math.inf, 1.0, hyper, present)
@@ -253,7 +256,7 @@ class Commit:
         return commit
 
     def difference(self, other: Commit, mine: str = "here", theirs: str = "there") -> str | None:
-        """Where two slices of one step disagree; weight and presence may differ.
+        """Returns how two slices of one step disagree; weight and presence may differ.
 
         Args:
             other: another slice's.
@@ -308,7 +311,7 @@ def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a server says of a version.
+    """The report of a server on a version.
 
     Attributes:
         version: the version that is now in place.
@@ -336,7 +339,7 @@ class Result:
     edited: bool = False
 
     def to_bytes(self) -> Bytes:
-        """As it is written; a message that is too long is cut."""
+        """Returns the bytes of the message; a text that is too long is cut."""
         text = self.message.encode()[:MESSAGE_BYTES]
         head = _RESULT.pack(
             self.version,

@@ -95,7 +95,7 @@ class ModelFile:
                 self._runs.append(run)
 
     def runs(self, share: Share) -> list[Run]:
-        """What a server has of the data, as runs of its share."""
+        """Returns a server's part of the data, as runs of its share."""
         found = []
         for run in self._runs:
             start, stop = share.clip(run.start, run.stop)
@@ -104,7 +104,7 @@ class ModelFile:
         return found
 
     def held(self, share: Share, first: bool) -> list[FileRange]:
-        """Which bytes of the file a server's memory has, one behind the other; in their order.
+        """Returns the ranges of the file in a server's memory, which follow each other there.
 
         Args:
             share: of the server.
@@ -119,7 +119,7 @@ class ModelFile:
         return found
 
     def pieces(self, values: Bytes, share: Share, first: bool) -> Iterator[tuple[int, Bytes]]:
-        """What a server's part of the file consists of: where each piece goes, and its bytes.
+        """Yields the pieces of a server's part of the file: the place of each, and its bytes.
 
         Args:
             values: of the share.

@@ -15,7 +15,7 @@ NAMES = ("sync", "async", "bounded")
 
 
 class Mode(NamedTuple):
-    """As `tw.init` was told.
+    """The mode given to `tw.init`.
 
     Attributes:
         name: one of NAMES.
@@ -55,7 +55,7 @@ def checked_mode(name: Any, staleness: Any) -> Mode:
 
 
 class Pace(NamedTuple):
-    """Where a worker is when it gets a version.
+    """The progress of a worker when it gets a version.
 
     Attributes:
         version: that it gets, the same number at all servers.
@@ -71,17 +71,17 @@ class Pace(NamedTuple):
     delay: int
 
     def to_text(self) -> str:
-        """As it travels."""
+        """Returns the text by which it travels."""
         return json.dumps(list(self))
 
     @staticmethod
     def from_text(text: str) -> Pace:
-        """What `to_text` has made."""
+        """Returns the pace of a text of `to_text`."""
         return Pace(*map(int, json.loads(text)))
 
 
 class Paces:
-    """What was told of versions that were adopted, by one worker or all.
+    """The statistics of versions that one worker, or all, have adopted.
 
     Attributes:
         behind, delays: how often each number was there; from 16 up how often one from it to its
@@ -97,7 +97,7 @@ class Paces:
         self.last: Pace | None = None
 
     def add(self, pace: Pace) -> None:
-        """A version was adopted."""
+        """Adds an adopted version."""
         self.last = pace
         self.behind[_bin_of(pace.behind)] += 1
         self.delays[_bin_of(pace.delay)] += 1
@@ -105,7 +105,7 @@ class Paces:
         self.most_delay = max(self.most_delay, pace.delay)
 
     def joined(self, other: Paces) -> Paces:
-        """Those of both."""
+        """Returns the sum of both."""
         both = Paces()
         both.behind, both.delays = self.behind + other.behind, self.delays + other.delays
         both.most_behind = max(self.most_behind, other.most_behind)
@@ -113,7 +113,7 @@ class Paces:
         return both
 
     def described(self) -> dict[str, Any]:
-        """For a report and `tensorwire status`."""
+        """Returns the numbers for a report and `tensorwire status`."""
         return {
             "staleness_max": self.most_behind,
             "staleness": _named(self.behind.copy()),

@@ -30,10 +30,10 @@ FIRST_VERSION = 2
 """The first version that has values of a model."""
 
 HELD_WORD_AT = 8
-"""Behind the word of a store's version, at server 0: whether it stands still, see `held_word`."""
+"""The offset of the word that tells whether a store stands still, see `held_word`."""
 
 BELL = "bell"
-"""The region at a door with the word to which a reader adds 1 behind a request."""
+"""The region at a door with the word to which a reader adds 1 after a request."""
 
 HEART_S = 1.0
 """A reader raises the word of its lease so often while it holds snapshots."""
@@ -41,7 +41,7 @@ LOST_S = 10.0
 """Without that for so long its snapshots are freed: it is stopped, or does not run."""
 
 LEASE_BYTES = 1024
-"""Of the memory that a reader leases at a door: its word, its request, and the answer to it."""
+"""The size of a reader's lease at a door: its word, its request, and the answer to it."""
 ASK_BYTES = 64
 ASKS = slice(64, 64 + mailbox_bytes(ASK_BYTES))
 ANSWERS = slice(256, 256 + mailbox_bytes(REPLY_BYTES))
@@ -50,36 +50,36 @@ _ASK = struct.Struct("<qqqq")
 
 
 def facts_name(store: int) -> str:
-    """The region that tells what a server has of a store."""
+    """Returns the name of the region that describes a server's part of a store."""
     return f"{store}/facts"
 
 
 def version_name(store: int) -> str:
-    """The region with the word of a store's version at a server: see `word_of`."""
+    """Returns the name of the region with the word of a store's version: see `word_of`."""
     return f"{store}/version"
 
 
 def lent_name(store: int, what: str) -> str:
-    """A region with memory of a store as it is now."""
+    """Returns the name of a region with memory of a store as it is now."""
     return f"{store}/{what}"
 
 
 def lease_name(reader: str) -> str:
-    """The region that the reader's Node of this name leases."""
+    """Returns the name of the region that the reader's Node of this name leases."""
     return f"lease {reader}"
 
 
 def word_of(version: int, changing: bool = False) -> int:
-    """Returns the word of a version in place; `changing`: while the next one is made where it lies.
+    """Returns the word of a version in place; `changing`: while the next one is made in its memory.
 
-    What is read between two looks at the word is of one version if it was the same both times, and
-    even.
+    Bytes that are read between two looks at the word are of one version if the word was the same
+    both times, and even.
     """
     return 2 * version + changing
 
 
 class ReadPlace(NamedTuple):
-    """Where a server's share of an array lies: which server's door, which region, from where."""
+    """The place of a server's share of an array: the door, the region, and the offset."""
 
     server: int
     region: str
@@ -88,7 +88,7 @@ class ReadPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What a server tells of a store.
+    """The description of a store by a server.
 
     Attributes:
         store: its number.
@@ -107,7 +107,7 @@ class StoreFacts:
     places: dict[str, ReadPlace]
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """Returns the text by which it is stored."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @staticmethod
@@ -128,12 +128,12 @@ class StoreFacts:
             raise ValueError(f"a server tells nothing sensible of a store: {error!r}") from error
 
     def layout(self) -> Layout:
-        """Where every tensor lies; ValueError if no store is like that."""
+        """Returns the place of every tensor; ValueError if no store is like that."""
         return Layout(Spec.from_json(self.spec.encode()))
 
 
 class AskKind(IntEnum):
-    """What a reader asks of a server."""
+    """The requests of a reader to a server."""
 
     MAKE = 1  # hold a snapshot of a version, which is made when that is in place
     FREE = 2
@@ -155,7 +155,7 @@ class Ask(NamedTuple):
     whole: bool = False
 
     def to_bytes(self) -> Bytes:
-        """As it is written."""
+        """Returns the bytes of the message."""
         return np.frombuffer(_ASK.pack(*self), np.uint8)
 
     @staticmethod
@@ -166,7 +166,7 @@ class Ask(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a server answers when a snapshot is there.
+    """The answer of a server when a snapshot is there.
 
     Attributes:
         model: the region with the server's bytes of the model file.
@@ -180,7 +180,7 @@ class Copied(NamedTuple):
     descriptor: int
 
     def to_text(self) -> str:
-        """As it travels in an answer."""
+        """Returns the text of the answer."""
         return json.dumps(list(self))
 
     @staticmethod

@@ -23,7 +23,7 @@ from .snapshot import REPLY_BYTES
 
 
 class RegionKind(StrEnum):
-    """What a region is for, which is also its name behind the number of the store."""
+    """The purpose of a region; also the end of its name, after the number of the store."""
 
     # At a worker, VIEW also at a server; SENT of each slice.
     RESULT, SPEC, VIEW, CHANGED, SENT = "result", "spec", "view", "changed", "sent"
@@ -101,14 +101,14 @@ def reply_block(server: int) -> slice:
 
 
 def units_of(share: Share) -> tuple[range, ...]:
-    """Units: the runs of a share's cells that travel together over a network.
+    """Returns the units: the runs of a share's cells that travel together over a network.
 
     They have at most `layout.cell_bytes`, or are one cell, or all cells of a table, and gradients
-    of one block, so that none of them waits long for the others. A worker writes
-    a unit when it has all its gradients, and the write raises the unit's word to the number of the
-    write. The commit goes ahead and tells these numbers, as stamps. So a server can work on what
-    comes first, and send back new values, while the rest is on its way: both ways of a link are
-    used. No result relies on the order of writes.
+    of one block, so that none of them waits long for the others. A worker writes a unit when it has
+    all its gradients, and the write raises the unit's word to the number of the write. The commit
+    goes ahead and tells these numbers, as stamps. So a server can work on the units that come
+    first, and send back new values, while the rest is on its way: both ways of a link are used. No
+    result relies on the order of writes.
     """
     units: list[range] = []
     tables = {table.cells.start: table.cells for table in tables_of(share)}
@@ -191,11 +191,11 @@ class ServerRegions:
         return member.allocate(size_bytes, name=name, access=access, device=device, **counters)
 
     def changed_start(self) -> int:
-        """Where the server's part of a worker's CHANGED begins."""
+        """Returns the offset of the server's part of a worker's CHANGED."""
         return changed_starts(self._shares)[self.server]
 
     def stamps(self, body: Bytes) -> NDArray[np.uint64]:
-        """A copy of the stamps of the units, from the memory behind the word of a commit."""
+        """Returns a copy of the stamps of the units, from the memory after a commit's word."""
         return np.frombuffer(body[self._stamps].tobytes(), np.uint64)
 
     def norms_block(self, server: int) -> slice:

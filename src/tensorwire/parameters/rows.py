@@ -1,9 +1,9 @@
 """Describes tables of which a step touches few rows: only their numbers and values travel.
 
-Tensors of kind "rows" whose rows are equally long lie behind one another and are one *table*. A
-slice's gradient of what a server has of it is two arrays: the numbers of the rows, in rising order
-and each once, and their values. The numbers lie behind their count in a *head*, the values at the
-beginning of the table's place in the slice's slot. What a step changed goes back in the same form
+Tensors of kind "rows" whose rows are equally long lie one after another and are one *table*. A
+slice's gradient for a server's part of it is two arrays: the numbers of the rows, in rising order
+and each once, and their values. The numbers follow their count in a *head*, the values lie at the
+beginning of the table's place in the slice's slot. The changes of a step go back in the same form
 to workers that do not see the parameters mapped.
 """
 
@@ -22,7 +22,7 @@ from .layout import Share, padded, table_of
 from .messages import APPLY, REDUCE, Bytes, Commit
 
 Gradient = tuple[Rows, Bytes]
-"""Of one tensor: rows, rising and each once, and their values, one behind the other."""
+"""The gradient of one tensor: rows, rising and each once, and their values in this order."""
 
 _NUMBER_BYTES = 8
 _COMPACT = 4  # if more than one row of so many changed, all are sent
@@ -79,7 +79,7 @@ class Table(NamedTuple):
 
     @property
     def values_at(self) -> int:
-        """Where the values of changed rows lie, behind version, count and numbers."""
+        """The offset of the values of changed rows, after version, count and numbers."""
         return self.changed + padded(_NUMBER_BYTES * (2 + self.capacity))
 
     @property
@@ -135,7 +135,7 @@ def heads_bytes(share: Share) -> int:
 
 
 def changed_starts(shares: Sequence[Share]) -> list[int]:
-    """Where each server's part of a worker's memory for changes begins, and where the last ends."""
+    """Returns the begin of each server's part of a worker's memory for changes, and the end."""
     starts = [0]
     for share in shares:
         tables = tables_of(share)
@@ -144,7 +144,7 @@ def changed_starts(shares: Sequence[Share]) -> list[int]:
 
 
 def rows_here(member: TensorRows, rows: Rows) -> tuple[int, int]:
-    """Which of some rows of its tensor, rising, a table has: from, to."""
+    """Returns the range of a tensor's rising rows that a table has: from, to."""
     begin, end = np.searchsorted(rows, (member.first, member.first + member.height)).tolist()
     return begin, end
 
@@ -158,7 +158,7 @@ def take_meant(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Grad
 
 
 def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list[Bytes]]:
-    """What goes to one server: the head, and the values that lie behind one another there."""
+    """Returns the part for one server: the head, and the values in their order there."""
     numbers: list[Rows] = [np.zeros(1, np.int64)]
     values: list[Bytes] = []
     for member in table.members:
@@ -174,7 +174,7 @@ def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list
 
 
 def read_part(table: Table, heads: Bytes, slot: Bytes) -> Gradient:
-    """The other way round, at the server: rows of the table, copied and checked, and values.
+    """Returns rows of the table, copied and checked, and their values, at the server.
 
     Raises:
         ValueError: these are no rows of the table, in rising order and each once.
@@ -192,7 +192,7 @@ def read_part(table: Table, heads: Bytes, slot: Bytes) -> Gradient:
 
 
 def change(version: int, rows: Rows) -> Rows:
-    """What goes ahead of the values of changed rows."""
+    """Returns the head of changed rows, which precedes their values."""
     return np.concatenate([np.array([version, len(rows)], np.int64), rows])
 
 

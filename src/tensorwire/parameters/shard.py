@@ -391,7 +391,7 @@ class Shard:
         return [([each], journal.noted(each)) for each in tensors if given.weights(each)]
 
     def _average(self, cell: Cell, average: Bytes) -> None:
-        """The first values of a tensor are their own average, as in torch's AveragedModel."""
+        """Updates the average of a cell, which begins with the first values (AveragedModel)."""
         base, averaged = self.share.start, self.memory.averaged.data
         for start, stop, begins in cell.runs(lambda piece: averaged[piece.tensor] == 0):
             part = slice(start - base, stop - base)
@@ -436,7 +436,7 @@ class Shard:
             self._take(source, cell.start, cell.stop, publisher)
 
     def _publish(self, step: Step) -> None:
-        """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
+        """Copies slot 0 into the parameters of the present tensors; nothing else is touched."""
         source = self.memory.contributions[0].slot
         if step.head.flags & WRITTEN:
             if self.memory.written is None:
@@ -456,14 +456,14 @@ class Shard:
             self._fill_device(self.memory.device)
 
     def _fill_device(self, device: ShareDevice) -> None:
-        """The device gets the present values."""
+        """Copies the present values to the device."""
         for bundle, _ in self._bundles.values():
             part = slice(bundle.start - self.share.start, bundle.stop - self.share.start)
             device.copy(self.memory.on_device[part], self.memory.master[part])
         device.synchronize()
 
     def _take(self, source: Bytes, start: int, stop: int, publisher: Publisher | None) -> None:
-        """Bytes [start, stop) of the store from memory that has those of the share."""
+        """Takes bytes [start, stop) of the store from memory with the bytes of the share."""
         piece = slice(start - self.share.start, stop - self.share.start)
         self.memory.master[piece] = source[piece]
         if publisher:
@@ -485,7 +485,7 @@ class Shard:
             arrivals: None: all is there.
 
         Returns:
-            Whether the gradient was finite (True where nobody asked), and its norm (nan likewise).
+            Whether the gradient was finite (True where nobody asked), and its norm (nan then).
         """
         journal = self._journal
         if self._kernel.changes_kept and not commits[0].flags & REDUCED:

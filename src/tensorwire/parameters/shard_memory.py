@@ -53,7 +53,7 @@ class ShardMemory:
         return self.master if self.device is None else self.on_device
 
     def bundles(self, share: Share) -> dict[int, tuple[Cell, range]]:
-        """What a step changes in one go; see `bundles_of`."""
+        """Returns the bundles of cells that a step changes at once; see `bundles_of`."""
         return bundles_of(share.cells, 0 if self.device is None else DEVICE_BUNDLE_BYTES)
 
     def bring(self, target: Bytes, source: Bytes | DeviceBytes) -> None:
@@ -73,7 +73,7 @@ class ShardMemory:
         return found
 
     def changed_by_cell(self, share: Share, kernel: Kernel) -> dict[int, list[Bytes]]:
-        """For each bundle that a step changes, the parts of the arrays that it changes."""
+        """Returns, for each bundle that a step changes, the parts of the arrays that it changes."""
         average = [] if self.average is None else [self.average]
         whole = [self.worked_on, *self.states.values(), *average]
         if kernel.changes_kept and self.kept is not None:
@@ -84,7 +84,7 @@ class ShardMemory:
         }
 
     def changed_by_table(self, share: Share) -> dict[int, list[Bytes]]:
-        """Likewise for each table, by its first cell."""
+        """Returns, for each table by its first cell, the parts of arrays that a step changes."""
         whole = [self.master, *self.states.values()]
         return {
             table.cells.start: [each[table.start : table.stop] for each in whole]

@@ -20,13 +20,13 @@ from .layout import padded
 from .messages import Bytes
 
 MOST_SNAPSHOTS = 2
-"""Of one store at a time: one that is being written to a disk, and one that is made meanwhile."""
+"""The most snapshots of a store at a time: one being written to a disk, and one being made."""
 
 VALUES, COUNTS, SCALARS, AVERAGED = "values", "counts", "scalars", "averaged"
 """The parts of a snapshot, beside `state` of each state of the optimizer."""
 
 REQUEST_BYTES, REQUEST_PLACES = 64, 2
-"""Of a mailbox for requests: a successor may read one when the next is on its way."""
+"""The mailbox for requests: a successor may read one when the next is on its way."""
 REPLY_BYTES = 448
 BELL_BYTES = 64
 """The word and padding in front of the mailboxes for requests."""
@@ -50,7 +50,7 @@ def busy(text: str) -> BusyError:
 
 
 class RequestKind(IntEnum):
-    """What is asked for; the request's own number is the name of what is made."""
+    """The kinds of requests; a request's own number names its result."""
 
     MAKE = 1
     FREE = 2
@@ -60,7 +60,7 @@ class RequestKind(IntEnum):
 
 
 class Request(NamedTuple):
-    """What a member asks of a server.
+    """The request of a member to a server.
 
     Attributes:
         kind: of it.
@@ -73,7 +73,7 @@ class Request(NamedTuple):
     number: int = 0
 
     def to_bytes(self) -> Bytes:
-        """As it is written."""
+        """Returns the bytes of the message."""
         return np.frombuffer(_REQUEST.pack(*self), np.uint8)
 
     @staticmethod
@@ -84,7 +84,7 @@ class Request(NamedTuple):
 
 
 class RequestOutcome(IntEnum):
-    """What came of a request."""
+    """The outcome of a request."""
 
     DONE = 0
     BUSY = 1  # as many as there may be are held, all for this member
@@ -95,16 +95,16 @@ class RequestOutcome(IntEnum):
 
 
 class Reply(NamedTuple):
-    """A server's answer; the text tells what an outcome other than DONE is about.
+    """A server's answer; the text explains an outcome other than DONE.
 
-    Of a pause it is the version that stands still.
+    For a pause the text is the version that stands still.
     """
 
     outcome: RequestOutcome
     text: str = ""
 
     def to_bytes(self) -> Bytes:
-        """As it is written; a text that is too long is cut."""
+        """Returns the bytes of the message; a text that is too long is cut."""
         text = self.text.encode()[: REPLY_BYTES - _REPLY.size]
         return np.frombuffer(_REPLY.pack(self.outcome, len(text)) + text, np.uint8)
 
@@ -117,7 +117,7 @@ class Reply(NamedTuple):
 
 
 class Parts:
-    """Where the parts of a snapshot lie in its region.
+    """The places of the parts of a snapshot in its region.
 
     Attributes:
         size_bytes: of the region.
@@ -129,7 +129,7 @@ class Parts:
 
     @staticmethod
     def of(version: int, arrays: Mapping[str, Bytes]) -> Parts:
-        """Those of a snapshot that has these arrays."""
+        """Returns the places of a snapshot that has these arrays."""
         places, at = {}, _HEAD_BYTES
         for name, array in arrays.items():
             places[name] = at, at + len(array)
@@ -151,12 +151,12 @@ class Parts:
 
     @staticmethod
     def read(head: Bytes) -> Parts:
-        """What `write_head` has written."""
+        """Returns the places that `write_head` has written."""
         size = int(head[:8].view(np.int64)[0])
         told = json.loads(head[8 : 8 + size].tobytes())
         places = {name: (start, stop) for name, (start, stop) in told["parts"].items()}
         return Parts(told["version"], places)
 
     def place(self, name: str) -> slice:
-        """Where a part lies; LookupError if there is none of this name."""
+        """Returns the place of a part; LookupError if there is none of this name."""
         return slice(*self._places[name])

@@ -31,7 +31,7 @@ class Publisher(Protocol):
 
 
 class Arrivals(Protocol):
-    """What is still on its way when a version is begun; cells by their place in the share."""
+    """The gradients that are still on their way when a version begins; cells by their place."""
 
     def order(self, cells: Sequence[int]) -> list[int]:
         """Returns the cells in the order in which they are expected."""
@@ -55,7 +55,7 @@ class Step:
         publishes: it takes parameters from slot 0, or those that were written.
         trains: it applies a gradient, unless that turns out not to be finite.
         reduces: it keeps the reduced gradient before anything else.
-        looks: likewise, and takes its norm.
+        looks: it also takes the norm of it.
         reduced: the reduced gradient is kept.
         sums: of its squares, per cell.
         finite: the gradient is, or nobody asked.
@@ -86,7 +86,7 @@ class Step:
 
     @cached_property
     def given(self) -> Contributions:
-        """What slices contribute."""
+        """The contributions of the slices."""
         return self._contribute()
 
     @property
@@ -104,12 +104,12 @@ class Step:
         self.know_norm(_root_of_sum(self._exchange(self.sums)))
 
     def take_noted(self, norm: float) -> None:
-        """A predecessor has noted the norm, and may have changed what it was taken of."""
+        """Takes the norm that a predecessor has noted, before it may have changed the gradient."""
         self.looks = self.reduces = False
         self.know_norm(norm)
 
     def know_norm(self, norm: float) -> None:
-        """What follows from the norm."""
+        """Takes the norm, and computes the scale from it."""
         self.norm = norm
         self.finite = math.isfinite(self.norm)
         if self.head.max_norm < math.inf:

@@ -1,6 +1,6 @@
 """Writes a checkpoint's file, which is replaced as a whole or not at all, and verifies it.
 
-What is in it is `checkpoint.py`'s; this module knows files, and the zip archives of torch.save.
+`checkpoint.py` defines the content; this module knows files, and the zip archives of torch.save.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ T = TypeVar("T")
 def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
     """Writes a file that appears at `path` complete or not at all, also if the system fails.
 
-    Of a symbolic link the target is replaced. The mode of a file that was there is kept. Of two
-    processes that write at a time, the last that is complete wins.
+    If the path is a symbolic link, its target is replaced. The mode of a file that was there is
+    kept. If two processes write at a time, the last complete file wins.
 
     Args:
         path: of the file.
-        write: writes the content; what it raises passes through.
+        write: writes the content; its errors pass through.
 
     Raises:
         OSError: it cannot be written; names `path`. An older file stays as it is.
@@ -78,7 +78,7 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
 
 
 def reason_of(error: OSError, path: str | os.PathLike[str]) -> str:
-    """Why a path cannot be written; of a missing folder, which one."""
+    """Returns why a path cannot be written; if a folder is missing, which one."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         for folder in reversed(Path(os.path.realpath(path)).parents):
@@ -117,7 +117,7 @@ def _new_part(target: Path) -> tuple[Path, BinaryIO]:
 
 
 def _stem(target: Path) -> str:
-    """The target's name; where nothing fits behind that, a shorter one that stands for it."""
+    """Returns the target's name, or a shorter one in its place if a suffix would not fit."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _MOST_NAME_BYTES else hashlib.sha256(name).hexdigest()
 
@@ -147,7 +147,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether this open file is locked now; it is not where the file system has no locks."""
+    """Tells whether this open file is locked now; never where the file system has no locks."""
     try:
         return try_lock(descriptor)
     except OSError:
@@ -213,7 +213,7 @@ def _check(file: BinaryIO, name: str) -> None:
 
 
 def _check_records(file: BinaryIO) -> None:
-    """Whether every record has the length and the CRC-32 that are noted for it."""
+    """Checks that every record has the length and the CRC-32 that are noted for it."""
     if not zipfile.is_zipfile(file):
         size = os.fstat(file.fileno()).st_size
         raise zipfile.BadZipFile(f"of {size} bytes, the last are not the end of an archive")
@@ -244,7 +244,7 @@ def _check_entry(record: zipfile.ZipInfo) -> None:
 
 
 def _what_begins(head: bytes) -> str:
-    """What messages say that a file with these first bytes seems to be."""
+    """Returns what a file with these first bytes seems to be, for messages."""
     if not head:
         return "empty"
     for pattern, kind in _KINDS:

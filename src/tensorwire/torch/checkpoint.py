@@ -29,7 +29,7 @@ _HEAD = "tensorwire"  # in the file, what is the job's own
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint tells of the job.
+    """The state of the job in a checkpoint.
 
     Attributes:
         epochs: that are done.
@@ -59,12 +59,12 @@ def check_keepable(name: str, thing: Any) -> None:
 
 
 def _is_plain(thing: Any) -> bool:
-    """Whether it is saved and filled as it is, and not by way of a state_dict()."""
+    """Tells whether it is saved and filled directly, not by a state_dict()."""
     return isinstance(thing, dict | list) and not hasattr(thing, "load_state_dict")
 
 
 class Content:
-    """What a checkpoint has, of one moment; what others change meanwhile is read from snapshots.
+    """The content of a checkpoint at one moment; the store's part is read from snapshots.
 
     Args:
         kept, trained, done, seed, position: as of `save`.
@@ -143,9 +143,9 @@ def save(
 
 
 def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica]) -> None:
-    """What is trained and not kept would begin anew where the job goes on from the file.
+    """Checks that trained objects are kept, as they would begin anew where a job goes on.
 
-    That is an error if no model is kept, since nobody can want it, else a warning.
+    It is an error if no model is kept, since nobody can want it, else a warning.
     """
     models = [each for each in trained if any(_is_model_of(thing, each) for thing in kept.values())]
     if trained and not models:
@@ -173,12 +173,12 @@ def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica])
 
 
 def is_at_servers(thing: Any, replica: Replica) -> bool:
-    """What is kept is the model of a distributed optimizer, or that optimizer."""
+    """Tells whether it is a distributed optimizer, or the model of one."""
     return thing is replica.optimizer or _is_model_of(thing, replica)
 
 
 def saved(thing: Any) -> Any:
-    """What is in an object that is kept; the object may still have the same tensors."""
+    """Returns the content of a kept object, which may share its tensors."""
     return thing if _is_plain(thing) else thing.state_dict()
 
 
@@ -201,7 +201,7 @@ def fill(thing: Any, value: Any) -> None:
 
 
 def _filled(old: Any, value: Any) -> Any:
-    """What stands for a value: the old object, with the value in it, if it can be filled."""
+    """Returns the old object filled with a value, or the value if that is impossible."""
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
         if not _can_be_filled(old, value):
             return value
@@ -217,14 +217,14 @@ def _filled(old: Any, value: Any) -> Any:
 
 
 def _can_be_filled(old: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor has an element of its own for each of a value's, of the same type."""
+    """Tells whether a tensor has a separate element for each of a value's, of the same type."""
     if old.layout != torch.strided or value.layout != torch.strided or 0 in old.stride():
         return False  # sparse or expanded
     return (old.shape, old.dtype) == (value.shape, value.dtype)
 
 
 def _saved(name: str, thing: Any, snapshots: Sequence[ReplicaSnapshot]) -> Any:
-    """What the file has of an object that is kept; raises for what `load` would refuse."""
+    """Returns the file's content for a kept object; raises for things that `load` would refuse."""
 
     def taken(tensor: torch.Tensor) -> torch.Tensor:
         for each in snapshots:
@@ -351,14 +351,14 @@ def load(
 
 
 def _kind(thing: Any, plain: bool) -> str:
-    """What messages call an object that is kept, or what a file has of one."""
+    """Returns the name that messages give to a kept object, or to its part of a file."""
     if not plain:
         return "what state_dict() returns"
     return "a dict" if isinstance(thing, dict) else "a list"
 
 
 def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
-    """What `save` has written to the file `there`, which messages call `name`."""
+    """Reads the content that `save` has written to the file `there`, called `name`."""
     try:
         # Whoever has saved it: its devices may be others, or not here.
         content = torch.load(there, map_location="cpu", weights_only=True, mmap=mapped or None)
@@ -399,7 +399,7 @@ def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
 
 
 def _is_position(position: Any) -> bool:
-    """Whether it is as `Position.saved` returns it."""
+    """Tells whether it has the form that `Position.saved` returns."""
     if not isinstance(position, dict) or position.keys() != {"epoch", "passes", "over"}:
         return False
     passes, over = position["passes"], position["over"]
@@ -429,12 +429,12 @@ def _is_model(thing: Any) -> bool:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, so that a file has no devices."""
+    """Returns a copy on the host, so that a file has no devices."""
     return tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone()
 
 
 def _copied(value: Any, of: Callable[[torch.Tensor], torch.Tensor] = _own) -> Any:
-    """Tensors that share memory with others become their own: the file has no more than them."""
+    """Returns a copy whose tensors have memory of their own, so that a file has no more."""
     if isinstance(value, torch.Tensor):
         return of(value)
     if isinstance(value, dict):

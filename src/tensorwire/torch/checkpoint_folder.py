@@ -87,7 +87,7 @@ def save(
 def load(
     path: str | os.PathLike[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[dict[str, Any], str]:
-    """What `save` was given, of a checkpoint or of the last one in a folder, and its name.
+    """Loads a checkpoint, or the last one in a folder; returns the content and its name.
 
     Its files are compared with their checksums before anything is used.
 
@@ -120,9 +120,9 @@ def load(
 
 
 def is_unused(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder in which `save` has completed nothing, and nobody else anything.
+    """Tells whether a path is a folder without a completed checkpoint or any other content.
 
-    It is empty, or has only what processes have left that were killed in their first `save`.
+    It is empty, or has only the remains of processes that were killed in their first `save`.
     """
     folder = Path(path)
     if not folder.is_dir() or _NAME.fullmatch(folder.name):
@@ -149,7 +149,7 @@ def _error(folder: str | os.PathLike[str], error: OSError, what: str, rest: str)
 
 
 def _has_form(name: str, state: Any) -> bool:
-    """Whether a safetensors file can have a state: tensors by name, and that is all."""
+    """Tells whether a safetensors file can have a state: tensors by name, and nothing else."""
     return (
         name.isidentifier()
         and isinstance(state, dict)
@@ -202,7 +202,7 @@ def _sum_of(file: BinaryIO) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _part(folder: Path) -> Iterator[Path]:
-    """A new directory that others leave alone as long as it is locked."""
+    """Yields a new directory that others leave alone as long as it is locked."""
     part, descriptor = _new_part(folder)
     try:
         yield part
@@ -213,7 +213,7 @@ def _part(folder: Path) -> Iterator[Path]:
 
 
 def _new_part(folder: Path) -> tuple[Path, int]:
-    """Its path, and a descriptor that has it locked, where the file system has locks."""
+    """Makes a directory; returns its path, and a descriptor that locks it if that is possible."""
     while True:
         part = _directory(folder, _next_number(folder), secrets.token_hex(8))
         part.mkdir()
@@ -255,7 +255,7 @@ def _directory(folder: Path, number: int, part: str = "") -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Those of the checkpoints in a folder."""
+    """Returns the numbers of the checkpoints in a folder."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -322,7 +322,7 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _read_index(found: Path) -> dict[str, Any]:
-    """What a checkpoint consists of."""
+    """Reads the index of a checkpoint: its files with their checksums."""
     try:
         with open(found / _INDEX, "rb", opener=_open_file) as file:
             index = json.loads(file.read(_MOST_INDEX_BYTES))

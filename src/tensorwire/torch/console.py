@@ -42,7 +42,7 @@ class ProgressLine:
             self._bar.start()
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins."""
+        """Begins the line of an epoch."""
         if self._bar:
             text = f"epoch {epoch + 1}/{self._epochs}"
             self._task = self._bar.add_task(text, total=None, values="")
@@ -53,7 +53,7 @@ class ProgressLine:
             self._bar.update(self._task, total=steps)
 
     def advance(self) -> None:
-        """One step is done."""
+        """Advances the bar by a step."""
         if self._bar and self._task is not None:
             self._bar.advance(self._task)
 
@@ -63,7 +63,7 @@ class ProgressLine:
             self._bar.update(self._task, values=_text(values))
 
     def end(self, epoch: int, values: Mapping[str, float], seconds: float) -> None:
-        """An epoch has ended, which took so long: its line stays, its bar goes."""
+        """Ends an epoch: its line stays, its bar goes."""
         figures = f": {_text(values)}" if values else ""
         line = f"epoch {epoch + 1}/{self._epochs}{figures} ({seconds:.1f} s)"
         if self._bar is None:

@@ -1,6 +1,6 @@
-"""Copies tensors between the memory of a device and that of the host.
+"""Copies tensors between the memory of a device and of the host.
 
-Servers keep parameters in the host's memory. What is on a device is copied there and back by the
+Servers keep parameters in the host's memory. Tensors on a device are copied there and back by the
 device's copy engines, in a stream of its own, from and to memory whose pages are locked.
 """
 
@@ -20,7 +20,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.parameters import Bytes
 
 KINDS = ("cpu", "cuda")
-"""Where parameters can be."""
+"""The kinds of devices that parameters can be on."""
 
 # Tests of what is done for devices, where there is none: tensors of the CPU are treated alike.
 _STAGES_CPU = os.environ.get("TENSORWIRE_STAGE_CPU") == "1"
@@ -76,9 +76,7 @@ class _DeviceBytes:
 def part_of(whole: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """Returns bytes [start, stop) of `whole`, of uint8, in the form of `like`.
 
-    Its storage has no other bytes.
-
-    The memory is that of `whole`, and lives as long as either.
+    Its storage has no other bytes. The memory belongs to `whole`, and lives as long as either.
     """
     if start == stop:
         return torch.empty_strided(
@@ -136,7 +134,7 @@ class CopyStream:
     def bring(
         self, work: Callable[[], Sequence[torch.Tensor]], behind: Iterable[int]
     ) -> list[torch.Tensor]:
-        """Has the device do some work, behind some streams, and waits for it.
+        """Gives the device some work, after the present work of some streams, and waits for it.
 
         Args:
             work: gives the device what to do; its tensors stay as they are meanwhile.
@@ -156,7 +154,7 @@ class CopyStream:
         return found
 
     def _wait_for(self, number: int) -> None:
-        """What this stream does from now on is behind what another one was given so far."""
+        """Makes later work of this stream wait for the present work of another one."""
         if not self._is_cuda:
             return
         if number:
@@ -166,7 +164,7 @@ class CopyStream:
         self._stream.wait_stream(other)
 
     def mark(self, stream: Any = None) -> Any:
-        """An event behind what a stream, or the current one, has been given to do so far."""
+        """Returns an event after the present work of a stream, or of the current one."""
         event = self._module.Event()
         if stream is None:
             stream = self._module.current_stream(self._index if self._is_cuda else None)

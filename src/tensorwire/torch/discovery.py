@@ -40,7 +40,7 @@ _by_engine = False
 
 
 def find_place(rank: int | None = None, workers: int | None = None) -> World:
-    """This worker's place; alone where nobody says anything else.
+    """Finds this worker's place; alone if nothing tells of other workers.
 
     Args:
         rank: of this worker, where the program knows it itself; then also `workers`.
@@ -118,7 +118,7 @@ def as_durable(place: World, durable: bool | None) -> World:
 
 
 def _what_needs_it(place: World) -> str:
-    """What cannot be had without memory that outlives processes, as a sentence; "" if nothing."""
+    """Returns an option that needs memory that outlives processes, as a sentence; else ""."""
     if place.takeover:
         return "this job was started with --elastic or --no-restart-workers"
     moves = os.environ.get(SHARES_MOVE) == "1"
@@ -126,7 +126,7 @@ def _what_needs_it(place: World) -> str:
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:
-    """One beside the first worker of every host; the addresses of all."""
+    """Starts a server beside the first worker of every host; returns the addresses of all."""
     addresses: list[str] = []
     for index, ranks in enumerate(meeting.hosts):
         key, whose = f"servers/{index}", f"server {index}, which worker {ranks[0]} starts"
@@ -148,7 +148,7 @@ def _start_servers(meeting: Meeting) -> tuple[str, ...]:
 
 
 def leave(orderly: bool, error: BaseException | None = None) -> None:
-    """Other workers may still need the server that this process started; it ends after them.
+    """Ends this worker's place; the server that this process started ends after other workers.
 
     Engines blame the worker that ends first, and torch.multiprocessing.spawn shows no other one's
     error. So a worker that ends only because another has failed lets that one go first; most

@@ -8,7 +8,7 @@ import sys
 
 
 def is_interactive() -> bool:
-    """Whether a person types the program, in a notebook for example; not so in its children."""
+    """Tells whether a person types the program, as in a notebook; not so in its children."""
     return hasattr(sys, "ps1") and multiprocessing.parent_process() is None
 
 
@@ -25,13 +25,13 @@ def ending_error() -> BaseException | None:
 
 
 def tell_of_no_step(model: str) -> None:
-    """The usual slip, which is silent otherwise: the model is as it was."""
+    """Prints that an optimizer made no step, so that the model is unchanged: a usual slip."""
     text = f"the optimizer of {model} got gradients, and its step() was never called"
     print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
 
 
 def tell_of_failed_write(error: BaseException) -> None:
-    """A line about a checkpoint that could not be written, where no error can be raised."""
+    """Prints that a checkpoint could not be written, where no error can be raised."""
     text = f"tensorwire: a checkpoint was not written: {type(error).__name__}: {error}"
     print(text, file=sys.stderr, flush=True)
 

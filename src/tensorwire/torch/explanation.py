@@ -66,7 +66,7 @@ class ExplainRow:
 
     @property
     def state(self) -> str:
-        """What became of the gradient: "in place", "copied", or "no gradient" where none came."""
+        """The fate of the gradient: "in place", "copied", or "no gradient" if none came."""
         if not self.arrived:
             return "no gradient"
         return "in place" if self.in_place else "copied"
@@ -172,7 +172,7 @@ class Explanation:
 
 
 def explain_optimizer(optimizer: Any) -> Explanation:
-    """What the last step of a distributed optimizer did with its tensors.
+    """Explains the last step of a distributed optimizer, tensor by tensor.
 
     Args:
         optimizer: from `DistributedOptimizer`, after at least two steps.

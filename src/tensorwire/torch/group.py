@@ -108,7 +108,7 @@ def connect(
 
 
 def address_in(data: bytes, rank: int) -> str:
-    """The address that worker `rank` has told, behind which are zeros.
+    """Returns the address in the bytes of worker `rank`, which end with zeros.
 
     Raises:
         ValueError: it is none.

@@ -47,7 +47,7 @@ on_step: Callable[[Job], None] | None = None
 
 
 class Job:
-    """What the workers of a job do together; made by `tw.init`.
+    """The common actions of a job's workers; made by `tw.init`.
 
     Attributes:
         size: number of workers; where they come and go the most that there can be.
@@ -110,10 +110,10 @@ class Job:
 
     @property
     def step_complete(self) -> bool:
-        """The last `step()` has made a version: this worker has computed all its slices of it.
+        """True if the last `step()` has made a version, of all slices of this worker.
 
-        Where a worker has several slices, or takes over those of one that was killed, what belongs
-        to a step is done `if job.step_complete:`, as that of a scheduler for each batch.
+        Where a worker has several slices, or takes over a killed worker's, work that belongs to a
+        step is done `if job.step_complete:`, such as a scheduler's step for each batch.
         """
         return not any(replica.reducer.turn for replica in self.local_replicas)
 
@@ -274,7 +274,7 @@ class Job:
         return counts[0].reducer.samples.weight() if counts else 1.0
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This worker's part of a dataset, for evaluation: every `replicas`-th sample.
+        """Returns this worker's part of a dataset, for evaluation: every `replicas`-th sample.
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
@@ -283,10 +283,11 @@ class Job:
     def generator(
         self, step: int, slice_index: int | None = None, *, epoch: int | None = None
     ) -> torch.Generator:
-        """Returns a new generator for what is random in one slice of one step, whoever computes it.
+        """Returns a new generator for the random numbers of one slice of one step.
 
-        A function of its arguments and `seed` alone; nothing is remembered, and no other worker
-        takes part. For numpy: `numpy.random.default_rng(job.generator(step).initial_seed())`.
+        A function of its arguments and `seed` alone, the same for any worker; nothing is
+        remembered, and no other worker takes part. For numpy:
+        `numpy.random.default_rng(job.generator(step).initial_seed())`.
 
         Args:
             step: a number from 0 that all workers count alike, of the step in its epoch.
@@ -352,9 +353,9 @@ class Job:
             self._progress.show(plain)
 
     def _begin_pass(self, steps: int | None, first: int) -> None:
-        """A loader begins: so many steps make this epoch, of which the first ones were made.
+        """Begins the pass of a loader: so many steps make this epoch; the first ones are done.
 
-        Of a stream nobody knows how many (None).
+        The length of a stream is unknown (None).
         """
         for replica in self.local_replicas:
             replica.between_steps("a new pass of a loader")
@@ -363,7 +364,7 @@ class Job:
         if first and self.rank == 0 and not (rejoin and rejoin.returns):
             where = "a pass that is over" if first == ALL_STEPS else f"step {first}"
             where += "" if steps is None else f" of {steps}"
-            text = f"goes on in epoch {self.epoch + 1}, behind {where}"
+            text = f"goes on in epoch {self.epoch + 1}, after {where}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         if self._progress and steps is not None:
             self._progress.expect(steps - first)
@@ -371,7 +372,7 @@ class Job:
     # ---- keeping
 
     def keep(self, **objects: Any) -> None:
-        """Names the objects that `save` and `load` care for: model=, optimizer=, best={…}, ….
+        """Declares the objects that `save` and `load` handle: model=, optimizer=, best={…}, ….
 
         Each has `state_dict()` and `load_state_dict()`, or is a dict or a list of tensors, numbers,
         texts and containers of these: `load` fills that very dict or list with what was saved. A
@@ -399,13 +400,13 @@ class Job:
     ) -> Path | None:
         """Writes one version of everything kept to a file, for `torch.load`, or into a folder.
 
-        Of a model that is split all of it, as if it were not. One worker calls it, between steps;
-        no other takes part. What is written appears complete or not at all. A file keeps the mode
-        of one that it replaces; of a symbolic link the target is replaced.
+        A split model is saved whole, as if it were not split. One worker calls it, between steps;
+        no other takes part. The file appears complete or not at all. It keeps the mode of a file
+        that it replaces; if the path is a symbolic link, its target is replaced.
 
         With `wait=False` it returns when all is copied, and the file is written from the copies
-        while training goes on. What fails then is raised by the next `save`, which does not save
-        itself, by `load`, or at the end of the job, which waits for what is being written.
+        while training goes on. An error of that is raised by the next `save`, which does not save
+        itself, by `load`, or at the end of the job, which waits for the file.
 
         Args:
             path: of the file; with `keep` of a folder, which is made.
@@ -418,8 +419,7 @@ class Job:
                 waits.
 
         Returns:
-            What was written; None if nothing was yet, as `wait` says, or nothing will be, as
-            `every` says.
+            The path that was written; None if it is not yet (`wait`) or will not be (`every`).
 
         Raises:
             RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
@@ -437,8 +437,8 @@ class Job:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; the job goes on where it was saved.
 
-        `epochs` goes on behind the saved epoch. If it was saved while a loader of this job gave out
-        the batches of an epoch, `epochs` begins with that epoch, and its loaders go on behind the
+        `epochs` goes on after the saved epoch. If it was saved while a loader of this job gave out
+        the batches of an epoch, `epochs` begins with that epoch, and its loaders go on after the
         last step that the file has; worker 0 says so.
 
         The checksums of the whole file are compared before anything of it is used. A folder in
@@ -458,7 +458,7 @@ class Job:
             self.session.begin_behind(loaded.epochs, loaded.position)
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Where the time of this worker's steps went; see docs/training.md.
+        """Reports where the time of this worker's steps went; see docs/training.md.
 
         Args:
             path: also write it there as JSON.

@@ -33,7 +33,7 @@ def init(
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
-    What `tensorwire run` or `tensorwire serve` has said counts first; then `rank` and `world_size`;
+    The place that `tensorwire run` or `tensorwire serve` gives counts first; then `rank` and `world_size`;
     then an initialised default process group of torch.distributed; then the variables of an engine:
     torchrun and all that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a step of
     Slurm. Where neither `tensorwire run` nor `tensorwire serve` has started servers, the first

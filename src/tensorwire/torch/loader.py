@@ -77,7 +77,7 @@ class ShardOfData(Subset[Any]):
 
     @property
     def indices(self) -> Sequence[int]:
-        """Those of its samples."""
+        """The indices of its samples."""
         ranks, replicas = self._session.ranks, self._session.replicas
         if self._found[0] != ranks:
             size = len(self.dataset)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
 
 
 class _RequestOrder(Sampler[Any]):
-    """What is asked for in one pass, in the order in which this worker computes it."""
+    """The requested indices of one pass, in the order in which this worker computes them."""
 
     def __init__(self) -> None:
         self.now: Iterable[Any] = ()
@@ -136,10 +136,10 @@ class _BeginWorker:
 
 
 class Loader:
-    """Made by `Job.loader`. Iterating it is one epoch.
+    """The loader that `Job.loader` makes. Iterating it is one epoch.
 
     Attributes:
-        dataset: as given; that of a DataLoader which was given.
+        dataset: as given, or the given DataLoader's.
         batch_size: of one slice, as given.
     """
 
@@ -197,9 +197,9 @@ class Loader:
 
     @property
     def first_batch(self) -> int:
-        """How many batches of the next pass were given out before a checkpoint was saved.
+        """The number of batches of the next pass that a checkpoint already has.
 
-        It goes on behind them: `enumerate(loader, loader.first_batch)` counts as before.
+        The pass goes on after them: `enumerate(loader, loader.first_batch)` counts as before.
         """
         first = self._session.position.first_step(self._name, self._number(), self._groups)
         return first * self._batches_per_step
@@ -215,20 +215,20 @@ class Loader:
         return self._accumulate * len(self._session.my_slices)
 
     def _number(self) -> int:
-        """That of the next pass in this epoch."""
+        """Returns the number of the next pass in this epoch."""
         if self._session.position.began != self._epoch:
             self._epoch, self._passes, self._before = self._session.position.began, 0, 0
         return self._passes
 
     def _count_pass(self) -> None:
-        """Who only looked at the first batch has made no pass."""
+        """Counts a pass; a look at the first batch alone is none."""
         self._passes += 1
         position = self._session.position
         if self._source.is_random and not position.in_epochs:
             position.orders[self._data] += 1
 
     def _plan(self, number: int) -> tuple[int, PassPlan]:
-        """What stands for the epoch in all seeds of a pass, and its plan."""
+        """Returns the number that stands for the epoch in all seeds of a pass, and its plan."""
         session, number = self._session, self._before + number
         # A second pass within an epoch has an order of its own.
         epoch = session.epoch if number == 0 else seed_of(session.epoch, number)
@@ -318,7 +318,7 @@ class Loader:
     def _batch_comes(
         self, this: object, plan: PassPlan, step: int, index: int, data: Any, of: LoaderPass | None
     ) -> None:
-        """A batch is given out, which counts with its weight."""
+        """Notes that a batch is given out, with its weight."""
         sizes = plan.sizes(step)
         weight, uneven = float(sizes[index]), len(set(sizes)) > 1
         if of is not None:
@@ -330,12 +330,12 @@ class Loader:
         self._session.batch_comes(this, sizes[index], weight, uneven and of is not None)
 
     def _begin_step(self, step: int, of: LoaderPass) -> None:
-        """An optimizer that draws numbers draws those of the step, of which all slices are one."""
+        """Seeds the numbers that an optimizer draws in the step, the same for all its slices."""
         step //= self._accumulate
         self._session.step_seed = self._seed_of_pass(of, step, IN_A_STEP)
 
     def _draw_alike(self, ended: LoaderPass) -> None:
-        """Behind a pass all workers draw the same numbers, of which none depends on its slices."""
+        """Makes all workers draw the same numbers after a pass, independent of its slices."""
         self._session.step_seed = None
         steps = self._source.steps
         seed_all(self._seed_of_pass(ended, -1 if steps is None else steps, BEHIND_A_PASS))
@@ -347,7 +347,7 @@ class Loader:
     def _give_in_turn(
         self, taking: Taking, of: LoaderPass, plan: PassPlan, seed: Callable[[int, int], int]
     ) -> Iterator[Any]:
-        """As `_give`, where slices may be taken over: what comes next is known when it comes."""
+        """Yields batches like `_give`, for slices that may be taken over at any batch."""
         session, this, looked_at = self._session, object(), of.first_step == 0
 
         def begin_step() -> None:

@@ -1,7 +1,7 @@
-"""Lists all tensors of a split model, those of other processes too, for its optimizer.
+"""Lists all tensors of a split model, also of other processes, for its optimizer.
 
-Processes share a model here; which values the tensors have is known to whoever has them and to the
-servers. Moves nothing.
+Processes share a model here; only the owners of a tensor and the servers know its values. Moves
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelIndex:
     Attributes:
         kind: the name of its class.
         parameters: by their first name, in the order of the model; on meta.
-        buffers: likewise.
+        buffers: by their first name, in the order of the model; on meta.
         ranks: the processes that have a tensor, ascending. The first of them speaks for it.
         keys: of the model's `state_dict()`, each with the first name of its tensor.
     """
@@ -34,7 +34,7 @@ class ModelIndex:
 
     @staticmethod
     def of(model: nn.Module, parts: Iterable[Iterable[str]], homes: Sequence[int]) -> ModelIndex:
-        """What stages use.
+        """Makes the index of a model whose stages have these parts.
 
         Args:
             model: all of it; only shapes and names count.

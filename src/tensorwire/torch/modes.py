@@ -77,7 +77,7 @@ def check_averages(mode: Mode, slices: int) -> None:
 
 
 def told_of(mode: Mode, stores: Sequence[Store]) -> dict[str, Any]:
-    """For a report: the mode, and how far what this worker computed with was behind."""
+    """Returns for a report the mode, and the staleness of this worker's versions."""
     told: dict[str, Any] = {"mode": mode.name}
     paces = [store.paces for store in stores if isinstance(store, OwnPaceStore)]
     if mode.is_sync or not paces:

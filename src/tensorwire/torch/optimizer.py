@@ -205,7 +205,7 @@ def _check_split(job: Job, split: Any, buffers: str) -> None:
 
 
 def replica_of(optimizer: Any) -> Replica:
-    """What a distributed optimizer trains.
+    """Returns the replica that a distributed optimizer trains.
 
     Raises:
         RuntimeError: the optimizer was closed.
@@ -215,7 +215,7 @@ def replica_of(optimizer: Any) -> Replica:
 
 
 class DistributedMixin:
-    """What `DistributedOptimizer` adds to the optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to the optimizer's class."""
 
     _tensorwire: Replica  # until `close`
     param_groups: list[dict[str, Any]]
@@ -247,12 +247,12 @@ class DistributedMixin:
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; gradients that left since the last step are withdrawn."""
+        """Clears gradients as in torch; gradients that left since the last step are withdrawn."""
         self._tensorwire.withdraw()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, backward only adds to `.grad`; the sum leaves with the first backward outside."""
+        """Makes backward only add to `.grad` inside; the first backward outside sends the sum."""
         return self._tensorwire.accumulating()
 
     def synchronize(self) -> None:
@@ -265,11 +265,11 @@ class DistributedMixin:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Parameters have their averages inside, in this process alone; needs `ema=`.
+        """Gives the parameters their averages inside, in this process alone; needs `ema=`.
 
-        To evaluate: no gradient is recorded inside, and what others train with stays as it is.
-        Buffers stay as they are. No other worker takes part. Call it between steps. `job.save`
-        inside saves the averages as the model.
+        To evaluate: no gradient is recorded inside, and the training values of other processes
+        stay. Buffers stay as they are. No other worker takes part. Call it between steps.
+        `job.save` inside saves the averages as the model.
 
         Raises:
             RuntimeError: there is no average, or this is between the slices of a step.
@@ -305,7 +305,7 @@ class DistributedMixin:
         return self._tensorwire.last_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, on all workers; the parameters are dealt out anew, state is kept.
+        """Adds a group as in torch, on all workers; parameters are dealt out anew, state is kept.
 
         After an error the optimizer is as before.
         """
@@ -325,14 +325,14 @@ class DistributedMixin:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, and loadable there: reads one version of the state from the servers.
+        """Returns the state as in torch, and loadable there, in one version from the servers.
 
         No other worker takes part. Call it between steps.
         """
         return self._tensorwire.state.state_dict(super().state_dict)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, on all workers; worker 0's state wins."""
+        """Loads a state as in torch, on all workers; worker 0's wins."""
         core = self._tensorwire
         core.between_steps("load_state_dict()")
         core.check_unchanged()  # what prepares models and optimizers moves a model, then comes here
@@ -347,7 +347,7 @@ class DistributedMixin:
             core.state.load(state_dict.get("ema"))
 
     def close(self) -> None:
-        """The optimizer is not used any more: servers and workers free its memory. Idempotent.
+        """Ends the use of the optimizer: servers and workers free its memory. Idempotent.
 
         All workers call it at the same place of the program, between steps. Parameters keep their
         last values and become memory of this process; take `state_dict()` before if the state is
@@ -391,7 +391,7 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def edit(model: nn.Module | Split) -> Iterator[None]:
-    """Parameters and buffers of `model` may be changed inside, by all workers; worker 0's win.
+    """Permits changes of parameters and buffers inside, by all workers; worker 0's win.
 
         with tw.edit(model), torch.no_grad():
             model.fc.weight.mul_(0.5)
@@ -410,8 +410,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
     workers call it between backward and `step()`.
 
     Args:
-        parameters: the distributed optimizer, the model, or all parameters of the optimizer. Of a
-            model whose parameters several distributed optimizers train, the norm is that of all.
+        parameters: the distributed optimizer, the model, or all parameters of the optimizer. If
+            several distributed optimizers train a model's parameters, the norm is of all of them.
         max_norm: a positive number. Infinity changes nothing: only the norm is computed.
         norm_type: 2, the only one that servers compute.
 

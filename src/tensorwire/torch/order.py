@@ -1,8 +1,8 @@
 """Deals the samples of a pass to the slices of its steps, in one order that all workers draw alike.
 
 Items are indices of a dataset, batches of such indices, or the samples of a stream: see `Dealing`.
-What is known of a pass and what its batches are asked for by is a plan: of indices here, of a
-stream in `stream.py`. How batches are read and given out is the `Loader`'s.
+A plan has the facts of a pass and the requests of its batches: with indices here, of a stream in
+`stream.py`. The `Loader` reads and gives out batches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOST_BYTES, _MOST_PARTS = 4096, 32  # of what `mark_of` looks at
 
 @dataclass(frozen=True)
 class Dealing:
-    """How items make steps.
+    """The rule by which items make steps.
 
-    What does not fill a step is a step of its own, shared equally by samples; if it has not a
-    sample for every slice, the step before takes it too, and is shared equally.
+    The rest that does not fill a step is a step of its own, shared equally by samples; if it has
+    not a sample for every slice, the step before takes it too, and is shared equally.
 
     Attributes:
         slices: of a step.
@@ -184,7 +184,7 @@ class PassPlan(Protocol):
         """Returns a checksum of these samples; None: all workers have the same for certain."""
 
     def forget(self, before: int) -> None:
-        """Nobody asks for steps before one any more."""
+        """Forgets steps before one, which nobody asks for any more."""
 
 
 class Batch(list[Any]):
@@ -299,7 +299,7 @@ def check_sampler(sampler: Any) -> None:
 def mark_of(value: Any) -> int:
     """Returns a checksum of samples; of large ones, of a part of each.
 
-    Of objects that are no numbers, texts, arrays, tensors or containers the class counts.
+    For objects that are no numbers, texts, arrays, tensors or containers the class counts.
     """
     return crc32(b"\0".join(_parts(value)))
 

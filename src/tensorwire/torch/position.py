@@ -1,6 +1,6 @@
 """Records where in its data a job is: the epoch, and the steps of each loader in it.
 
-A checkpoint has it, so that a job goes on with the very next step. It is that of the last version:
+A checkpoint has it, so that a job goes on with the very next step. It belongs to the last version:
 a batch that no step has used yet is given out again.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ALL_STEPS = 1 << 62
-"""Of a pass whose length nobody knows before its end."""
+"""The length of a pass that is unknown before its end."""
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class LoaderPass:
         number: which of its loader's in this epoch, from 0.
         data: what decides which samples a step has, as text.
         batches_per_step: that this worker gets.
-        first_step: those before it were made before a checkpoint was saved.
+        first_step: earlier steps were made before a checkpoint was saved.
         given: batches that this worker got.
-        steps: behind it at the last version, the first ones included.
+        steps: that were made at the last version, the first ones included.
         mark: a checksum of the samples of the present step; None: it need not be compared.
     """
 
@@ -38,7 +38,7 @@ class LoaderPass:
 
 
 class Position:
-    """That of one worker; all workers are at the same one when a version is in place.
+    """The position of one worker; all workers have the same when a version is in place.
 
     A loader has a name that is the same when the program runs again: how many were made before it,
     since the job or since the epoch began.
@@ -62,7 +62,7 @@ class Position:
         self._taken: set[str] = set()  # loaders whose pass has gone on from there
 
     def begin_epoch(self, epoch: int) -> None:
-        """`Job.epochs` gives out an epoch."""
+        """Begins an epoch of `Job.epochs`."""
         self.began += 1
         self._epoch = epoch
         self._made = 0
@@ -72,7 +72,7 @@ class Position:
             self._from = None
 
     def leave_epochs(self) -> None:
-        """`Job.epochs` is over."""
+        """Ends the epochs of `Job.epochs`."""
         self._epoch = self._from = None
 
     @property
@@ -97,7 +97,7 @@ class Position:
     def begin(
         self, loader: str, number: int, data: str, steps: int, batches_per_step: int
     ) -> LoaderPass:
-        """A pass of so many steps begins.
+        """Begins a pass of so many steps.
 
         Raises:
             ValueError: a checkpoint was saved inside a pass, and this program makes another one.
@@ -131,7 +131,7 @@ class Position:
             )
 
     def end(self, loader: str, ended: LoaderPass) -> None:
-        """A pass is over, or was left."""
+        """Ends a pass that is over, or was left."""
         if self._passes.get(loader) is not ended:
             return  # it was over before
         del self._passes[loader]
@@ -139,7 +139,7 @@ class Position:
             self._begun[loader] = ended.number + 1
 
     def stepped(self) -> list[LoaderPass]:
-        """A version is in place; returns the passes of which the samples are to be compared now.
+        """Counts a new version; returns the passes whose samples are to be compared now.
 
         That is so after steps 1, 2, 4, 8, …: all workers find the same, also a replacement process.
         """
@@ -152,7 +152,7 @@ class Position:
         return due
 
     def saved(self) -> dict[str, Any] | None:
-        """For a checkpoint; None where no pass is under way, and the epoch has made steps.
+        """Returns the position for a checkpoint; None without a pass in an epoch that has steps.
 
         Before its first step an epoch begins anew, or goes on where a checkpoint was.
         """
@@ -161,7 +161,7 @@ class Position:
         return None if not self._passes and self.made_steps else self.now()
 
     def now(self) -> dict[str, Any] | None:
-        """Where it is, passes that are over included; None outside of the epochs."""
+        """Returns the position, with ended passes; None outside of the epochs."""
         if self._epoch is None:
             return None
         passes = {name: [p.number, p.steps, p.data] for name, p in self._passes.items()}
@@ -172,7 +172,7 @@ class Position:
 
     @property
     def inside(self) -> str:
-        """Where steps are made that a script makes from data which the job has chosen; "" if so."""
+        """A phrase if the script makes steps with data that the job has not chosen; else ""."""
         if self._epoch is None:
             return "it makes steps outside of job.epochs"
         return "" if self._passes else "it makes steps with batches that no job.loader has given"

@@ -32,7 +32,7 @@ IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP, IN_A_SOURCE = -2, -3, -4, -5
 
 
 class RandomState(NamedTuple):
-    """Where the default generators are.
+    """The states of the default generators.
 
     Attributes:
         cpu: state of the CPU's.
@@ -53,7 +53,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state() -> RandomState:
-    """Where they are now; for `pickle`, at once."""
+    """Returns the present states of the default generators; for `pickle`, at once."""
     cuda = torch.cuda.get_rng_state_all() if _uses_cuda() else []
     return RandomState(_bytes(torch.get_rng_state()), tuple(_bytes(each) for each in cuda))
 
@@ -74,7 +74,7 @@ def set_random_state(state: RandomState) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Behind it they are where they were before."""
+    """Restores the default generators after the block."""
     state = random_state()
     try:
         yield
@@ -90,7 +90,7 @@ class OwnNumbers:
 
     Args:
         seed: from 0 up.
-        more: generators of torch that are treated likewise.
+        more: generators of torch that are treated in the same way.
     """
 
     def __init__(self, seed: int, more: Sequence[torch.Generator] = ()) -> None:

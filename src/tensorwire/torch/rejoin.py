@@ -1,9 +1,9 @@
 """Lets a replacement of a killed worker run its script again, to where the worker was.
 
 A script can go on where the job gives something out: an epoch, a batch, the end of a pass, the end
-of the epochs. There what this process alone has is noted (`History.mark`). A successor makes
-models, optimizers and loaders as the script says, gets what the former process has got from the
-others, skips the epochs and batches that are behind the position, and goes on there.
+of the epochs. There the state of this process alone is noted (`History.mark`). A successor makes
+models, optimizers and loaders as the script says, gets the answers that the former process has got
+from the others, skips the epochs and batches before the position, and goes on there.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Rejoin:
 
     @property
     def notes(self) -> bool:
-        """What happens is noted; a process can take the place of this one."""
+        """True if this process takes notes, so that another one can take its place."""
         return not self._history.is_refused
 
     def begin_loop(self, first: int, count: int) -> range:
-        """A loop of epochs begins; those that it gives out."""
+        """Begins a loop of epochs; returns the epochs that it gives out."""
         self._loop, self._in_loop = self._loop + 1, True
         if self._takeovers is not None and self._takeovers.joins and self._loop == 1:
             self._takeovers.wait_to_join()
@@ -80,7 +80,7 @@ class Rejoin:
         return range(there["epoch"], count)
 
     def end_loop(self) -> None:
-        """It is over."""
+        """Ends a loop of epochs."""
         self._in_loop = False
         if not self.returns:
             self._mark("done", again=True)
@@ -88,7 +88,7 @@ class Rejoin:
             self._reach()
 
     def begin_epoch(self) -> dict[str, Any] | None:
-        """An epoch is given out; where in it the script goes on, None: at its beginning."""
+        """Begins an epoch; returns where in it the script goes on, None: at its beginning."""
         there = self._history.position
         if there is None:
             self._mark("epoch", again=True)
@@ -102,7 +102,7 @@ class Rejoin:
         return where
 
     def begin_batch(self, loader: str, number: int, first: bool) -> None:
-        """A loader is about to read a batch of its pass."""
+        """Begins the reading of a batch of a loader's pass."""
         if self.returns:
             if self._is_at("batch", loader, number):
                 self._reach()
@@ -115,7 +115,7 @@ class Rejoin:
                 self._change(self._takeovers, loader, number)
 
     def _change(self, takeovers: Takeovers, loader: str, number: int) -> None:
-        """Workers come or go here, if that is due; who is to leave ends."""
+        """Makes a change of the workers that is due here; a leaving worker ends."""
         if (change := takeovers.due()) is None:
             return
         obstacle = ""
@@ -133,17 +133,17 @@ class Rejoin:
         return self._history.reason
 
     def end_pass(self, loader: str, number: int) -> None:
-        """A pass over a loader is over, or was left."""
+        """Ends a pass over a loader, which is over or was left."""
         if not self.returns:
             self._mark("over", loader, number)
         elif self._is_at("over", loader, number):
             self._reach()
 
     def begin_load(self) -> bool:
-        """`job.load` is called; whether it is to do something.
+        """Begins a `job.load`; tells whether it is to load.
 
-        A script that loads what is there may find a file when it runs again that was not there, or
-        another one: what its worker had loaded, or not, is behind the position.
+        A script that loads an existing file may find another state of the files when it runs again:
+        the loads of its worker lie before the position.
         """
         if self._history.replaying and not self._history.is_next(NoteKind.LOAD):
             text = f"worker {self._rank}, in a new process, leaves out job.load: it goes on later"
@@ -152,7 +152,7 @@ class Rejoin:
         return True
 
     def loaded_before(self) -> dict[str, Any] | None:
-        """What a former process has noted that has loaded here, and is through; None: load.
+        """Returns a predecessor's note of a complete load at this place; None: load.
 
         The file may have been removed or replaced since.
         """
@@ -165,16 +165,16 @@ class Rejoin:
         return None
 
     def end_load(self, told: bytes) -> None:
-        """What was loaded is in place in this worker, and no other goes on before this is noted.
+        """Ends a load, whose values are in place here; others go on after it is noted.
 
-        `told` is what `loaded_before` returns, pickled.
+        `told` is the value that `loaded_before` returns, pickled.
         """
         self._history.take_or_note(NoteKind.LOAD, told, 0, 1, 0)
 
     def find_load(self) -> None:
-        """The script goes on; if a former process has loaded at this place, this one does.
+        """Repeats a predecessor's load if the script goes on without one at this place.
 
-        A script that loads what is there may not find it again.
+        A script that loads an existing file may not find it again.
         """
         if self._history.is_next(NoteKind.LOAD):
             text = (
@@ -185,9 +185,10 @@ class Rejoin:
             self.load_again()
 
     def begin_save(self) -> bool:
-        """`job.save` is called; whether it is to save.
+        """Begins a `job.save`; tells whether it is to save.
 
-        If a former process has got further it has saved what was then, and servers have it no more.
+        A predecessor that has got further has saved the state of then, which the servers have no
+        more.
         """
         if self._history.replaying:
             text = f"worker {self._rank}, in a new process, leaves out job.save: it goes on later"
@@ -195,12 +196,12 @@ class Rejoin:
         return not self._history.replaying
 
     def stepped(self, repeated: bool) -> None:
-        """A version is in place; `repeated`: of commits that a former process has made."""
+        """Notes a new version; `repeated`: by commits that a predecessor has made."""
         self._stepped = True
         self.repeated += repeated
 
     def refuse(self, reason: str) -> None:
-        """No process can take the place of this one, or of another worker; worker 0 says so."""
+        """Refuses a successor to this process or another worker; worker 0 prints it."""
         self._history.refuse(reason)
         self._tell()
 

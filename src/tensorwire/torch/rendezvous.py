@@ -127,7 +127,7 @@ class Meeting:
             )
 
     def _has(self, key: str, deadline: float) -> bool:
-        """Whether it is in the store until then. Not `store.wait`, which handles no signals."""
+        """Waits for a key in the store; unlike `store.wait`, this handles signals."""
         for pause_s in _pauses_s(deadline):
             if self.store.check([key]):
                 return True
@@ -135,7 +135,7 @@ class Meeting:
         return bool(self.store.check([key]))
 
     def _agree_on_secret(self) -> None:
-        """Afterwards the secret is in the environment, and no longer in the store."""
+        """Agrees on the secret, which then is in the environment, and no longer in the store."""
         environ = os.environ
         names = "TENSORWIRE_SECRET_FILE", "TENSORWIRE_SECRET"
         mine = next((name for name in names if environ.get(name)), "")
@@ -248,7 +248,7 @@ def join_timeout_s() -> float:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address on the way to another one, "" for any; nothing is sent."""
+    """Returns this host's address on the way to another one, "" for any; sends nothing."""
     found = socket.getaddrinfo(host or _ELSEWHERE, 9, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, target = found[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -294,7 +294,7 @@ def _whole(store: Any) -> Any:
 
 
 def _place_of(store: Any) -> str:
-    """What names a store as `Start.address` does, on this host; "" if nothing does."""
+    """Returns the name of a store in the form of `Start.address`, on this host; "" without one."""
     if path := getattr(store, "path", ""):
         return os.path.realpath(path)
     if not (port := getattr(store, "port", 0)):
@@ -305,7 +305,7 @@ def _place_of(store: Any) -> str:
 
 
 def _open_store(start: Start, deadline: float) -> Any:
-    """Worker 0 keeps it, in a way that `init_process_group` in the same process shares."""
+    """Opens the store, kept by worker 0, in a way that `init_process_group` here shares."""
     import torch.distributed as dist
 
     where = start.host, start.port
@@ -409,7 +409,7 @@ def _base(store: Any) -> Any:
 
 
 def _make_private(store: Any) -> None:
-    """A store that is a file keeps everything, readable as the file is."""
+    """Makes a store that is a file readable for its owner only."""
     if path := getattr(_base(store), "path", None):
         os.chmod(path, 0o600)
 

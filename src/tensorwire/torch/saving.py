@@ -25,9 +25,9 @@ _MOST_NOTED = 1 << 18  # bytes of what a checkpoint has put into this process
 
 
 class BackgroundWrites:
-    """Those of one worker, at most one at a time for each path.
+    """The background writes of one worker, at most one at a time for each path.
 
-    An error is raised once, by whatever looks next. One thread uses it.
+    An error is raised once, by the next call that looks for it. One thread uses it.
     """
 
     def __init__(self) -> None:
@@ -134,10 +134,9 @@ class Saving:
         return None
 
     def _calls_before(self, where: str) -> int:
-        """Returns how many calls to a path were made, also by others for which this worker acts.
+        """Returns how many calls to a path were made, also by workers for which this one acts.
 
-        Theirs are taken to have been one behind each step, or behind each pass over the data, as
-        this one is.
+        Their calls are assumed to follow each step, or each pass over the data, as this one does.
         """
         session = self._session
         if session.taking is None or not session.acts_for_another:
@@ -175,7 +174,7 @@ class Saving:
         return loaded
 
     def _tell_of_slices(self, loaded: checkpoint.Loaded) -> None:
-        """The steps of a job with other slices are others, from here on."""
+        """Prints that a checkpoint of a job with other slices leads to other steps."""
         if loaded.slices not in (None, self._session.slices):
             text = (
                 f"the checkpoint is of a job with {loaded.slices} slices in each step, and this "
@@ -187,7 +186,7 @@ class Saving:
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def _load_again(self) -> tuple[bool, checkpoint.Loaded | None]:
-        """Whether it is noted what a former process has loaded here, and that; else it is read."""
+        """Returns whether a predecessor has noted a load here, and its result; else it is read."""
         assert self._session.rejoin is not None
         if (told := self._session.rejoin.loaded_before()) is None:
             return False, None
@@ -222,7 +221,7 @@ class Saving:
         self.writes.check()
 
     def end(self, orderly: bool) -> None:
-        """Nothing is saved any more; raises what could not be written, or tells it."""
+        """Ends all saving; raises or prints the error of a pending write."""
         try:
             self.finish()
         except Exception as failed:

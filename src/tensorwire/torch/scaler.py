@@ -12,9 +12,9 @@ from .replica.replica import Replica
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As `torch.amp.GradScaler`, for distributed optimizers (others are handled as in torch).
+    """A `torch.amp.GradScaler` for distributed optimizers (others are handled as in torch).
 
-    The device is "cpu" where none is given.
+    The device is "cpu" by default.
 
     The servers divide by the scale and look for infinite or undefined elements in the averaged
     gradient; if there are any, no worker's parameters change and every worker's scale shrinks.
@@ -78,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def update(self, new_scale: Any = None) -> None:
-        """As in torch; once per step also where this worker computes several slices."""
+        """Updates the scale as in torch; once per step also with several slices per worker."""
         if self._between_slices:
             self._per_optimizer_states.clear()
             return

@@ -1,6 +1,6 @@
 """Entry point of a server process, `python -m tensorwire.torch.server`: launchers start it.
 
-It runs no user code but that of modules which the launcher was told to import for optimizers: the
+It runs no user code except the modules that the launcher was told to import for optimizers: the
 kernels are torch's, the rest is `tensorwire.parameters`.
 """
 

@@ -83,7 +83,7 @@ class Session:
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
         mode: as given.
-        done: epochs that a checkpoint of now has behind it.
+        done: epochs that are complete in a checkpoint of now.
         first_epoch: with which the next loop of `Job.epochs` begins.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         step_seed: of an optimizer that draws numbers in a step of a loader; None: there is no step.
@@ -176,18 +176,18 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """That of this worker, or the lowest of those whose slices it has taken over."""
+        """The rank of this worker, or the lowest of the workers whose slices it has taken over."""
         takeovers = None if self.member is None else self.member.takeovers
         return self._world.rank if takeovers is None else takeovers.rank
 
     @property
     def acts_for_another(self) -> bool:
-        """This worker's `rank` is that of one that was killed or has left."""
+        """True if this worker's `rank` belongs to a worker that was killed or has left."""
         return self.rank != self._world.rank
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Whose slices this worker computes: its own, and those of workers that were killed."""
+        """The workers whose slices this one computes: itself, and workers that were killed."""
         takeovers = None if self.member is None else self.member.takeovers
         return (self._world.rank,) if takeovers is None else takeovers.ranks
 
@@ -209,19 +209,19 @@ class Session:
 
     @property
     def notes(self) -> bool:
-        """What happens is noted, and a process can take the place of this one."""
+        """True if this process takes notes, so that another one can take its place."""
         return self.rejoin is not None and self.rejoin.notes and self.taking is None
 
     # ---- data
 
     def begin_epoch(self, epoch: int) -> None:
-        """`Job.epochs` gives out an epoch, in which all workers draw the same random numbers."""
+        """Begins an epoch of `Job.epochs`, in which all workers draw the same random numbers."""
         self.epoch, self.done = epoch, epoch + 1
         self.position.begin_epoch(epoch)
         seed_all(seed_of(self.seed, epoch, IN_AN_EPOCH))
 
     def batch_comes(self, iteration: object, samples: int, weight: float, uneven: bool) -> None:
-        """An iteration over a loader gives out a batch; see `GivenBatch`."""
+        """Notes a batch that an iteration over a loader gives out; see `GivenBatch`."""
         self.batches += 1
         self.batch_samples = samples
         self._giver = iteration
@@ -229,13 +229,13 @@ class Session:
         self._present[iteration] = GivenBatch(self.batches, samples, weight, uneven)
 
     def pass_ends(self, iteration: object, trains: bool) -> None:
-        """It is over; if it was left and `trains`, its last batch is worked on until a version."""
+        """Ends an iteration; if it `trains`, its last batch is worked on until a version."""
         last = self._present.pop(iteration, None)
         if last is not None and trains:
             self._left = last
 
     def gave_last(self, iteration: object) -> bool:
-        """Whether the last batch was of an iteration; of others nobody knows when they end."""
+        """Tells whether this iteration gave the last batch; the end of others is unknown."""
         return self._giver is iteration
 
     def is_ahead(self, slice_index: int) -> bool:
@@ -300,7 +300,7 @@ class Session:
         return store
 
     def release_store(self, store: Store) -> None:
-        """The servers free it too; all workers call it. Not a second time after an interrupt."""
+        """Frees a store, also at the servers, once even after an interrupt. All workers call it."""
         if store in self._stores:
             self.before_release()
             if self.rejoin is not None:
@@ -311,7 +311,7 @@ class Session:
                 self._stores.remove(store)
 
     def stepped(self, result: Result, repeated: bool = False) -> None:
-        """A version of a store is in place; see `Rejoin.stepped`."""
+        """Notes a new version of a store; see `Rejoin.stepped`."""
         where = self.position.inside
         if self.rejoin is not None:
             if where:
@@ -346,9 +346,9 @@ class Session:
             )
 
     def explain_loss(self, error: TensorwireError, within_s: float = 0.0) -> Exception:
-        """Whom the job has lost, if a server says it; else the error itself.
+        """Returns the error that names the lost process, if a server knows it; else `error`.
 
-        Another process's end is often seen before the servers have told whose it was.
+        The end of another process is often seen before the servers have told its name.
         """
         deadline = time.monotonic() + within_s
         while True:
@@ -362,7 +362,7 @@ class Session:
     # ---- for a process in the place of this one
 
     def saved(self) -> dict[str, Any]:
-        """Where this worker is."""
+        """Returns the position of this worker."""
         return {
             "epoch": self.epoch,
             "done": self.done,
@@ -379,7 +379,7 @@ class Session:
         }
 
     def counts(self) -> dict[str, Any]:
-        """Of sums and versions so far, for `count`."""
+        """Returns the numbers of sums and versions so far, for `count`."""
         return {
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
@@ -389,7 +389,7 @@ class Session:
         return [store.paces for store in self._stores if isinstance(store, OwnPaceStore)]
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
-        """The script is where `saved` was made, by a process in whose place this one is."""
+        """Continues at the place of the script where a predecessor has made `saved`."""
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
         self.position.made_steps = saved["made_steps"]
@@ -429,7 +429,7 @@ class Session:
         return loaded or first
 
     def begin_behind(self, done: int, position: dict[str, Any] | None) -> None:
-        """`Job.epochs` begins where a checkpoint was saved."""
+        """Makes `Job.epochs` begin where a checkpoint was saved."""
         self.first_epoch = self.epoch = self.done = done
         self.position.load(position)
 
@@ -447,7 +447,7 @@ class Session:
         return self._ask(self._collective.sum, values) if self._collective else list(values)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each worker gives, by rank; all give equally many bytes."""
+        """Returns the data of each worker, by rank; all give equally many bytes."""
         return self._ask(self._collective.gather, data) if self._collective else [data]
 
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
@@ -463,7 +463,7 @@ class Session:
             raise explained from error
 
     def _answered(self, answer: Answer) -> Answer:
-        """Who has died before the answer was there is known behind it."""
+        """Adopts the slices of workers that died before this answer, and returns the answer."""
         if self.member is not None and self.member.takeovers is not None:
             self.member.takeovers.adopt()
         return answer
@@ -473,7 +473,7 @@ class Session:
         self.sum([])
 
     def meet(self) -> None:
-        """A call begins that all workers make; until its end nobody steps."""
+        """Begins a call that all workers make; until its end nobody steps."""
         self.check_present("edit() or another call of all workers")
         if not self.mode.is_sync:  # else steps keep them together
             self.barrier()

@@ -47,18 +47,18 @@ class Statistics:
         self._last: float | None = None
 
     def noted(self) -> dict[str, Any]:
-        """All of it, for a process in the place of this one."""
+        """Returns all numbers, for a successor of this process."""
         self._noted_at = time.monotonic()
         return vars(self)
 
     def go_on(self, noted: Mapping[str, Any]) -> None:
-        """This process has come to where a former one noted this."""
+        """Takes the numbers that a predecessor noted at the place that this process has reached."""
         vars(self).update(noted)
         self.returns_s = [*self.returns_s, time.monotonic() - self._noted_at]
         self.begin_pass()
 
     def begin_epoch(self) -> None:
-        """An epoch is given out."""
+        """Begins an epoch."""
         self._epoch_at = time.monotonic()
 
     @property
@@ -67,11 +67,11 @@ class Statistics:
         return time.monotonic() - self._epoch_at
 
     def begin_pass(self) -> None:
-        """The time from here to the first step counts."""
+        """Begins a pass: the time from here to the first step counts."""
         self._last = time.perf_counter()
 
     def step(self, result: Result) -> None:
-        """A version is in place."""
+        """Counts a new version."""
         now = time.perf_counter()
         self.versions += 1
         if self._last is not None:

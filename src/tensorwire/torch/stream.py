@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
 
 
 class About(NamedTuple):
-    """What the reader of a stream tells of a step.
+    """The facts that the reader of a stream gives about a step.
 
     Attributes:
         sizes: samples of each slice; none: the stream has ended before.

@@ -19,7 +19,7 @@ from .random_numbers import RandomState, random_state, set_random_state
 
 
 class Taking:
-    """That of one worker of a job in which nobody takes the place of a worker that was killed.
+    """The slices of one worker, in a job that does not replace killed workers.
 
     Args:
         takeovers: what the launcher tells of workers that were killed.
@@ -56,23 +56,23 @@ class Taking:
 
     @property
     def default_slice(self) -> int | None:
-        """The one that a script means which names none; None: that of no batch, of several."""
+        """The slice that a script means without a name: the last batch's, or its only one."""
         acting = self._takeovers.acting_slices
         if self.present is not None or len(acting) > 1:
             return self.present
         return acting[0]
 
     def first_slice(self, is_ahead: Callable[[int], bool]) -> int:
-        """The slice with which the next step begins; of those that nobody has committed for it."""
+        """Returns the slice with which the next step begins, which nobody has committed for it."""
         self._takeovers.adopt()
         return next(each for each in self._takeovers.slices if not is_ahead(each))
 
     def give(self, slice_index: int) -> None:
-        """The loader gives a batch of a slice."""
+        """Notes that the loader gives a batch of a slice."""
         self.present, self._given_at = slice_index, self.commits
 
     def begin_commit(self, replica: object, batches: int) -> None:
-        """A slice is about to be committed, when so many batches were given.
+        """Checks that a slice can be committed, when so many batches were given.
 
         Raises:
             RuntimeError: its batch was not given, or another optimizer has stepped with it.
@@ -95,7 +95,7 @@ class Taking:
             )
 
     def committed(self, due: Sequence[int], samples: int) -> None:
-        """A slice of so many samples was committed; `due` are left of the step."""
+        """Notes the commit of a slice of so many samples; `due` are the slices left of the step."""
         if due and self.slice_index == self._takeovers.acting_slices[-1]:
             self._random = random_state()
         self.due, self.samples, self.commits = tuple(due), samples, self.commits + 1
@@ -125,9 +125,9 @@ class Taking:
             )
 
     def begin_epoch(self, against: str, joining: str) -> None:
-        """From now on others could take over the slices of this worker, or not for a reason.
+        """Announces why others could not take over this worker's slices; "" if they could.
 
-        And others could join by what it notes, or not.
+        `joining` does the same for workers that would join by its notes.
 
         Raises:
             RuntimeError: see `check`.
@@ -141,7 +141,7 @@ class Taking:
             self._takeovers.offer(self._reason, joining)
 
     def refuse(self, reason: str) -> None:
-        """Nobody could take over the slices of a worker; worker 0 says so."""
+        """Refuses, for a reason, that slices are taken over; worker 0 prints it."""
         if self._reason:
             return
         self._reason = reason
@@ -160,16 +160,16 @@ class Taking:
         self._takeovers.steps = steps
 
     def stepped(self) -> None:
-        """An optimizer has made a version."""
+        """Counts a version that an optimizer has made."""
         self._takeovers.steps += 1
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Which workers came and went behind which step, as far as this one has seen it."""
+        """The workers that came and went, and after which step, as far as this one has seen it."""
         return self._takeovers.changes
 
     def saves(self, path: str) -> None:
-        """A checkpoint is being written there; "": it is written."""
+        """Announces the path of a checkpoint that is being written; "": it is written."""
         self._takeovers.saves(path)
 
 
@@ -259,7 +259,7 @@ class BatchTurns:
         self._again = [(step, taking.due[0]) for step in steps]
 
     def _without_steps(self) -> tuple[int, int] | None:
-        """A pass in which the script makes no steps has the samples of all slices."""
+        """Returns a batch of another slice if the script makes no steps in this pass; else None."""
         if self._commits != self._before or self._left or self._slice is None:
             return None
         self._left = True
@@ -268,9 +268,9 @@ class BatchTurns:
         return self._again.pop(0) if self._again else None
 
     def rest(self) -> Iterator[tuple[int, int]]:
-        """What comes behind the present batch if the script makes a step with each group.
+        """Yields the batches after the present one, if the script makes a step with each group.
 
-        Of steps that are not read yet it is known when it is asked for.
+        The batches of steps that are not read yet become known when they are asked for.
         """
         found, slices = list(self._again), list(self._slices())
         due, at, together = self._taking.due, self._at, self._together

@@ -20,7 +20,7 @@ _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
 
 class WorkerState:
-    """That of a job's worker.
+    """The state of a job's worker that no server has.
 
     Args:
         session: of the worker.
@@ -42,7 +42,7 @@ class WorkerState:
             rejoin.is_between_steps = self.is_between_steps
 
     def save(self) -> dict[str, Any]:
-        """All of it; for `pickle`, at once."""
+        """Returns the whole state, for `pickle` at once."""
         session = self._session
         self._find_obstacles()
         for replica in self._replicas:
@@ -89,7 +89,7 @@ class WorkerState:
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def loaded(self) -> dict[str, Any] | None:
-        """What a checkpoint has changed in this process, for `load_again`; None: too much."""
+        """Returns the changes of a checkpoint in this process, for `load_again`; None: too many."""
         if any(replica.state.holds_frozen for replica in self._replicas):
             return None  # it may be large
         return {
@@ -138,7 +138,7 @@ class WorkerState:
 
 
 def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
-    """What changes steps and was not named to `job.keep`; "" if nothing is known."""
+    """Returns an object that changes steps and was not given to `job.keep`; "" if none is known."""
     things = [thing for thing in kept.values() if not isinstance(thing, dict | list)]
     missing = ""
     for replica in replicas:
@@ -152,7 +152,7 @@ def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
 
 
 def tell_offer(session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]) -> None:
-    """An epoch begins: whether workers may go and come is told to the launcher."""
+    """Tells the launcher at the begin of an epoch whether workers may go and come."""
     assert session.taking is not None
     joining = "nothing is noted" if session.rejoin is None else session.rejoin.obstacle
     if not joining and (missing := missing_kept(kept, replicas)):
@@ -177,7 +177,7 @@ def obstacle(session: Session, replicas: Sequence[Replica]) -> str:
 
 
 def _saved(replica: Replica) -> dict[str, Any]:
-    """What a worker has of an optimizer for itself."""
+    """Returns the state of an optimizer that only this worker has."""
     groups = replica.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     same = replica.same_batches.saved()

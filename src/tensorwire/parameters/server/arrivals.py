@@ -14,7 +14,7 @@ from tensorwire.memory import Word
 
 
 class Announced(NamedTuple):
-    """What one commit says is there or on its way.
+    """The announcement of one commit: units that are there or on their way.
 
     Attributes:
         words: of the units.
@@ -28,7 +28,7 @@ class Announced(NamedTuple):
 
 
 class ArrivingUnits:
-    """What all commits have `announced` for one version; see `Arrivals`."""
+    """The units that all commits have `announced` for one version; see `Arrivals`."""
 
     def __init__(self, units: Sequence[range], announced: Sequence[Announced]) -> None:
         self._unit_of = [number for number, unit in enumerate(units) for _ in unit]

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 SHARE = 0.25
-"""Of the server's time, in the long run."""
+"""The part of the server's time that copies may take, in the long run."""
 ALLOWANCE_S = 0.25
-"""So much copying is free after a rest: readers that ask now and then never wait."""
+"""The seconds of copying that are free after a rest: occasional readers never wait."""
 
 
 class CopyBudget:
@@ -27,7 +27,7 @@ class CopyBudget:
         self._spent, self._since = 0.0, clock()
 
     def spend(self, seconds: float) -> None:
-        """A copy has taken so long until now."""
+        """Notes that a copy has taken so long until now."""
         with self._lock:
             self._forgive(until=self._clock() - seconds)
             self._spent += seconds

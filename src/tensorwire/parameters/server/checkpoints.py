@@ -1,6 +1,6 @@
 """Lends server 0's memory for checkpoints, and runs the thread that answers their writers.
 
-A checkpoint is seen when it is complete. Until then it is that of the processes that write it: if
+A checkpoint is seen when it is complete. Until then it belongs to the processes that write it: if
 one of them is gone, nobody sees anything of it, and its memory comes back. Written memory is read
 at the door of readers. docs/files.md has the rules.
 """
@@ -56,7 +56,7 @@ _OPEN_FILES = 1 << 16  # of server 0, where it may; checkpoints take at most hal
 
 
 class Refusal(Exception):
-    """Something cannot be done; for whoever asked, who goes on."""
+    """A request that cannot be done; its writer gets the reason and goes on."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -126,7 +126,7 @@ class _Lease:
 
 
 class CheckpointShelf:
-    """What server 0 has of checkpoints. Its thread ends when the Node is closed.
+    """The checkpoints in the memory of server 0. Its thread ends when the Node is closed.
 
     Args:
         node: of the server, where writers come.
@@ -180,7 +180,7 @@ class CheckpointShelf:
             sys.stderr.write("tensorwire: no checkpoints are taken after this error\n")
 
     def _wait(self, seen: int, seconds: float | None) -> None:
-        """Until the bell rings again, or for so long."""
+        """Waits until the bell rings again, for so many seconds at most."""
         with contextlib.suppress(TimeoutError):
             self._bell.wait_until(seen + 1, seconds)
 
@@ -203,7 +203,7 @@ class CheckpointShelf:
             self._forget(name)
 
     def _forget(self, writer: str) -> None:
-        """A writer is gone: what it had not completed is nothing."""
+        """Forgets a writer that is gone, with everything that it had not completed."""
         for name, pending in list(self._pending.items()):
             if writer in pending.writers:
                 self._break(name, pending)
@@ -212,7 +212,7 @@ class CheckpointShelf:
                     self._pending.pop(name, None)
 
     def _break(self, name: str, pending: _Pending) -> None:
-        """Nothing of a checkpoint is to be seen; who writes it beside others is told so."""
+        """Breaks a checkpoint, so that it is never seen; its other writers are told so."""
         pending.broken = pending.files.keys() != {""}
         pending.free()
         if not pending.broken:
@@ -248,7 +248,7 @@ class CheckpointShelf:
         return {}
 
     def _make_folder(self, who: str, name: str) -> None:
-        """A checkpoint is about to be written, by this process and others."""
+        """Begins a checkpoint that this process and others will write."""
         if "" in self._complete.get(name, {}):
             raise Refusal(errno.ENOTDIR, f"{name} is a file")
         pending = self._pending.get(name)
@@ -355,7 +355,7 @@ class CheckpointShelf:
                 raise
 
     def _complete_folder(self, who: str, name: str) -> None:
-        """All files of a checkpoint are there, of which none has to be `.metadata`."""
+        """Completes a checkpoint whose files are all there, also without a `.metadata`."""
         pending = self._pending.get(name)
         if pending is None or who not in pending.writers or "" in pending.files:
             raise Refusal(errno.ENOENT, f"nobody writes {name}")
@@ -368,7 +368,7 @@ class CheckpointShelf:
         self._complete_all(name)
 
     def _complete_all(self, name: str) -> None:
-        """A checkpoint is complete: it takes the place of the one before."""
+        """Completes a checkpoint, which takes the place of the one before."""
         self._check_whole(name)
         pending = self._pending[name]
         before = self._complete.get(name)
@@ -418,9 +418,9 @@ class CheckpointShelf:
             self._complete_all(new[0])
 
     def _remove(self, who: str, path: str) -> None:
-        """A file that is written, or a complete checkpoint: not a part of that.
+        """Removes a file that is being written, or a complete checkpoint, but no part of that.
 
-        Without a file that is removed before it was whole there is no checkpoint.
+        If a file is removed before it was whole, there is no checkpoint.
         """
         name, _, inner = path.partition("/")
         pending = self._pending.get(name)
@@ -491,7 +491,7 @@ def _join(name: str, file: str) -> str:
 
 
 def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | None:
-    """The shelf of server 0, or a line that there is none: the job runs as well."""
+    """Opens the shelf of server 0, or prints that there is none: the job runs as well."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _OPEN_FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES), hard))
@@ -503,7 +503,7 @@ def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | N
 
 
 def _most_bytes() -> int | None:
-    """What the variable says; None: it is not there."""
+    """Returns the value of the variable; None if it is not set."""
     if (text := os.environ.get(MEMORY)) is None:
         return None
     if not (text.isascii() and text.isdigit()):

@@ -28,7 +28,7 @@ class Clocks:
         self._excused: set[int] = set()
 
     def excuse(self, ranks: Collection[int]) -> bool:
-        """These workers, and no others, hold nobody back now; whether one of them is new."""
+        """Excuses these workers, and no others, from holding others back; is one of them new?"""
         before, self._excused = self._excused, set(ranks)
         back = before - self._excused
         # Where nobody has worked meanwhile, all have waited for each other.
@@ -39,7 +39,7 @@ class Clocks:
         return not before >= self._excused
 
     def step(self, rank: int) -> None:
-        """A worker has made a step with all its slices."""
+        """Notes that a worker has made a step with all its slices."""
         self._set(rank, self._of(rank) + 1)
 
     def behind(self, rank: int) -> int:

@@ -31,13 +31,13 @@ _FIRST_S = 0.2  # where nobody knows what is quick
 
 
 class Deliveries:
-    """See the module. One thread uses it, beside its own.
+    """The deliveries of a store, see the module. One thread uses it, beside its own.
 
     Args:
         opening: of the store.
         master: the parameters of the share; they change again when a call has returned.
-        answer: tells a worker, by its rank, a numbered message behind transfers.
-        fail: is told what must not happen.
+        answer: tells a worker, by its rank, a numbered message after transfers.
+        fail: is told of errors that must not happen.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Deliveries:
         return True
 
     def send(self, rank: int, number: int, data: bytes) -> None:
-        """Sends what was copied when it is the worker's turn, and the message behind it."""
+        """Sends the copied values when it is the worker's turn, and then the message."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="tensorwire-deliveries", daemon=True

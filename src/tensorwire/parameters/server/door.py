@@ -1,8 +1,8 @@
 """Opens a server's door for readers: a Node whose secret permits no writing.
 
-Its peers reach what lies at this Node and nothing of the job's. A thread of its own answers them
-and sleeps while there are none. What a reader asks for lies in memory that it leases here, which
-goes with its connection; answers are put there, too, so that nobody waits for a reader.
+Its peers reach memory at this Node and nothing of the job's. A thread of its own answers them and
+sleeps while there are none. A reader's request lies in memory that it leases here, which goes with
+its connection; answers are put there, too, so that nobody waits for a reader.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REST, _MOST_REST_S = 3.0, 0.005  # after a look, of its time: others need the i
 
 
 class ReaderLease:
-    """What a reader has leased here: how it asks, and how it is seen to live."""
+    """The lease of a reader: its requests, and its sign of life."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -101,7 +101,7 @@ class ReaderLease:
 
 
 class ReaderDoor:
-    """Where readers come. Its thread ends when it is closed.
+    """The door of a server for readers. Its thread ends when it is closed.
 
     Args:
         member: this server; its Node gets a region with the door's address.
@@ -149,22 +149,22 @@ class ReaderDoor:
         self._thread.start()
 
     def add(self, lending: Lending) -> None:
-        """Readers of a store are answered from now on."""
+        """Answers readers of a store from now on."""
         self._lendings[lending.store] = lending
 
     def remove(self, lending: Lending) -> None:
-        """They are answered no more; the lending can be closed."""
+        """Stops answering readers of a store; the lending can be closed."""
         self._lendings.pop(lending.store, None)
 
     def ring(self) -> None:
-        """The thread looks at what was asked for; nothing happens where nobody is."""
+        """Makes the thread look at requests; does nothing without readers."""
         if self._leases:
             with contextlib.suppress(ClosedError, StaleHandleError):
                 # Readers write this word: it may be at its end.
                 self._bell.set(min(self._bell.value + 1, _MOST_BELL))
 
     def close(self) -> None:
-        """Readers see that the job is over."""
+        """Closes the Node, so that readers see that the job is over."""
         self.node.close()
         self._thread.join()
 
@@ -259,7 +259,7 @@ class ReaderDoor:
 def open_door(
     member: ServerMember, store: DescriptorStore | None, **options: str | None
 ) -> ReaderDoor | None:
-    """The door of a server, or a line that there is none: the job runs as well."""
+    """Opens the door of a server, or prints that there is none: the job runs as well."""
     try:
         return ReaderDoor(member, store, **options)
     except (TensorwireError, ValueError, OSError) as error:

@@ -14,7 +14,7 @@ _EVENT = struct.Struct("<qqq")
 
 
 class EventKind(IntEnum):
-    """What all servers do next."""
+    """The kinds of actions that all servers do in the same order."""
 
     APPLIED = 1  # a slice's commit makes the next version
     ANSWERED = 2  # a worker gets the version that is in place
@@ -23,7 +23,7 @@ class EventKind(IntEnum):
 
 
 class Event(NamedTuple):
-    """What all servers do next.
+    """The next action of all servers.
 
     Attributes:
         kind: of it.
@@ -36,7 +36,7 @@ class Event(NamedTuple):
     number: int = 0
 
     def to_bytes(self) -> Bytes:
-        """As it travels."""
+        """Returns the bytes by which it travels."""
         return np.frombuffer(_EVENT.pack(*self), np.uint8)
 
     @staticmethod

@@ -28,9 +28,9 @@ from .opening import Opening
 class Contributor:
     """A worker of a slice's pipeline: it makes one commit of every version.
 
-    Its `peer` is that of when the store was opened; None: it had left, or never came. The `units`
-    are words of what follows a commit over a network. The `blocks` tell where pooled gradients are;
-    None where there can be none.
+    Its `peer` dates from the opening of the store; None: it had left, or never came. The `units`
+    are words for the units that follow a commit over a network. The `blocks` tell where pooled
+    gradients are; None where there can be none.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Contributor:
     blocks: NDArray[np.uint32] | None
 
     def has_committed(self, version: int) -> bool:
-        """Tells whether the commit of a version is there, or that of a later one."""
+        """Tells whether the commit of a version, or a later one, is there."""
         return self.mailbox.count >= version
 
     def read(self, spec: Spec) -> Commit:
@@ -53,7 +53,7 @@ class Contributor:
 
 
 class Gathered(NamedTuple):
-    """What the slices have committed for a version.
+    """The commits of all slices for a version.
 
     Attributes:
         commits: one per slice, agreed.
@@ -147,7 +147,7 @@ class Gatherer:
         return all(each.has_committed(version) for each in own)
 
     def waits_in(self, rank: int, other: int) -> str:
-        """What one worker has asked for and another one has not; "" if nothing."""
+        """Returns the call that one worker has made and another one has not; else ""."""
         with self._looking:
             version = self._version
             if not (version and self._contributors) or not self.has_committed(rank, version):
@@ -222,7 +222,7 @@ class Gatherer:
             raise DisagreementError(f"worker {rank} {where} while worker {other} calls {name}")
 
     def _await_goodbyes(self, version: int) -> None:
-        """One worker has left: returns when another wants a version that can never be made."""
+        """Waits after a worker has left until another wants a version, which can never be made."""
         while not any(each.has_committed(version) for each in self._contributors):
             if self._member.all_left() or self._opening.closing.is_set():
                 raise ClosedError("all workers have left")
@@ -247,7 +247,7 @@ class Calls:
         return self._collective is not None and self._collective.is_waiting(rank)
 
     def elsewhere(self, here: Gatherer, rank: int, other: int) -> str:
-        """The call in which a worker waits for another one, which waits for it at `here`; or ""."""
+        """Returns the call in which a worker waits for another one, which waits at `here`."""
         where = ""
         words = [word.value for word in self._words]
         if words[other] < words[rank] < GOODBYE:

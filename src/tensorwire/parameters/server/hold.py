@@ -1,7 +1,7 @@
 """Server side of a pause: a store waits before it tells the workers that a step is made.
 
 The step is made, and its values are in place at this server. No worker goes further before all
-servers have told it, so that the others stand still, too. What is noted outlives the server.
+servers have told it, so that the others stand still, too. The notes outlive the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_S = 0.02  # for parameters that were written; only while the store stands 
 
 
 class Hold:
-    """That of one store, at server 0. The store's thread.
+    """The pause of one store, at server 0. Used by the store's thread.
 
     Args:
         opening: of the store.
@@ -53,7 +53,7 @@ class Hold:
         return held_version(self._held.value) == version
 
     def stand_again(self, version: int) -> bool:
-        """As `stand`, of the version that a predecessor has made, and perhaps told."""
+        """Stands still like `stand`, at the version that a predecessor has made."""
         if self.is_at(version):
             self._show()
             self._wait(version)

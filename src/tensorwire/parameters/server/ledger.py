@@ -1,9 +1,9 @@
 """Records for a successor what a server has done where workers go at their own pace.
 
 In "sync" all workers are told the same, and a journal has it. Here each worker was told something
-else, and server 0 alone knows which commit came when and who waits for whom. All of that is written
-into one of two halves of a memory that outlives the process, and then a word says which of them
-counts: so a process that is killed leaves what was true before an event, or behind it.
+else, and server 0 alone knows which commit came when and which worker waits for which. All of that
+is written into one of two halves of a memory that outlives the process, and then a word says which
+of them counts: so a process that is killed leaves the state before an event, or after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEAD_BYTES = 64  # the word, and the lengths of both halves
 
 @dataclass
 class Round:
-    """What a worker's commits have come to, since it was answered.
+    """The result of a worker's commits since it was answered.
 
     Attributes:
         finite, norm: of their gradients; the norm is the last one's.
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass
 class Lead:
-    """What server 0 knows besides.
+    """The additional knowledge of server 0.
 
     Attributes:
         clocks: of all slices.
@@ -93,10 +93,10 @@ class Account:
 
 
 class Ledger:
-    """That of one store at this server; only the store's thread uses it.
+    """The ledger of one store at this server; only the store's thread uses it.
 
     Attributes:
-        account: what is true now; `note` makes it that of a successor.
+        account: the present state; `note` makes a successor begin with it.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -117,7 +117,7 @@ class Ledger:
                 self.account = pickle.loads(self._halves[half][:length].data)
 
     def note(self) -> None:
-        """From now on a successor begins with the account as it is; nothing if there is none."""
+        """Notes the account, with which a successor then begins; does nothing without memory."""
         if self._memory is None:
             return
         data = pickle.dumps(self.account, pickle.HIGHEST_PROTOCOL)

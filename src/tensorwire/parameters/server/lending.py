@@ -50,13 +50,13 @@ Arrays = Mapping[str, Bytes]
 
 @dataclass
 class Copy:
-    """A version that is copied, or is to be, and who wants or holds it.
+    """A version that is copied, or is to be, and the readers that want or hold it.
 
     Attributes:
         version, whole: of it; see `Ask`.
-        holders: who has asked for it, by what `Lending` was told.
-        regions: of the copy, that of the model last; empty until it is made.
-        told: what they are told; None until it is made, or where it cannot be.
+        holders: the readers that have asked for it, as `Lending` was told.
+        regions: of the copy, the model's last; empty until it is made.
+        told: the answer to them; None until it is made, or where it cannot be.
     """
 
     version: int
@@ -67,16 +67,16 @@ class Copy:
 
 
 class Lending:
-    """A store at the door of a server. One thread of the store's and that of the door.
+    """A store at the door of a server. Used by one thread of the store and the door's thread.
 
     Args:
         node: of the door.
         store: number of the store.
         regions: of the store at this server.
-        memory: what is read and copied.
-        arrays: what a whole snapshot has besides values, by the names of its parts.
-        lent: the regions that can be read as they are, by the name of what is in them.
-        places: what is where in them, or at another server's door; empty: nothing is read as it is.
+        memory: that is read and copied.
+        arrays: the arrays of a whole snapshot besides values, by the names of its parts.
+        lent: the regions that can be read as they are, by the names of their contents.
+        places: the places in them, or at another server's door; empty: nothing is read as it is.
         ring: wakes the door's thread.
         budget: of the server, for copies.
         threads: that copy.
@@ -131,14 +131,14 @@ class Lending:
     # ---- the store's thread
 
     def open(self, version: int, settled: bool) -> None:
-        """A version is in place; not `settled`: as far as a predecessor has not overwritten it."""
+        """Opens a version in place; not `settled`: a predecessor may have overwritten a part."""
         with self._lock:
             self._present, self._changing = version, not settled
             self._show(word_of(version, not settled))
         self._ring()
 
     def begin(self, version: int) -> None:
-        """Values are about to be changed to those of a version. What is still to be copied is."""
+        """Makes the pending snapshots before the values change to those of a version."""
         with self._lock:
             for copy in self._due():
                 self._make(copy)
@@ -146,7 +146,7 @@ class Lending:
             self._show(word_of(version - 1, changing=True))
 
     def done(self, version: int) -> None:
-        """They are those of the version."""
+        """Notes that the values are the version's."""
         with self._lock:
             self._present, self._changing = version, False
             self._show(word_of(version))
@@ -155,12 +155,12 @@ class Lending:
             self._ring()
 
     def show_held(self, word: int) -> None:
-        """Readers see whether the store stands still; see `held_word`."""
+        """Shows readers whether the store stands still; see `held_word`."""
         with contextlib.suppress(ClosedError):
             self._held.set(word)
 
     def close(self) -> None:
-        """Nothing is read or copied any more, and what was lent comes back."""
+        """Stops reading and copying, and takes back all lent memory."""
         self._closed = True
         with self._lock:
             for copy in self._copies:
@@ -208,7 +208,7 @@ class Lending:
         return copy.told
 
     def release(self, holder: object, ask: Ask | None = None) -> list[SealedMemory]:
-        """A reader holds a snapshot no more; `ask` None: it holds none.
+        """Ends a reader's hold on a snapshot; `ask` None: on all of them.
 
         Returns:
             Memory that nobody holds any more. The caller frees it, which takes long.
@@ -229,7 +229,7 @@ class Lending:
         return unheld
 
     def idle(self) -> None:
-        """Nobody is connected: what is kept for the next snapshot comes back."""
+        """Frees the memory kept for the next snapshot, as nobody is connected."""
         with self._lock:
             self._asked_at, self._often = -KEEP_S, False
             self._close_spare()
@@ -252,7 +252,7 @@ class Lending:
     # ---- locked
 
     def _due(self) -> Iterator[Copy]:
-        """What can be copied now, and not later."""
+        """Returns the copies that can be made now, and not later."""
         if self._changing or self._closed:
             return iter(())
         waiting = [c for c in self._copies if c.told is None and c.version == self._present]
@@ -302,7 +302,7 @@ class Lending:
         return name
 
     def _make_spare(self, size_bytes: int) -> None:
-        """A thread makes memory for the next snapshot, while the job computes."""
+        """Makes memory for the next snapshot in a thread, while the job computes."""
         self._close_spare()
         if not self._closed:
             with contextlib.suppress(TensorwireError, MemoryError):  # a snapshot finds out

@@ -39,7 +39,7 @@ class Opening:
         door: where readers come; None: there is none.
         pause: the word by which the job is paused; None: this is not server 0.
         workers_device: a device of the kind on which all workers have their models; "": none.
-        device: that of this server's share; None: it is in memory of the host.
+        device: of this server's share; None: it is in memory of the host.
     """
 
     device: ShareDevice | None = None
@@ -96,7 +96,9 @@ class Opening:
         return any(each.device == device.name for each in told)
 
     def _find_descriptions(self, number: int) -> dict[int, Description]:
-        """What the workers describe, who may be gone if a predecessor of this server has opened it.
+        """Returns the workers' descriptions.
+
+        A worker may be gone if a predecessor of this server has opened the store.
 
         Raises:
             ValueError: a worker described nothing that makes sense.
@@ -134,10 +136,10 @@ class Opening:
     def worked_on(
         self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
     ) -> Bytes | DeviceBytes:
-        """Allocates a region of what steps change, on the share's device where it has one.
+        """Allocates a region that steps change, on the share's device where it has one.
 
         Raises:
-            MemoryError: the device has not so much memory.
+            MemoryError: the device has not enough memory.
         """
         size = self.regions.share.size_bytes if size_bytes is None else size_bytes
         if self.device is None:
@@ -177,7 +179,7 @@ class Opening:
         return found[0] if found else self.allocate(kind)
 
     def allocated(self, kind: RegionKind) -> dict[str, Region]:
-        """The regions of a kind that are allocated here, by what their names say behind it."""
+        """Returns the regions of a kind that are allocated here, by the ends of their names."""
         name = self.regions.name(kind)
         found = [each for each in self._allocated if each.name.startswith(name)]
         return {each.name.removeprefix(name).removeprefix("/"): each for each in found}
@@ -212,7 +214,7 @@ def _read_all(peer: Peer, name: str) -> bytes:
 
 
 def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
-    """What each worker has described of a store; ValueError names the worker that sent no such."""
+    """Returns each worker's description of a store; ValueError names a worker without one."""
     found: dict[int, Description] = {}
     known: dict[str, Spec] = {}
     for rank, text in texts.items():

@@ -115,12 +115,12 @@ class Leader:
             self._come.put(error)  # nobody looks when the store or the Node was closed
 
     def ask_pause(self, rank: int, number: int) -> None:
-        """A worker wants that no version is made until it says so. Any thread."""
+        """Asks for a pause until the worker ends it: no version is made meanwhile. Any thread."""
         self._come.put(PauseWish(rank, number))
 
     @property
     def is_decided(self) -> bool:
-        """What comes next was decided, perhaps by a predecessor."""
+        """True if the next event was decided, perhaps by a predecessor."""
         return self._lead.decided > self._ledger.account.events
 
     def decide(self, version: int) -> None:
@@ -177,7 +177,7 @@ class Leader:
             self._stopped[index] = operation
 
     def _step(self, index: int, number: int, version: int) -> None:
-        """A slice's commit is about to make the version behind `version`."""
+        """Decides that a slice's commit makes the version after `version`."""
         rank, lead = self._opening.committers[index], self._lead
         mine = self._slices[rank]
         done = sum(self._inbox.taken[each] == number for each in mine)
@@ -212,7 +212,7 @@ class Leader:
 
     @property
     def pace(self) -> Pace | None:
-        """What is told of the version that a worker is about to get."""
+        """The pace of the version that a worker is about to get."""
         return self._lead.pace
 
     def _check_stopped(self) -> None:
@@ -236,7 +236,7 @@ class Leader:
             )
 
     def described(self) -> Mapping[str, object]:
-        """For `tensorwire status`."""
+        """Returns the numbers for `tensorwire status`."""
         return {"clocks": list(self._lead.clocks.now), **self._lead.paces.described()}
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ where servers write while it is in `step()`. So nothing that a worker reads is e
 nobody waits for a reader: when all servers have applied a worker's commit, each copies its share of
 that very version, before it makes the next one.
 
-What is done next is an event, the same at all servers. Where memory outlives servers, an event is
-noted when it is done, before anybody is told: a successor does again what was not noted, with the
-same commit and the same bytes, and tells again what was.
+The next action is an event, the same at all servers. Where memory outlives servers, an event is
+noted when it is done, before anybody is told: a successor repeats actions that were not noted, with
+the same commit and the same bytes, and repeats the answers of noted ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Doing:
 
 
 class OwnPace(Versions):
-    """See `Versions`; a version that `advance` makes is that of one commit, or of all together."""
+    """The versions of a store at own pace; `advance` makes one per commit, or one for all."""
 
     _inbox: SliceInbox  # made by what is above
 
@@ -199,7 +199,7 @@ class OwnPace(Versions):
             self._note_last()
 
     def _note_last(self) -> None:
-        """Behind the answers: who finds this note does not give them again."""
+        """Notes the last version after its answers, so that a successor does not repeat them."""
         if self._journal is not None:
             version = self._account.version
             self._journal.publish(version, Result(version).to_bytes(), last=True)
@@ -229,7 +229,7 @@ class OwnPace(Versions):
         self._account.version, self._stepped = version, True
 
     def _exchange(self, mine: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-        """Those of all servers."""
+        """Returns the sums of all servers."""
         return self._norms.exchange(self._account.norms, mine)
 
     def _take(self, index: int) -> tuple[Commit, ArrivingUnits]:
@@ -250,7 +250,7 @@ class OwnPace(Versions):
                 raise PeerLostError(f"worker {rank} was lost") from None
 
     def _answer(self, rank: int, doing: _Doing) -> None:
-        """A worker gets the version in place, and goes on."""
+        """Answers a worker with the version in place, so that it goes on."""
         rounds = self._account.rounds
         made, rounds[rank] = rounds[rank], Round()
         pace = None if self._leader is None else self._leader.pace
@@ -273,7 +273,7 @@ class OwnPace(Versions):
         return [taken[i] for i in range(len(taken)) if self._inbox.rank(i) == rank]
 
     def _begin_pause(self, event: Event) -> None:
-        """No version is made until a worker says that it has read what it wants."""
+        """Begins a pause: no version is made until a worker ends it."""
         version = self._account.version
         self._snapshots.present = version  # first: who is answered may ask for a copy at once
         self._snapshots.pauses.begin(event.which, event.number, version)
@@ -285,7 +285,7 @@ class OwnPace(Versions):
         self._snapshots.present = 0
 
     def _make_together(self, doing: _Doing) -> None:
-        """What all slices ask for, each at its own number."""
+        """Makes a version of the commits of all slices, each with its own number."""
         version = self._account.version + 1
         taken = [self._take(index) for index in range(len(self._inbox.taken))]
         commits = [replace(commit, version=version) for commit, _ in taken]

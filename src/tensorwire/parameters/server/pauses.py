@@ -1,9 +1,9 @@
 """Pauses a store whose workers go at their own pace: no version is made while a worker reads.
 
-Who reads has asked every server for the pause, and asks for its end; each request has a number. All
-servers pause behind the same event, each until it has noted the end. A process that takes the place
-of the worker knows nothing of its pauses: it ends them all with its first request. What is noted
-outlives a server.
+The reading worker has asked every server for the pause, and asks for its end; each request has a
+number. All servers pause after the same event, each until it has noted the end. A process that
+takes the place of the worker knows nothing of its pauses: it ends them all with its first request.
+The notes outlive a server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS = 8  # of a worker
 
 
 class Pauses:
-    """Those of one store at this server. Any thread."""
+    """The pauses of one store at this server. Any thread."""
 
     def __init__(self, opening: Opening) -> None:
         count = opening.member.count
@@ -35,7 +35,7 @@ class Pauses:
         return 0
 
     def begin(self, rank: int, number: int, version: int) -> None:
-        """A version stands still, as a worker's request has it."""
+        """Begins a pause at a version, for a worker's request."""
         row = self._words[rank]
         row[_VERSION] = version
         row[_BEGUN] = number  # behind it
@@ -45,12 +45,12 @@ class Pauses:
         return bool(self._words[rank, _BEGUN] >= number)
 
     def end(self, rank: int, number: int) -> None:
-        """A worker's requests before this one hold nobody up any more."""
+        """Ends a worker's pauses before this request."""
         self._words[rank, _ENDED] = max(number, int(self._words[rank, _ENDED]))
         self._ended.set()
 
     def wait(self, rank: int, number: int, timeout_s: float) -> bool:
-        """Whether a worker's pause has ended, at the latest after so long."""
+        """Waits for the end of a worker's pause, up to a timeout; tells whether it has ended."""
         self._ended.clear()
         if not self.is_over(rank, number):
             self._ended.wait(timeout_s)

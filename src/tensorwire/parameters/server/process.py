@@ -35,7 +35,7 @@ from .server import Server, most_threads
 from .shares import Shares
 
 READY = "ready\n"
-"""What a standby writes to `--address-fd` when it could serve at once."""
+"""The line that a standby writes to `--address-fd` when it could serve at once."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -227,7 +227,7 @@ def _end_with(parent: int) -> None:
 
 
 def _note_ending(number: int, frame: object) -> None:
-    """Ctrl-C, or the launcher was told to end the job."""
+    """Notes a Ctrl-C, or that the launcher was told to end the job."""
     _ending.append(number)
 
 

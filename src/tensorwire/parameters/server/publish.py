@@ -28,9 +28,9 @@ _CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size, or of a
 
 
 class RemoteView(NamedTuple):
-    """Where a worker, or several, see a selection of the parameters.
+    """The memory in which workers see a selection of the parameters.
 
-    What a step changed of tables is put into `changes`; without these, into `memory`.
+    The changes of a step to tables are put into `changes`; without these, into `memory`.
     """
 
     memory: RemoteRegion
@@ -39,7 +39,7 @@ class RemoteView(NamedTuple):
 
 
 class Publication:
-    """Where the parameters of a share lie, its `master`, and to which views they are written.
+    """The place of the parameters of a share, its `master`, and the views that get them.
 
     Attributes:
         master: the parameters.
@@ -78,7 +78,7 @@ class Publication:
             self.place = regions.server, RegionKind.MASTER, 0
 
     def begin(self, version: int) -> Chunks | None:
-        """What publishes a version, while it is made; None: nobody has to be written to."""
+        """Returns the publisher of a version while it is made; None without views to write to."""
         return Chunks(self._share, self.master, self._views, version) if self._views else None
 
 
@@ -274,14 +274,14 @@ class Results:
             self._member.tell_workers(self._living(), data, result.version)
 
     def _is_over(self, rank: int) -> bool:
-        """Nobody is in the place, so that nobody is told."""
+        """Tells whether nobody is in the place, so that nobody is told."""
         return self._member.is_taken(rank)
 
     def _living(self) -> dict[int, RemoteMailbox]:
         return {r: box for r, box in self._mailboxes.all().items() if not self._is_over(r)}
 
     def answer(self, rank: int, number: int, data: bytes, after: list[Transfer]) -> None:
-        """Tells one worker, behind transfers that are under way; adds what is sent to these."""
+        """Tells one worker, after transfers that are under way; adds its own transfer to these."""
         told = np.frombuffer(data, np.uint8)
         with self._sending:
             if self._over:
@@ -319,7 +319,7 @@ class Results:
                 mailbox.send(result, POISON).wait(2.0)
 
     def close(self) -> None:
-        """Nobody waits for a version any more."""
+        """Stops answering: nobody waits for a version any more."""
         self._over = True
         self._mailboxes.clear()
 

@@ -19,9 +19,9 @@ _FILES = {
 
 
 def check_room(size_bytes: int, root: Path = _ROOT) -> None:
-    """Finds that so much can be written to memory.
+    """Checks that so many bytes can be written to memory.
 
-    What the host and the control groups of this process can still give counts, together with page
+    The remaining memory of the host and of this process's control groups counts, with the page
     cache, which they can take back.
 
     Args:

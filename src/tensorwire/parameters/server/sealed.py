@@ -42,7 +42,7 @@ class SealedMemory:
         descriptor: of the memory, for reading alone, until `free`.
 
     Raises:
-        MemoryError: the system has not so much, or would have next to nothing left.
+        MemoryError: the system has not enough, or would have next to nothing left.
         BusyError: no descriptor is left, or the Node has as many regions as it can have.
         ClosedError: the Node was closed.
     """
@@ -79,7 +79,7 @@ class SealedMemory:
             os.close(writing)
 
     def free(self) -> None:
-        """Peers get it no more; the memory goes when the last has unmapped it."""
+        """Takes the memory away from new peers; it goes when the last one has unmapped it."""
         self._lent.free()
         self._close()
 

@@ -57,7 +57,7 @@ class EndJob:
     """The policy for the loss of a member: it is the end of the job, for all others too."""
 
     def member_lost(self, loss: PeerLostError) -> None:
-        """The event, in the server's main thread; what is raised ends the job."""
+        """Ends the job because a member is lost, in the server's main thread, by raising."""
         raise loss
 
 
@@ -133,7 +133,7 @@ class Server:
             self._collective.join(max(0.0, deadline - time.monotonic()))
 
     def fail(self, error: BaseException) -> None:
-        """Called by a store's or the collective's thread: the job is over, or has lost a member."""
+        """Ends the job, or reports a lost member, from a store's or the collective's thread."""
         if isinstance(error, PeerLostError):
             # A transfer or a word knows less of a member than the member's own record.
             try:
@@ -143,14 +143,14 @@ class Server:
         self._failure = self._failure or error
 
     def was_released(self, number: int) -> bool:
-        """This server, or one in whose place it is, has told all workers that a store is freed."""
+        """Tells whether this server or its predecessor has announced that a store is freed."""
         return self._released is not None and bool(self._released[number])
 
     def _was_opened(self, number: int) -> bool:
         return self.member.is_left(region_name(number, RegionKind.OPENING))
 
     def released(self, number: int) -> None:
-        """Called by a store's thread, before it frees what it has."""
+        """Notes that a store is released, before its thread frees its memory."""
         if self._released is not None:
             self._released[number] = 1
 

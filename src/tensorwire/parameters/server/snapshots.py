@@ -1,11 +1,12 @@
 """Makes a server's snapshots of a store: copies of its share of one version, lent to readers.
 
-A thread of its own copies while the store's thread waits for commits. Who asks is a worker that
-has the version it asks for and has not committed the next one, so that the version stays in place,
-at all servers, until the copy is there: a successor can make the copy again, and all servers have
-the same version in it. What is held is noted in memory that outlives this process.
+A thread of its own copies while the store's thread waits for commits. The reader is a worker that
+has the version that it asks for and has not committed the next one, so that the version stays in
+place, at all servers, until the copy is there: a successor can make the copy again, and all servers
+have the same version in it. Holds are noted in memory that outlives this process.
 
-Who is no worker holds no version back by a commit; lending.py makes copies for those.
+A reader that is no worker cannot hold a version back by a commit; lending.py makes copies for such
+readers.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Copying:
 
 
 class Snapshots:
-    """Those of one store at this server, and the thread that makes them.
+    """The snapshots of one store at this server, and the thread that makes them.
 
     Args:
         opening: of the store.
@@ -151,7 +152,7 @@ class Snapshots:
         self._thread.start()
 
     def look(self) -> None:
-        """Something can be answered now that could not before. Any thread."""
+        """Makes the thread look at requests again. Any thread."""
         with contextlib.suppress(ClosedError, StaleHandleError):
             self._bell.set(self._bell.value + 1)
 
@@ -212,7 +213,7 @@ class Snapshots:
             self._answered[rank] = asked.number
 
     def _free_asked(self, asked: Asked) -> None:
-        """Idempotent, as a successor of this process does it again; so is what makes one."""
+        """Frees the requested snapshots. Idempotent, as a successor of this process repeats it."""
         for held in list(self._regions):
             if held.rank == asked.rank and (
                 asked.request.kind == RequestKind.FREE_ALL or held.number == asked.request.number
@@ -272,7 +273,7 @@ class Snapshots:
                 self._memory.bring(target[part], array[part])
 
     def _arrays(self) -> Mapping[str, Bytes]:
-        """What a snapshot consists of, by the names of its parts."""
+        """Returns the parts of a snapshot, by name."""
         memory, size = self._memory, self._opening.regions.share.size_bytes
         return {VALUES: memory.master[:size], **whole_arrays(memory, size)}
 
@@ -282,7 +283,7 @@ class Snapshots:
         return self._opening.regions.allocate(self._member, RegionKind.SNAPSHOT, which, size)
 
     def _noted(self) -> Iterator[tuple[int, Loan]]:
-        """What is noted as held, with the row of the notes."""
+        """Yields the noted holds, with their rows."""
         for row, (holder, number, version, *_) in enumerate(self._notes.tolist()):
             if holder:
                 yield row, Loan(holder - 1, number, version)
@@ -294,16 +295,16 @@ class Snapshots:
         self._member.free(self._regions.pop(held))
 
     def _is_gone(self, rank: int) -> bool:
-        """Who held a snapshot has ended; one that takes its place has none.
+        """Tells whether the holder of a snapshot has ended; its successor has none.
 
-        Who leaves by a change of the workers still writes what it holds.
+        A worker that leaves by a change still writes its snapshots.
         """
         peer = self._member.workers.get(rank)
         return peer is None or peer.lost or self._member.has_said_goodbye(rank)
 
 
 def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
-    """What a shard of so many bytes has besides values, by the names of a snapshot's parts."""
+    """Returns a shard's arrays besides values, by the names of a snapshot's parts."""
     arrays = {state(name): each[:size_bytes] for name, each in memory.states.items()}
     if memory.average is not None:
         arrays[state(AVERAGE)] = memory.average[:size_bytes]
@@ -314,7 +315,7 @@ def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
 
 
 def arrays_on_host(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
-    """The same; of what a device has, copies."""
+    """Returns a shard's arrays besides values, with copies of arrays on a device."""
     arrays = whole_arrays(memory, size_bytes)
     return {name: memory.on_host(array) for name, array in arrays.items()}
 

@@ -43,7 +43,7 @@ class SpareMemory:
         self._thread.start()
 
     def take(self) -> int | None:
-        """Its descriptor, which the caller closes, with the pages made so far; None if it is gone.
+        """Returns its descriptor with the pages made so far, which the caller closes; or None.
 
         Nothing was ever written to it.
         """
@@ -83,5 +83,5 @@ class SpareMemory:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """As many bytes as the pages have that are needed."""
+    """Returns the size of the whole pages that hold so many bytes."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -151,7 +151,7 @@ class Versions:
         return Gatherer(opening, self._shard, calls, EverySlice())
 
     def described(self) -> Mapping[str, object]:
-        """What `tensorwire status` shows besides."""
+        """Returns more facts for `tensorwire status`."""
         return {}
 
     def _bind(self) -> Walk[Versions, Making]:
@@ -173,7 +173,7 @@ class Versions:
         return self._journal is not None and not self._journal.published
 
     def lend(self) -> None:
-        """From now on snapshots are made of what is in place."""
+        """Begins to make snapshots of the present values."""
         version = self._journal.published if self._journal else 1
         self._snapshots.present = version
         self._snapshots.start()
@@ -276,7 +276,7 @@ class Versions:
             self._opening.device.close()
 
     def _discard_unused(self, commits: Sequence[Commit]) -> None:
-        """Slots need no memory after the first values, nor where gradients are all in place."""
+        """Discards the memory of slots that later steps do not need."""
         self._stepped = self._stepped or commits[0].operation == APPLY
         if self._was_written and self._written is not None and self._slots:
             self._written.discard()
@@ -298,7 +298,7 @@ class Versions:
 
 
 def _device_of(opening: Opening, kernel: Kernel) -> ShareDevice | None:
-    """The device on which the share is: that of the workers' models, where this process can."""
+    """Returns the device of the share: the workers' models' device, if this process can use it."""
     if not opening.workers_device or kernel.changes_kept or not opening.regions.share.size_bytes:
         return None
     try:
@@ -312,7 +312,7 @@ def _device_of(opening: Opening, kernel: Kernel) -> ShareDevice | None:
 def _lend(
     opening: Opening, publication: Publication, memory: ShardMemory, threads: int
 ) -> Lending | None:
-    """What readers see of the store, if there is a door for them."""
+    """Lends the store to readers, if there is a door for them."""
     if opening.door is None:
         return None
     home, kind, at = publication.place
@@ -341,7 +341,7 @@ def _lend(
 
 
 def _open_journal(opening: Opening, kernel: Kernel, memory: ShardMemory, threads: int) -> Journal:
-    """The journal of a store at this server, or that of the server in whose place it is."""
+    """Opens the journal of a store at this server, perhaps a predecessor's."""
     share, scalars = opening.regions.share, len(opening.spec.scalars)
     cells, tables = memory.changed_by_cell(share, kernel), memory.changed_by_table(share)
     sizes = {

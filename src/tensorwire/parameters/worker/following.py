@@ -104,16 +104,16 @@ class FollowedStore:
 
     @property
     def is_settled(self) -> bool:
-        """The next step begins with the parameters of the version in place, which nobody changes.
+        """True if the next step begins with the parameters of the version in place.
 
-        They are as before behind a reduction, and the step that follows uses its gradients.
+        After a reduction they are as before, and the step that follows uses its gradients.
         """
         if self.version < FIRST_VERSION or self.is_committed:
             return False
         return self._links[0].read_commit(self._slice).operation != REDUCE
 
     def asked(self) -> Commit | None:
-        """What worker 0 has committed for the next version; None: nothing yet."""
+        """Returns worker 0's commit for the next version; None: nothing yet."""
         if self._links[0].committed(0) <= self.version:
             return None
         return self._links[0].read_commit(0)
@@ -165,7 +165,7 @@ class FollowedStore:
         return True
 
     def close(self) -> None:
-        """The servers have freed it."""
+        """Frees the regions, after the servers have freed the store."""
         for region in self._regions:
             self._member.memory.free(region)
 

@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a worker of a pipeline has of the tensors of a store, by their indices.
+    """The tensors of a store that a worker of a pipeline has, by their indices.
 
     Attributes:
         wants: it has these, and gets their values.
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Store(Protocol):
-    """What a worker uses. One thread at a time, but `push` may be called by another.
+    """A store, as a worker uses it. One thread at a time, but another one may call `push`.
 
     Attributes:
         layout: where tensors lie.
@@ -79,19 +79,19 @@ class Store(Protocol):
 
     @property
     def bytes_pushed(self) -> int:
-        """Bytes of gradients and buffers that were written, since the start.
+        """The bytes of gradients and buffers that were written, since the start.
 
-        What was produced in place is not among them.
+        Gradients produced in place are not among them.
         """
 
     def value(self, tensor: int) -> Bytes:
         """Returns a tensor that this worker has, in place; only PUBLISH and APPLY change it.
 
-        What the caller writes there is seen by nobody else, and found by `take_back`.
+        Nobody else sees what the caller writes there; `take_back` finds it.
         """
 
     def place(self, tensor: int) -> slice:
-        """Where a tensor that this worker has lies in `memory`."""
+        """Returns the place in `memory` of a tensor that this worker has."""
 
     def differs(self, tensor: int, data: Any) -> bool:
         """Tells whether bytes are not those of the tensor in the present version."""
@@ -108,9 +108,9 @@ class Store(Protocol):
         """
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
-        """Where each tensor's gradient is best produced, or the reason why there is no such place.
+        """Returns the best place to produce each tensor's gradient, or why there is none.
 
-        For this process to write between two versions.
+        This process writes there between two versions.
         """
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
@@ -124,13 +124,13 @@ class Store(Protocol):
         """
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
-        """Starts to send a gradient of a tensor of kind "rows"; a commit that names it means this.
+        """Starts to send a gradient of a tensor of kind "rows", for the commit that names it.
 
         Args:
             slice_index: of the slice.
             tensor: its index.
             rows: rising, each once.
-            values: of these rows, one behind the other. Both as `data` of `push`.
+            values: of these rows, one after the other. Both as `data` of `push`.
 
         Returns:
             As `push`.
@@ -140,12 +140,12 @@ class Store(Protocol):
         """Waits until every push is in place: sources may change."""
 
     def commit(self, slice_index: int, commit: Commit) -> None:
-        """All that was pushed for a slice is valid; every slice commits every version once."""
+        """Commits everything pushed for a slice; every slice commits every version once."""
 
     def missing(self) -> Sequence[int]:
-        """This worker's slices that nobody has committed for the next version.
+        """Returns this worker's slices that nobody has committed for the next version.
 
-        What a worker that was killed has committed at some servers is sent to the others.
+        Commits of a killed worker that only some servers have are sent to the others.
         """
 
     def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
@@ -159,13 +159,13 @@ class Store(Protocol):
         """
 
     def written(self) -> Bytes:
-        """What somebody has written while the job was paused: a byte for each tensor, 1 if it is.
+        """Returns which values were written while the job was paused: for each tensor 1 or 0.
 
-        Where the last result was `edited`; a commit with WRITTEN means these values.
+        Only after a result that was `edited`; a commit with WRITTEN means these values.
         """
 
     def last_commit(self, slice_index: int) -> Commit:
-        """What was committed for a slice last, whoever has done it; where memory is shared."""
+        """Returns the last commit of a slice, from any worker; where memory is shared."""
 
     def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
         """Returns the shares that are on the device of this worker's model: which bytes, and where.
@@ -199,13 +199,13 @@ class Store(Protocol):
         """Returns a gradient that lies at the servers; `how` and `block` as a commit says it."""
 
     def go_on(self, version: int) -> None:
-        """The next version follows this one, which a process in whose place this one is has seen.
+        """Continues after a version that this process's predecessor has seen.
 
         Returns when parameters do not change until this process commits.
         """
 
     def wait(self) -> Result:
-        """The version that the commits asked for.
+        """Waits for the version that the commits asked for.
 
         Raises:
             RuntimeError: the job is over; the message says why and names who failed.
@@ -213,10 +213,10 @@ class Store(Protocol):
         """
 
     def read_reduced(self, target: Bytes) -> None:
-        """After REDUCE: fills `target` with the reduced gradient of `own`."""
+        """Fills `target` with the reduced gradient of `own`, after REDUCE."""
 
     def push_reduced(self, tensor: int, data: Any) -> int:
-        """After REDUCE, by the worker of slice 0: a tensor's reduced gradient becomes `data`.
+        """Replaces a tensor's reduced gradient, after REDUCE; only for the worker of slice 0.
 
         Returns:
             As `push`.
@@ -244,7 +244,7 @@ class Store(Protocol):
         """
 
     def still(self) -> AbstractContextManager[None]:
-        """Inside no version is made, also where each worker goes at its own pace."""
+        """Returns a context in which no version is made, also if workers go at their own pace."""
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         """Steps that were applied to each tensor, or values that are `averaged`."""
@@ -262,7 +262,7 @@ class Store(Protocol):
         """Returns why the job has failed, as a server told it; "" if none did."""
 
     def release(self) -> None:
-        """The servers free it too; all workers call it."""
+        """Frees the store, also at the servers; all workers call it."""
 
     def close(self) -> None:
         """Lets go; idempotent."""

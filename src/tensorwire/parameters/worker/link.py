@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """What all servers of a store tell a worker, in order: each has a mailbox for its results."""
+    """The answers of all servers of a store to a worker: a mailbox of each, read in order."""
 
     def __init__(self, member: WorkerMember, region: Region) -> None:
         self._member, servers = member, member.servers
@@ -89,7 +89,7 @@ class Answers:
         return ""
 
     def explain(self, peer: Peer, error: TensorwireError) -> Exception:
-        """What a server said before one was lost is worth more than that it was lost."""
+        """Returns the best error for a lost server: the reason that any server gave before."""
         if reason := self.reason():
             return consequence(reason)
         if isinstance(error, PeerLostError):
@@ -166,7 +166,7 @@ class Link:
         return slice(start - self.share.start, stop - self.share.start)
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
-        """The part of `Store.push` that concerns this server."""
+        """Pushes the part of a gradient for this server."""
         return self._answers.attempt(self.peer, self._sender(slice_index).push, tensor, data)
 
     def rows_copied(self, tensor: int, rows: Rows) -> int:
@@ -196,7 +196,7 @@ class Link:
         return self._answers.attempt(self.peer, lambda: self._sender(slice_index).committed)
 
     def read_commit(self, slice_index: int) -> Commit:
-        """The last commit of a slice, whoever has made it; where memory is shared."""
+        """Returns the last commit of a slice, from any worker; where memory is shared."""
         spec = self.share.layout.spec
         return self._answers.attempt(self.peer, lambda: self._sender(slice_index).read_commit(spec))
 
@@ -219,7 +219,7 @@ class Link:
         return self._answers.attempt(self.peer, self.peer.region, name)
 
     def find(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion | None:
-        """A region that the server may have or not."""
+        """Returns a region of the server; None if it does not have it."""
         name = self.regions.name(kind, which)
         try:
             return self._answers.attempt(self.peer, self.peer.region, name, None)

@@ -20,10 +20,10 @@ _BUCKET_BYTES = 512 << 10
 
 
 class _Sender:
-    """Brings a slice to a server; which of all `commit`s is this worker's for it is told.
+    """Brings a slice to a server; `commit` is the number of this worker's commit for it.
 
     Attributes:
-        transfers: all that were started; whoever has waited for them clears them.
+        transfers: all that were started; the caller clears them after it has waited.
         bytes_sent: since the start.
     """
 
@@ -39,7 +39,7 @@ class _Sender:
         self._commits = RemoteMailbox(self._commit)
 
     def read_commit(self, spec: Spec) -> Commit:
-        """The last commit of the slice, whoever has made it; where the memory is mapped."""
+        """Returns the last commit of the slice, from any worker; where the memory is mapped."""
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
         return Commit.from_bytes(self._commit.array()[mailbox_bytes(0) :], *shape)
 
@@ -49,7 +49,7 @@ class _Sender:
         return int(self._commit.array()[:8].view(np.uint64)[0])
 
     def _find(self, tensor: int, begin: int, end: int) -> tuple[RemoteRegion, slice | None] | None:
-        """Where a tensor's bytes in [begin, end) go, and which they are if they are not all."""
+        """Returns the target of a tensor's bytes in [begin, end), and the part if it is not all."""
         place = self._regions.share.layout.places[tensor]
         start, stop = max(place.start, begin), min(place.end, end)
         if start >= stop:
@@ -62,7 +62,7 @@ class _Sender:
     def _part(
         self, table: Table, gradients: Mapping[int, Gradient]
     ) -> list[tuple[Any, RemoteRegion]]:
-        """What is written of the gradients of a table, and where."""
+        """Returns the pieces of a table's gradients to write, each with its target."""
         assert self._heads is not None
         head, values = part_of(table, gradients)
         pieces: list[Any] = [(head, self._heads[table.head : table.head + head.nbytes])]
@@ -125,7 +125,7 @@ class Copier(_Sender):
         self._locals, self._remotes, self._pending_bytes = [], [], 0
 
     def commit(self, commit: Commit, data: Bytes) -> None:
-        """Writes the commit; its word is raised behind all that was copied of the slice."""
+        """Writes the commit; its word is raised after all copies of the slice."""
         if commit.blocks:
             pooled = np.flatnonzero(np.frombuffer(commit.present, np.uint8) == POOLED)
             self._blocks[pooled] = np.array(commit.blocks, np.uint32)[pooled]

@@ -61,10 +61,10 @@ class Readable(Protocol):
 
 
 class Snapshot(Readable, Protocol):
-    """A version of a store, whatever the store does meanwhile. Any thread, one at a time.
+    """A version of a store, unchanged by the store's later versions. Any thread, one at a time.
 
-    What `value` and `state` return is complete after `fetch`, never changes, and may be used until
-    `release`.
+    The results of `value` and `state` are complete after `fetch`, never change, and may be used
+    until `release`.
     """
 
     version: int
@@ -85,7 +85,7 @@ class Snapshot(Readable, Protocol):
 
 
 class Source(Protocol):
-    """What is read of a store; see `Store`."""
+    """The parts of a store that are read; see `Store`."""
 
     layout: Layout
 
@@ -187,7 +187,7 @@ class LocalSnapshot:
 
 
 class ServerPart(NamedTuple):
-    """What a server has made of a snapshot; `memory` is that of the region, if it is mapped."""
+    """A server's part of a snapshot; `memory` is its region's, if it is mapped."""
 
     link: Link
     region: RemoteRegion
@@ -195,7 +195,7 @@ class ServerPart(NamedTuple):
     memory: Bytes | None
 
     def bytes_of(self, name: str, start: int, stop: int) -> slice:
-        """Where in the region bytes [start, stop) of the store lie."""
+        """Returns the place in the region of bytes [start, stop) of the store."""
         first = self.parts.place(name).start - self.link.share.start
         return slice(first + start, first + stop)
 
@@ -347,7 +347,7 @@ class Asker:
         return number, refused
 
     def pause(self) -> int:
-        """Returns when all servers stand still behind the same version, which it returns.
+        """Waits until all servers stand still after the same version, and returns it.
 
         Raises:
             RuntimeError: the job is over.
@@ -361,7 +361,7 @@ class Asker:
         return versions.pop()
 
     def go_on(self) -> None:
-        """They go on."""
+        """Ends the pause of the servers."""
         with self._asking:
             self._ask(Request(RequestKind.GO_ON))
 
@@ -372,14 +372,14 @@ class Asker:
         return ServerPart(link, region, Parts.read(head), region.array() if link.mapped else None)
 
     def free(self, number: int) -> None:
-        """The servers get the memory of a snapshot back."""
+        """Gives the memory of a snapshot back to the servers."""
         with self._asking:
             self._ask(Request(RequestKind.FREE, number=number))
 
     def free_all(self) -> None:
-        """They get back that of all snapshots of a process in whose place this one is.
+        """Gives back all snapshots of a predecessor of this process.
 
-        They do not wait for its pauses any more.
+        The servers do not wait for its pauses any more.
         """
         with self._asking:
             self._ask(Request(RequestKind.FREE_ALL))

@@ -41,7 +41,7 @@ class _Sending:
 
 
 class _Awaited:
-    """A version that a worker waits for; its result is there behind the row that waits."""
+    """A version that a worker waits for; its result is there after the row that waits."""
 
     result: Result
 
@@ -181,7 +181,7 @@ class RemoteStore:
         return [place_of(tensor, place) for tensor, place in enumerate(self.layout.places)]
 
     def _is_here(self, region: RemoteRegion) -> bool:
-        """What a server has on a device is on that of this worker's model."""
+        """Tells whether a server's memory is on the device of this worker's model."""
         return region.mapped and self._device is not None and region.device == self._device.here
 
     def on_device(self) -> Sequence[tuple[range, DeviceBytes]]:
@@ -198,7 +198,7 @@ class RemoteStore:
         return self._committed(slice_index) is not None
 
     def _committed(self, slice_index: int) -> bytes | None:
-        """What a process in whose place this one is has noted of the next commit of a slice."""
+        """Returns a predecessor's note of the next commit of a slice, if this process has one."""
         if self._history is None or not self._history.succeeds:
             return None
         return self._history.was_committed(self._number, self.version + 1, slice_index)
@@ -274,7 +274,7 @@ class RemoteStore:
             link.send_rest(sending.slice_index, gradients)
 
     def _note_commit(self, sending: _Sending) -> None:
-        """All gradients are where servers read them; they are not made again."""
+        """Notes a commit whose gradients are all where servers read them."""
         assert self._history is not None
         commit, slice_index = sending.commit, sending.slice_index
         text = sending.data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()

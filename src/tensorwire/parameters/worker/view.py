@@ -46,7 +46,7 @@ class ScriptView:
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
-        """Where the script's tensors lie in the memory, rising; seldom needed."""
+        """Returns the places of the script's tensors in the memory, rising; seldom needed."""
         places = [
             (self._selection.place(tensor), tensor)
             for tensor, place in enumerate(self._layout.places)
@@ -123,7 +123,7 @@ class ViewSource:
         self._changes: list[tuple[Table, Bytes, Bytes]] = []
 
     def open(self, answers: Answers, servers: Sequence[ServerRegions]) -> ScriptView:
-        """What the script sees, when the servers have opened the store."""
+        """Opens the script's view, when the servers have opened the store."""
         selection = Selection(self._layout) if self.home >= 0 else self._own
         memory = self._find(answers, RegionKind.VIEW)
         view = memory.array()
