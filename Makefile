@@ -147,9 +147,10 @@ bench: build $(VENV)/.with-bench ## measure the memory API beside its limits and
 	@mkdir -p build
 	tensorwire bench memory --json build/memory.json $(ARGS)
 
-lint: $(VENV)/.with-dev ## check style: ruff, clang-format
+lint: $(VENV)/.with-dev ## check style: ruff, docstrings, clang-format
 	ruff check
 	ruff format --check
+	python tools/check_docstrings.py
 	$(if $(CPP_ALL),clang-format --dry-run -Werror $(CPP_ALL))
 
 format: $(VENV)/.with-dev ## put everything into that style

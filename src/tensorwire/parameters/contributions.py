@@ -69,8 +69,8 @@ class Contributions:
 
     Tensors of a cell are treated alike, and then in one go, if the same slices have a gradient for
     them, the same number of steps was applied to them and their scalars are equal; almost always
-    that is the whole cell. For each tensor `counts` has the steps applied to it, and `scalars` a row
-    of numbers that the optimizer keeps; the tensors `here` are no tables.
+    that is the whole cell. For each tensor `counts` has the steps applied to it, and `scalars` a
+    row of numbers that the optimizer keeps; the tensors `here` are no tables.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ COPIED = "it is on a device, and its server reads the host's memory"
 LEARNING = "its allocation is learned from the step before"
 
 SLOT = -1
-"""Where a gradient lies: in its slot. Other numbers are blocks, as in `Commit.blocks`."""
+"""The place of a gradient in its slot. Other numbers are blocks, as in `Commit.blocks`."""
 
 # Smaller ones are not pooled: to copy them costs less than to look after them one by one.
 LEAST_POOLED_BYTES = 64 << 10
@@ -51,7 +51,7 @@ class PlacementWarning(UserWarning):
 
 
 class Outcome(NamedTuple):
-    """What the last gradient of a parameter did.
+    """The outcome of the last gradient of a parameter.
 
     Attributes:
         in_place: it was produced in its slot, or in the pool.
@@ -115,17 +115,17 @@ class GradientSlots:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins in the calling thread: what it allocates until the first gradient."""
+        """Begins a step in the calling thread: its allocations until the first gradient."""
         if not self._closed:
             self._allocator.begin(self._start)
 
     def stepped(self) -> None:
-        """A step is over, and the next one begins."""
+        """Ends a step, and begins the next one."""
         self._pool.stepped()
         self.begin()
 
     def arrived(self, index: int, gradient: torch.Tensor) -> int | None:
-        """The gradient of a parameter has arrived, in the thread that runs backward.
+        """Notes the arrival of a parameter's gradient, in the thread that runs backward.
 
         Returns:
             As `find`.
@@ -153,7 +153,7 @@ class GradientSlots:
         return where
 
     def find(self, index: int, gradient: torch.Tensor) -> int | None:
-        """Where a gradient lies, in the order of its parameter.
+        """Returns where a gradient lies, in the order of its parameter.
 
         Returns:
             SLOT; a number of `Commit.blocks`; None: elsewhere.
@@ -172,25 +172,25 @@ class GradientSlots:
         return block if gradient.untyped_storage().nbytes() == gradient.nbytes else None
 
     def outcome(self, index: int) -> Outcome:
-        """What the last gradient of a parameter did."""
+        """Returns the outcome of the last gradient of a parameter."""
         reason = self.reasons[index]
         return Outcome(not reason or self._pooled[index], reason)
 
     def _leave_slot(self, where: int) -> None:
-        """A gradient is in the slot of another parameter, which may not need it any more."""
+        """Forgets the site of another parameter's slot in which a gradient was, if it is unused."""
         owner, is_slot = divmod(where, 2)
         if is_slot and self._pool.steps - self._seen[owner] > _PATIENCE:
             self._allocator.forget(self._slots[owner])
 
     def _learn_again(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient is in its slot because the graph told, which takes longer than a site."""
+        """Learns the site of a gradient that the graph put into its slot, which is slower."""
         if self._has_patience(index):
             self._allocator.learn(self._slots[index], gradient.data_ptr())
         self._pool.seen(index)
         self._pool.miss(index, True)
 
     def _has_patience(self, index: int) -> bool:
-        """Whether to look through the log, which takes long where nothing can be found."""
+        """Tells whether to search the log, which takes long where nothing can be found."""
         self._misses[index] += 1
         count = self._misses[index]
         return not count & (count - 1)
@@ -227,7 +227,7 @@ class GradientSlots:
             self.reasons[index] = LEARNING
 
     def close(self) -> None:
-        """No gradient is placed any more; the memory of those that still exist stays."""
+        """Stops placing gradients; the memory of existing ones stays."""
         self._closed = True
         self._allocator.leave()
         slots = [slot for slot in self._slots if slot >= 0]
@@ -263,7 +263,7 @@ class _Pool:
         self.steps = 0
 
     def add(self, index: int, slot: int, block: Bytes) -> None:
-        """A parameter's slot, and the block that it contributes."""
+        """Adds a parameter's slot, and the block that it contributes."""
         self._blocks.append(self._allocator.add_block(self.number, _address(block), block.nbytes))
         self.memory.append(block)
         self._slots[index] = slot
@@ -284,7 +284,7 @@ class _Pool:
         return index in self._missed
 
     def hit(self, index: int) -> None:
-        """A gradient was in its slot, as predicted."""
+        """Counts a gradient that was in its slot, as predicted."""
         if index in self._missed:
             self._missed[index] = self.steps
             self._hits[index] += 1
@@ -292,12 +292,12 @@ class _Pool:
                 self._close(index)
 
     def seen(self, index: int) -> None:
-        """A gradient came, and not as predicted."""
+        """Counts a gradient that came, and not as predicted."""
         if index in self._missed:
             self._missed[index] = self.steps
 
     def miss(self, index: int, helps: bool) -> None:
-        """A gradient was not in its slot; `helps` says that it could be in the pool."""
+        """Counts a gradient that was not in its slot; `helps`: it could be in the pool."""
         if helps and index in self._slots and index not in self._missed:
             self._hits_needed[index] = min(4 * self._hits_needed[index], _MOST_HITS)
             self._open(index)
@@ -315,7 +315,7 @@ class _Pool:
                 self._close(index)
 
     def close(self) -> list[int]:
-        """Nothing is handed out any more; returns the blocks."""
+        """Stops handing out memory; returns the blocks."""
         for index in list(self._missed):
             self._close(index)
         self._allocator.trim(self.number)

@@ -1,5 +1,5 @@
 """Adapts training loops of other libraries: a module each, imported when asked for.
 
-`lightning` has a strategy, `accelerate` an Accelerator, `transformers` a Trainer. What they share
-is in `adapter`. docs/integrations.md is the guide.
+`lightning` has a strategy, `accelerate` an Accelerator, `transformers` a Trainer; `adapter` is
+their common part. docs/integrations.md is the guide.
 """

@@ -90,7 +90,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
     # ---- preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """As in Accelerate; the optimizers train together with the other workers."""
+        """Prepares objects as in Accelerate; the optimizers train together with other workers."""
         self._preparing = True
         try:
             prepared = super().prepare(*args, device_placement=device_placement)
@@ -103,13 +103,13 @@ class TensorwireAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As in Accelerate, without DistributedDataParallel around it."""
+        """Prepares a model as in Accelerate, without DistributedDataParallel around it."""
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """As in Accelerate; the optimizer trains together with the other workers."""
+        """Prepares an optimizer as in Accelerate, to train together with the other workers."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if not self._preparing:
             self._distribute(prepared)
@@ -121,7 +121,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
     # ---- a step
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """As in Accelerate.
+        """Runs backward as in Accelerate.
 
         Raises:
             RuntimeError: a prepared model got gradients that no prepared optimizer applies.
@@ -137,12 +137,12 @@ class TensorwireAccelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward only adds to `.grad` inside."""
+        """Makes backward only add to `.grad` inside."""
         with adapter.accumulating(adapter.optimizers_of(self.job, model)):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """As in Accelerate, of the averaged gradients; in a step that they are complete in.
+        """Clips the averaged gradients by norm, in a step in which they are complete.
 
         Raises:
             RuntimeError: gradients are still being accumulated.
@@ -151,7 +151,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
         return adapter.clip_norm(self.job, _as_list(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As in Accelerate, of the averaged gradients; otherwise as `clip_grad_norm_`."""
+        """Clips the averaged gradients by value; otherwise like `clip_grad_norm_`."""
         self._check_complete("clip_grad_value_()")
         adapter.clip_value(self.job, _as_list(parameters), clip_value)
 
@@ -166,7 +166,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
     def join_uneven_inputs(
         self, joinables: Any, even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Nothing is joined where all workers make the same number of steps.
+        """Joins nothing, as all workers make the same number of steps.
 
         Raises:
             ValueError: with `even_batches=False`.
@@ -180,7 +180,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
     # ---- checkpoints and the end
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """As in Accelerate; the optimizers' state is read in the processes that write it."""
+        """Saves as in Accelerate; only the writing processes read the optimizers' state."""
         optimizers, everywhere = self._optimizers, self.project_configuration.save_on_each_node
         if not (self.is_local_main_process if everywhere else self.is_main_process):
             self._optimizers = [_NotWritten() for _ in optimizers]
@@ -190,7 +190,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
             self._optimizers = optimizers
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """As in Accelerate, on all workers; worker 0's values count."""
+        """Loads as in Accelerate, on all workers; worker 0's values count."""
         optimizers = self._optimizers
         self._optimizers = later = [_Later() for _ in optimizers]
         try:
@@ -202,7 +202,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
             optimizer.load_state_dict(saved.state)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate; optimizers among the objects are closed, in all workers."""
+        """Frees memory as in Accelerate; closes optimizers among the objects, in all workers."""
         inner: list[Any] = [getattr(thing, "optimizer", None) for thing in objects]
         for optimizer in filter(adapter.is_distributed, inner):
             optimizer.close()
@@ -237,7 +237,7 @@ def adopt(accelerator: accelerate.Accelerator) -> None:
 
 
 def _other_than_cpus(accelerator: accelerate.Accelerator) -> str:
-    """What Accelerate was told that is no data parallelism on CPUs; "" if nothing."""
+    """Returns what Accelerate was told besides data parallelism on CPUs; "" if nothing."""
     # It sets these for a plugin, and on CPUs leaves the plugin at that.
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":

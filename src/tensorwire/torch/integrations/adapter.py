@@ -101,7 +101,7 @@ def distribute(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) ->
 
 @contextmanager
 def accumulating(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Backward only adds to `.grad` inside, as in `no_sync` of DDP."""
+    """Makes backward only add to `.grad` inside, as in `no_sync` of DDP."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(optimizer.accumulate())
@@ -110,7 +110,7 @@ def accumulating(optimizers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def editing(job: Job, models: Iterable[nn.Module]) -> Iterator[None]:
-    """Parameters may be loaded inside, by all workers; of models that are not trained anyhow."""
+    """Permits loading of parameters inside, by all workers; untrained models need no permission."""
     with ExitStack() as stack:
         for model in models:
             if optimizers_of(job, model):
@@ -121,9 +121,9 @@ def editing(job: Job, models: Iterable[nn.Module]) -> Iterator[None]:
 def clip_norm(
     job: Job, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, of the averaged gradients; all workers call it.
+    """Clips the averaged gradients by norm; all workers call it.
 
-    All parameters of one optimizer are clipped on the servers. Of other sets of parameters, and
+    All parameters of one optimizer are clipped on the servers. For other sets of parameters, and
     for another norm than 2, the averaged gradients are read and clipped here.
     """
     given = list(parameters)
@@ -141,7 +141,7 @@ def clip_norm(
 
 
 def clip_value(job: Job, parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """As `torch.nn.utils.clip_grad_value_`, of the averaged gradients; all workers call it."""
+    """Clips the averaged gradients by value; all workers call it."""
     given = list(parameters)
     ids = {id(p) for p in given}
     for optimizer in job.optimizers:

@@ -89,7 +89,7 @@ class TensorwireStrategy(DDPStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """As in DDPStrategy, after a look at what the Trainer was told."""
+        """Checks the Trainer's settings, then sets the ranks as in DDPStrategy."""
         if not isinstance(self.accelerator, CPUAccelerator):
             raise ValueError(
                 "TensorwireStrategy trains on the CPU; call Trainer(accelerator='cpu', "
@@ -128,10 +128,10 @@ class TensorwireStrategy(DDPStrategy):
     # ---- the model and its optimizers
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped."""
+        """Wraps nothing."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """What configure_optimizers() returns trains together with the other workers."""
+        """Makes the module's optimizers train together with the other workers."""
         super().setup_optimizers(trainer)
         module, job = self.lightning_module, self.job
         for former in adapter.optimizers_of(job, module):  # of an earlier fit
@@ -142,7 +142,7 @@ class TensorwireStrategy(DDPStrategy):
         self.optimizers = self.optimizers  # Lightning's wrappers take their classes over
 
     def setup_precision_plugin(self) -> None:
-        """Clipping is of averaged gradients."""
+        """Makes clipping work on averaged gradients."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
@@ -161,15 +161,15 @@ class TensorwireStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward only adds to `.grad` inside."""
+        """Makes backward only add to `.grad` inside."""
         with adapter.accumulating(filter(adapter.is_distributed, self.optimizers)):
             yield
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Read from the servers where it is written to a file; empty in the other processes."""
+        """Returns the state, read from the servers, in the process that writes it; else {}."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Of the DistributedSampler that Lightning puts into every DataLoader."""
+        """The arguments of the DistributedSampler that Lightning puts into every DataLoader."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -35,7 +35,7 @@ class TensorwireMixin:
     model: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by the Trainer when it is made."""
+        """Adopts the accelerator that the Trainer makes."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator)
 

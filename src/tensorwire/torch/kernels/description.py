@@ -26,13 +26,13 @@ _OF_SCHEDULERS = frozenset({
     "params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
     "swa_lr",
 })  # fmt: skip
-"""What torch puts into groups besides options."""
+"""The entries that torch puts into groups besides options."""
 _HARMLESS = frozenset({"_is_hf_initialized"})
 """Attributes of parameters that no optimizer looks at."""
 
 
 class Options(NamedTuple):
-    """What the groups of an optimizer are now; where it is equal, the description is.
+    """The present options of an optimizer's groups; where they are equal, the description is.
 
     Attributes:
         numbers: names of numbers and their types, as of `OptimizerSpec`.

@@ -128,11 +128,11 @@ class FusedKernel(Averaging):
         states: Mapping[str, Bytes],
         kept: Bytes,
     ) -> Tile:
-        """As `parameters.Kernel.bind`."""
+        """Binds a cell, see `parameters.Kernel.bind`."""
         return FusedTile(_KERNELS[self._kind], cell.dtype, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
-        """As `parameters.Kernel.bind_rows`."""
+        """Binds the rows of a table, see `parameters.Kernel.bind_rows`."""
         if not self.changes_rows_alone:
             raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
         if self._lazy_rows:
@@ -141,7 +141,7 @@ class FusedKernel(Averaging):
 
 
 class _Operands(NamedTuple):
-    """What a kernel works on; the gradient is still to be divided by the divisor."""
+    """The operands of a kernel; the gradient is still to be divided by the divisor."""
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -211,7 +211,7 @@ def _sgd_on_rows(
     states: dict[str, torch.Tensor],
     part: TableStep,
 ) -> Scalars:
-    """To SGD these rows are all there are; the momentum of a row begins at 0."""
+    """Steps SGD on these rows as if they were all; the momentum of a row begins at 0."""
     _sgd(_Operands(rows, gradient, list(states.values()), None, max(part.step, 2)), hyper)
     return ()
 

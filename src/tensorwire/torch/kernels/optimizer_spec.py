@@ -1,7 +1,7 @@
 """Serializes an optimizer for servers as a text with its class and all it needs.
 
-The numbers of a group (learning rate, …) may change with every step, and travel with it. What
-cannot change is in the text: flags that are no numbers, and which state the class keeps.
+The numbers of a group (learning rate, …) may change with every step, and travel with it. The fixed
+part is in the text: flags that are no numbers, and the names of the state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from tensorwire.errors import UnavailableError
 from tensorwire.parameters import Hyper
 
 METHODS = ("elementwise", "whole", "rows")
-"""What a class can be applied to: any part of a tensor, flat; whole tensors only; only the rows of
-tables that have a gradient."""
+"""The parts that a class can be applied to.
+
+Any part of a tensor, flat; whole tensors only; only the rows of tables that have a gradient.
+"""
 
 _MALFORMED = (
     AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
@@ -32,7 +34,7 @@ _RESERVED = frozenset({"params", "param_groups", "state", "defaults"})
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What a group has besides numbers.
+    """The options of a group besides numbers.
 
     Attributes:
         constants: options by name, as in `param_groups`.
@@ -77,7 +79,7 @@ class OptimizerSpec:
     default_dtype: str = "float32"
 
     def to_text(self) -> str:
-        """As it travels; equal optimizers have equal texts."""
+        """Returns the text by which it travels; equal optimizers have equal texts."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
@@ -121,7 +123,7 @@ class OptimizerSpec:
             raise ValueError(f"one of {sorted(_RESERVED)} is no option or attribute")
 
     def options_of(self, group: int) -> GroupOptions:
-        """Of a group by its index; ValueError if there is none."""
+        """Returns the options of a group by its index; ValueError if there is none."""
         if len(self.groups) > 1 and group >= len(self.groups):
             raise ValueError(f"{self.name} is described with {len(self.groups)} groups")
         return self.groups[group if len(self.groups) > 1 else 0]

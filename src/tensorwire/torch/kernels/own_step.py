@@ -272,7 +272,7 @@ class OwnStepKernel(Averaging):
 
     @staticmethod
     def of_object(optimizer: torch.optim.Optimizer, text: str) -> OwnStepKernel:
-        """For an optimizer of this process, whatever its class; `text` is its description."""
+        """Makes the kernel of an optimizer of this process, of any class; `text` describes it."""
         cls = type(optimizer)
         return OwnStepKernel(getattr(cls, "_plain_class", cls), OptimizerSpec.from_text(text))
 
@@ -295,11 +295,11 @@ class OwnStepKernel(Averaging):
         states: Mapping[str, Bytes],
         kept: Bytes,
     ) -> Tile:
-        """As `parameters.Kernel.bind`."""
+        """Binds a cell, see `parameters.Kernel.bind`."""
         return OwnTile(self._cls, self.spec, cell, shape, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
-        """As `parameters.Kernel.bind_rows`."""
+        """Binds the rows of a table, see `parameters.Kernel.bind_rows`."""
         if not self.spec.rows:
             raise ValueError(f"{self.spec.name} changes all rows of a table")
         mine = {name: states[name] for name in self.spec.options_of(table.group).states}
@@ -315,7 +315,7 @@ class OwnStepKernel(Averaging):
         states: dict[str, torch.Tensor],
         part: TableStep,
     ) -> Scalars:
-        """To the class these rows are all of a table, and its gradient has each."""
+        """Steps the class on these rows as if they were a whole table with all gradients."""
         own = OwnOptimizer(self._cls, self.spec, group, rows)
         each = torch.arange(len(rows), device=rows.device).unsqueeze(0)
         sparse = torch.sparse_coo_tensor(

@@ -43,7 +43,7 @@ class ReductionKernel(Averaging):
     keeps_count = False
 
     def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-        """No number matters to the servers."""
+        """Returns no numbers, as none matters to the servers."""
         return ((),) * len(optimizer.param_groups)
 
     def bind(
@@ -55,9 +55,9 @@ class ReductionKernel(Averaging):
         states: Mapping[str, Bytes],
         kept: Bytes,
     ) -> Tile:
-        """As `parameters.Kernel.bind`."""
+        """Binds a cell, see `parameters.Kernel.bind`."""
         return AveragedTile(cell.dtype, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
-        """As `parameters.Kernel.bind_rows`."""
+        """Refuses rows of a table."""
         raise ValueError("sparse gradients need an optimizer on the servers")

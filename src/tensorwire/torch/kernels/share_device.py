@@ -26,10 +26,10 @@ def model_device(device: torch.device) -> ModelDevice:
 
 
 class TorchDevice:
-    """See `parameters.ShareDevice`. All is done in the current stream of the thread that calls.
+    """A device of a share, see `parameters.ShareDevice`.
 
-    That is the device's default stream in a server, whose threads choose none, and that of the
-    script in a worker that trains alone.
+    All work is done in the current stream of the calling thread. In a server, whose threads choose
+    none, it is the device's default stream; in a worker that trains alone it is the script's.
 
     Args:
         name: of `model_device`. Where this process does not see it, another one of its kind does.

@@ -23,7 +23,7 @@ def tensor_over(array: Bytes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 class Averaging:
-    """What all kernels have in common.
+    """The common part of all kernels.
 
     Attributes:
         changes_kept: as of `parameters.Kernel`.
@@ -32,11 +32,11 @@ class Averaging:
     changes_kept = False
 
     def device(self, name: str) -> ShareDevice:
-        """As `parameters.Kernel.device`."""
+        """Returns a device, see `parameters.Kernel.device`."""
         return TorchDevice(name)
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
-        """As `parameters.Kernel.average`; the bits are those of torch's `lerp`."""
+        """Averages values, see `parameters.Kernel.average`; the bits are the same as of `lerp`."""
         kind = getattr(torch, dtype)
         average, values = tensor_over(target, kind), tensor_over(source, kind)
         if weight == 1.0:

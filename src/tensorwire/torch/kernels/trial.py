@@ -68,7 +68,7 @@ class NotOnServersError(Exception):
 
 
 class ParameterKind(NamedTuple):
-    """What matters of a parameter for the way in which an optimizer treats it."""
+    """The features of a parameter that matter for its treatment by an optimizer."""
 
     group: int
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class _Problem(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What became of each parameter, after each step: bytes of its values and of its state."""
+    """The bytes of each parameter's values and state, after each step."""
 
     values: list[list[bytes]]
     states: list[list[dict[str, bytes]]]
@@ -204,7 +204,7 @@ class Trial:
     # ---- the user's object
 
     def _reference(self, problem: _Problem) -> _Outcome:
-        """What the optimizer itself does; tells what it keeps as state."""
+        """Runs the optimizer itself, and learns what it keeps as state."""
         try:
             return self._run_reference(problem, lazy=True)
         except NotOnServersError:
@@ -260,7 +260,7 @@ class Trial:
     def _check_without_gradient(
         self, problem: _Problem, made: torch.optim.Optimizer, parameters: list[nn.Parameter]
     ) -> None:
-        """Servers leave alone what has no gradient, be there state of it or not."""
+        """Checks that a step leaves a parameter without gradient alone, as servers do."""
         for index, parameter in enumerate(parameters):
             parameter.grad = problem.gradient(0, index)
         left = parameters[-1]
@@ -379,7 +379,7 @@ class Trial:
 
 
 def _more_shapes(kinds: Sequence[ParameterKind]) -> list[tuple[int, ...]]:
-    """What a class is tried with that torch does not have: larger tensors, and the user's own."""
+    """Returns shapes to try that torch does not try: larger tensors, and the user's own."""
     sizes = {
         kind.shape: kind.dtype.itemsize * torch.Size(kind.shape).numel()
         for kind in kinds
@@ -429,7 +429,7 @@ def _problem(
 
 
 def _options_and_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a step must leave as it is, as the servers' objects are not the user's."""
+    """Returns values that a step must not change, as the servers' objects are not the user's."""
     found = {
         f"its option {key!r}": value
         for key, value in optimizer.param_groups[1].items()
@@ -463,7 +463,7 @@ _Run = Callable[
 
 
 class _Memory:
-    """What a server has of some tensors, one behind the other."""
+    """The memory of some tensors as a server has it, one after the other."""
 
     def __init__(
         self,
@@ -502,7 +502,7 @@ class _Memory:
             target[place] = np.frombuffer(_bytes(each), np.uint8)
 
     def read(self) -> _Step:
-        """What there is now."""
+        """Returns the present values and state."""
         values = [self.master[place].tobytes() for place in self.places]
         states = [
             {name: self.states[name][there].tobytes() for name, there in each.items()}
@@ -513,7 +513,7 @@ class _Memory:
     def bind(
         self, kernel: OwnStepKernel, group: int, part: slice, shape: Sequence[int] | None
     ) -> Tile:
-        """A part of it as a cell."""
+        """Binds a part of it as a cell."""
         cell = Cell(0, "trained", group, self.dtype, part.start, part.stop, ())
         states = {name: state[part] for name, state in self.states.items()}
         slot = self.slot[part]

@@ -34,7 +34,7 @@ class ShapeWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called in the place of each function of torch."""
+        """Notes the name of a torch function, and calls it."""
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a property
             name = getattr(getattr(func, "__self__", None), "__name__", "")

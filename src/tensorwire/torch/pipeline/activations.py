@@ -29,7 +29,7 @@ _BITS = {
 
 
 class Activations:
-    """What moves in a micro-batch: to other processes by edges, between stages here directly.
+    """The values of micro-batches on their way: by edges, or directly between stages here.
 
     Args:
         values: all that cross, by name.
@@ -50,7 +50,7 @@ class Activations:
         return [user for user in self._values[name].users if user in self._stages]
 
     def put(self, name: str, value: Any, at: int) -> None:
-        """A stage here has made a value."""
+        """Passes on a value that a stage here has made."""
         crossing = self._values[name]
         if self._users_here(name):
             # Its graph is the business of the stage that made it.
@@ -79,7 +79,7 @@ class Activations:
         return self._here[key]
 
     def release(self, stage: int, at: int) -> None:
-        """A stage here is done with a micro-batch, and with gradients that came for it."""
+        """Releases the values of a micro-batch, with which a stage here is done."""
         for name, value in self._values.items():
             key = name, at
             if stage in value.users and key in self._left:
@@ -92,7 +92,7 @@ class Activations:
             arrival.release()
 
     def put_gradient(self, name: str, stage: int, gradient: torch.Tensor, at: int) -> None:
-        """A stage here has the gradient of a value that it used."""
+        """Passes on the gradient of a value that a stage here has used."""
         if self._values[name].maker in self._stages:
             self._here[_gradient(name, stage), at] = gradient
         else:
@@ -120,7 +120,7 @@ class Activations:
         return found
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies in memory of its own, not in that of an arrival."""
+        """Returns a tensor in memory of its own, not in an arrival's."""
         arrived = [self._here[key] for key in self._arrived]
         return own(tensor, storages(each for each in arrived if isinstance(each, torch.Tensor)))
 
@@ -186,6 +186,6 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 
 def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The other way round; the same memory."""
+    """Returns an edge's value as a tensor over the same memory."""
     tensor = torch.from_numpy(value)
     return tensor.view(dtype) if dtype in _BITS else tensor

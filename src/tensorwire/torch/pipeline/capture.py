@@ -26,7 +26,7 @@ _MOST = 1 << 40
 
 @dataclass
 class Value:
-    """What one stage makes and later ones use.
+    """A value that one stage makes and later ones use.
 
     Attributes:
         tensor: its name and sizes. A size (a number that depends on shapes) is an int64 of no
@@ -87,7 +87,7 @@ class StageGraph:
 
     Attributes:
         graph: what it computes: first placeholders for `inputs`, then its nodes; it returns
-            `outputs`, and in the last stage the model's outputs behind them.
+            `outputs`, and in the last stage the model's outputs after them.
         inputs: names of values, in the first stage of the model's inputs.
         outputs: names of values.
         tensors: parameters, buffers and constants that it uses, by their first name.
@@ -150,7 +150,7 @@ def capture(
 
 @contextmanager
 def _marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """Puts `pipe_split` before or behind modules, for as long as the context lasts."""
+    """Puts `pipe_split` before or after modules, for as long as the context lasts."""
     changed: list[tuple[nn.Module, Any]] = []
     try:
         for name, point in spec.items():
@@ -184,7 +184,7 @@ def _splitting(forward: Any, point: SplitPoint) -> Any:
 
 
 def _replace_device(module: fx.GraphModule) -> None:
-    """What the trace makes on the device of the example is made on the CPU."""
+    """Replaces the device of the example by the CPU in the trace."""
 
     def replaced(value: Any) -> Any:
         is_meta = isinstance(value, torch.device) and value.type == "meta"
@@ -299,7 +299,7 @@ class _Cutter:
         return Input(node.name, val.dtype, tuple(sizes))
 
     def _check_in_place(self, nodes: Sequence[fx.Node]) -> None:
-        """What crosses is copied: a change in place in one stage is not seen in others."""
+        """Checks for changes in place across stages: a crossing value is copied."""
         for node in nodes:
             for changed in _changed_by(node):
                 base = _base(changed)

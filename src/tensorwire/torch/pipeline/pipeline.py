@@ -58,9 +58,9 @@ def split(
     "DualPipeV" stages s and 2P - 1 - s of P processes are together.
 
     Args:
-        model: on the CPU, or on the meta device, where it takes no memory; its mode (train or eval)
-            is that of the stages.
-        split_spec: names of modules, to begin a stage before or behind; None if the model itself
+        model: on the CPU, or on the meta device, where it takes no memory; the stages get its mode
+            (train or eval).
+        split_spec: names of modules, to begin a stage before or after; None if the model itself
             calls `torch.distributed.pipelining.pipe_split()`.
         example: positional inputs of one micro-batch; only shapes and dtypes count.
         loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
@@ -184,13 +184,13 @@ class Split:
         return None if self._core is None or self._core.closed else self._core
 
     def trained_by(self, core: Replica) -> None:
-        """Called by DistributedOptimizer: gradients of steps are its business from now on."""
+        """Gives the gradients of steps to a DistributedOptimizer, which calls this."""
         self._core = core
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """As the model's own, of the whole model. No other worker takes part.
+        """Returns the state dict of the whole model. No other worker takes part.
 
-        What other processes have is read from the servers: a copy of this moment.
+        The parts of other processes are read from the servers, as of this moment.
 
         Raises:
             RuntimeError: other processes have parts of it, and no DistributedOptimizer trains it.
@@ -224,7 +224,7 @@ class Split:
         Args:
             inputs: on the process of the first stage: tensors, cut along their first dimension into
                 equal micro-batches, or lists with one tensor for each.
-            target: on that of the last stage: likewise.
+            target: on the process of the last stage: in the same forms.
 
         Returns:
             The mean loss on the process of the last stage, None elsewhere.
@@ -383,7 +383,7 @@ class Split:
             self._edges.put_gradient(name, index, gradient, at)
 
     def _put_aside(self) -> dict[str, torch.Tensor | None]:
-        """What tied weights have from earlier steps, so that only this one's is summed."""
+        """Takes the earlier gradients of tied weights away, so that only this step's are summed."""
         kept = {}
         for name in self._tied:
             parameter = self.module.get_parameter(name)
@@ -456,10 +456,11 @@ class Split:
 def _check_schedules(
     machines: Machines, label: str, schedule: str, microbatches: int, timeout_s: float | None
 ) -> None:
-    """All have made a region that is named by the schedule before one that tells they did.
+    """Checks that all processes have the same schedule.
 
-    Edges count turns: with another order of backwards they would mix up micro-batches. And where
-    stages lie differently, a process would wait for edges that another does not have.
+    Each makes a region that is named by the schedule before one that tells that it did. Edges count
+    turns: with another order of backwards they would mix up micro-batches. And where stages lie
+    differently, a process would wait for edges that another does not have.
     """
     mine, made = f"{label}/{schedule.lower()}/{microbatches}", f"{label}/schedule"
     if machines.node is not None:
@@ -478,7 +479,7 @@ def _check_schedules(
 
 
 def _ties_graph(whole: ModelIndex) -> Graph:
-    """The end of a step: everybody who has a tied weight sends its gradient to the others."""
+    """Returns the graph of a step's end: each owner of a tied weight sends its gradient."""
     tensors, makes, uses = [], [], []
     for name, ranks in whole.tied().items():
         parameter = whole.parameters[name]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is done with a stage and a micro-batch."""
+    """The kinds of work on a stage and a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -80,12 +80,12 @@ def deal(name: str, machines: int, stages: int) -> tuple[int, ...]:
 
 
 def order(name: str, machine: int, machines: int, stages: int, microbatches: int) -> list[Action]:
-    """What one machine does in a step with the stages that `deal` gives it.
+    """Returns the actions of one machine in a step, with the stages that `deal` gives it.
 
     Forwards come in the order of micro-batches in every stage, and so do backwards and each of
-    their parts; in LoopedBFS backwards come in the opposite order in every stage. What crosses is
-    known by its turn alone, so stages that have a value in common have to agree. A machine that is
-    alone with numbers of stages or micro-batches that the schedule cannot have runs them as
+    their parts; in LoopedBFS backwards come in the opposite order in every stage. A crossing value
+    is known by its turn alone, so stages that have a value in common have to agree. A machine that
+    is alone with numbers of stages or micro-batches that the schedule cannot have runs them as
     Interleaved1F1B, or as InterleavedZeroBubble if the schedule is one in V shape.
 
     Args:
@@ -133,13 +133,13 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
 
 
 def flights(name: str, machines: int, stages: int, microbatches: int) -> int:
-    """Returns how often there has to be memory for what crosses, so that nobody ever waits for it.
+    """Returns how many copies of a crossing value's memory there must be, so that nobody waits.
 
     A receiver has memory from a stage's forward until its backward or the weights' part of it. Say
     that no stage is more than `ahead` forwards ahead of its backwards, and weights are at most
-    `late` behind inputs. Before a stage's forward t, its input part t - ahead is done, so that of
-    each later stage is, whose weight part t - ahead - late is then done too: its memory is free.
-    Gradients on their way back find theirs free by the same steps.
+    `late` after inputs. Before a stage's forward t, its input part t - ahead is done, so the same
+    part of each later stage is, whose weight part t - ahead - late is then done too: its memory is
+    free. Gradients on their way back find their memory free by the same steps.
     """
     ahead = late = 0
     for machine in range(machines):
@@ -162,7 +162,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 
 
 def _looped(own: Sequence[int], microbatches: int) -> list[Action]:
-    """A stage after the other, forward and then back the same way."""
+    """Returns the actions stage by stage, forward and then back the same way."""
     forwards = [Action(Kind.FORWARD, stage, at) for stage in own for at in range(microbatches)]
     return forwards + [Action(Kind.BACKWARD, stage, at) for _, stage, at in reversed(forwards)]
 
@@ -205,7 +205,7 @@ def _interleaved(
 
 
 def _with_weights(actions: Sequence[Action], late: int) -> list[Action]:
-    """Adds, behind each input part, the weights part of the one `late` before it; then the rest."""
+    """Adds, after each input part, the weights part of the one `late` before it; then the rest."""
     made: list[Action] = []
     pending: deque[Action] = deque()
     for action in actions:

@@ -1,9 +1,10 @@
-"""Splits backward in two: first the gradients of inputs, later those of everything else.
+"""Splits backward in two: first the gradients of inputs, later the gradients of everything else.
 
-The method is that of zero-bubble pipelines (Qi et al., arXiv:2401.10241), on autograd's graph. Its
-nodes that lead to an input are the chain; what hangs on it, down to parameters, are branches. The
-first half runs the chain alone and keeps what arrives where a branch leaves it. The second half
-enters each of these nodes again, for the branch alone. Knows no stages, and moves nothing.
+The method comes from zero-bubble pipelines (Qi et al., arXiv:2401.10241), on autograd's graph. Its
+nodes that lead to an input are the chain; the nodes beside it, down to parameters, are branches.
+The first half runs the chain alone and keeps the gradients that arrive where a branch leaves it.
+The second half enters each of these nodes again, for the branch alone. Knows no stages, and moves
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _AT_ONCE = {
 
 @dataclass
 class Subgraph:
-    """What is computed at once: branches that leave the chain at one node, or none that do.
+    """A part that is computed at once: branches from one node of the chain, or from none.
 
     Attributes:
         leaves: at the ends of the branches.
@@ -81,7 +82,7 @@ class Subgraph:
 
 
 class Later:
-    """What a backward has left for later. Made by `inputs_first`.
+    """The rest of a backward, for later. Made by `inputs_first`.
 
     Attributes:
         done: leaves besides the inputs whose gradient is complete already.
@@ -185,16 +186,16 @@ def inputs_first(
     seeds: Sequence[torch.Tensor | None],
     inputs: Sequence[torch.Tensor],
 ) -> Later:
-    """Adds to `.grad` of the inputs what `torch.autograd.backward(roots, seeds)` would.
+    """Adds to `.grad` of the inputs the result of `torch.autograd.backward(roots, seeds)`.
 
-    With what `Later.rest` adds afterwards, `.grad` of all leaves is that of one backward, to the
+    With the additions of `Later.rest`, `.grad` of all leaves is the same as of one backward, to the
     bit, and hooks of each leaf run once. No gradient is computed twice. So a leaf does not wait for
     `rest` if several nodes of the chain use it, of which the upper one would be asked for the chain
     again; nor if a node does that computes all gradients in one call: a Function of a user, and the
     operators in _AT_ONCE. Where leaves are left for `rest`, hooks of the tensor that the node has
     made run again then, for nothing; after `retain_grad` its `.grad` counts that too.
 
-    What forward has saved stays until the last of `rest` is computed or forgotten.
+    The tensors that forward has saved stay until the last of `rest` is computed or forgotten.
 
     Args:
         roots: tensors that need gradients, or their edges.
@@ -247,7 +248,7 @@ def inputs_first(
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Where memory of dense tensors begins."""
+    """Returns the addresses of dense tensors' storages."""
     dense = (each for each in tensors if each.layout == torch.strided)
     return {each.untyped_storage().data_ptr() for each in dense}
 
@@ -280,7 +281,7 @@ def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
 
 
 def _is_at_once(node: Node) -> bool:
-    """Functions of users are: in Python, and in C++, where they are a CppNode of their class."""
+    """Tells whether a node is a user's function, in Python or C++, or one of _AT_ONCE."""
     name = node.name()
     return isinstance(node, BackwardCFunction) or name in _AT_ONCE or "CppNode" in name
 

@@ -74,7 +74,7 @@ class Stage:
         return dict(zip(self.outputs, made, strict=True)), returned
 
     def _check_gradient(self, name: str, value: Any) -> None:
-        """Nobody sends a gradient that was not planned; what needs it would not be trained."""
+        """Checks that a value which needs a gradient was planned so; else nothing would train."""
         if getattr(value, "requires_grad", False) and not self._values[name].needs_grad:
             raise RuntimeError(
                 f"{name!r}, which stage {self.index} makes for others, needs a gradient, and did "
@@ -107,11 +107,11 @@ class Stage:
     def backward_inputs(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """The part of `backward` for the inputs; `backward_weights` is the rest.
+        """Runs the part of `backward` for the inputs; `backward_weights` is the rest.
 
         Args:
             microbatch: as in `backward`.
-            gradients: as there, but their memory and that of the inputs is used until the rest.
+            gradients: as there, but their memory and the inputs' is used until the rest.
             loss: as there.
 
         Returns:
@@ -169,7 +169,7 @@ class Stage:
         return storages([*gradients.values(), *self._tensors(leaves)])
 
     def _leaving(self, leaves: Mapping[str, Any]) -> set[int]:
-        """What leaves must not change either, and the next micro-batch adds to parameters'."""
+        """Returns memory of gradients that leave, which the next micro-batch must not change."""
         found = [each.grad for each in self._tensors(leaves)]
         return storages([each for each in found if each is not None])
 

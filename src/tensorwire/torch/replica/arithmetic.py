@@ -31,11 +31,11 @@ from ..kernels import (
 from .mutation_guard import of_libraries
 
 APPLIERS = ("auto", "servers", "worker")
-"""Who applies gradients: the servers where they can, else worker 0; the servers; worker 0."""
+"""The choices of who applies gradients: the servers if possible, the servers, worker 0."""
 
 
 class Arithmetic:
-    """Of one optimizer.
+    """The arithmetic of one optimizer.
 
     Args:
         optimizer: the user's.
@@ -136,7 +136,7 @@ class Arithmetic:
         return kernel_of(self.text, self._permitted or ())
 
     def _keep_whole(self) -> None:
-        """The optimizer looks at whole tensors: none is cut."""
+        """Keeps tensors uncut, as the optimizer looks at whole tensors."""
         for index, each in enumerate(self.tensors):
             if each.kind == "trained":
                 self.tensors[index] = replace(each, kind="whole")
@@ -272,7 +272,7 @@ def check_possible(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _look(value: Any) -> object:
-    """What of an option decides on a description: equal ones do not change it."""
+    """Returns the part of an option that matters for the description."""
     if isinstance(value, bool | int | float):
         return type(value), bool(value)
     if isinstance(value, tuple | list):

@@ -152,7 +152,7 @@ class Buffers:
             store.push(slice_index, index, data)
 
     def take(self, store: Store, published: bool = False) -> None:
-        """The version's buffers become the model's, and are what the next step begins with."""
+        """Takes the version's buffers as the model's; the next step begins with them."""
         if not self._owners:
             return
         if self.kind != "local" or published:
@@ -205,7 +205,7 @@ class Buffers:
             self._packed.close()
 
     def after_slice(self, turn: int) -> None:
-        """Slice number `turn` of this worker begins; at its end the version's are taken."""
+        """Loads the buffers for slice number `turn`; at the end the version's are taken."""
         slices = self._session.my_slices
         if len(slices) == 1 or not self._owners:
             return
@@ -218,7 +218,7 @@ class Buffers:
         self._set(self.tensors, values)
 
     def begin_again(self) -> None:
-        """Another slice of the step begins, with the version's buffers."""
+        """Restores the version's buffers, with which another slice of the step begins."""
         if self._owners:
             self._set(self.tensors, self._before)
 

@@ -17,7 +17,7 @@ class ClosedReplica:
         self._text = text
 
     def withdraw(self) -> None:
-        """There is nothing to withdraw: `zero_grad()` clears gradients as in torch."""
+        """Does nothing: `zero_grad()` clears gradients as in torch."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(self._text)

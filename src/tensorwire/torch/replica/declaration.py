@@ -35,7 +35,7 @@ class Declared(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What a replica declares to the servers, in the order of the store.
+    """The declaration of a replica to the servers, in the order of the store.
 
     Attributes:
         tensors: the parameters as the servers know them.

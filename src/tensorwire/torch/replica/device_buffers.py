@@ -74,7 +74,7 @@ class PackedBuffers:
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> PackedBuffers | None:
-    """Those of a model whose buffers are all on one device; None: they are copied one by one."""
+    """Packs the buffers of a model that are all on one device; None: they are copied singly."""
     if not tensors or any(is_on_host(each) for each in tensors):
         return None
     if len({each.device for each in tensors}) > 1:

@@ -68,7 +68,7 @@ class GradientOnHost(NamedTuple):
 
 
 class DeviceGradients:
-    """Those of one optimizer and slice. One thread at a time, but backward may be another.
+    """The gradients of one optimizer and slice. One thread at a time; backward may be another.
 
     Args:
         device: of the parameters.
@@ -126,7 +126,7 @@ class DeviceGradients:
         return target.shared and not target.memory.nbytes
 
     def leave(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient is complete in the current stream: it is copied when the device gets there."""
+        """Sends a gradient that is complete in the current stream, when the device gets there."""
         if not gradient.numel():
             return
         stream = self._stream.current()
@@ -166,7 +166,7 @@ class DeviceGradients:
             self._under_way.popleft()  # not before: an interrupt may come anywhere
 
     def withdraw(self) -> None:
-        """What has left does not count; the memory may be used again."""
+        """Withdraws the gradients that were sent; the memory may be used again."""
         self._waiting.clear()
         self._waiting_bytes = 0
         while self._under_way:
@@ -177,7 +177,7 @@ class DeviceGradients:
     # ---- changes behind autograd's back
 
     def compare(self, index: int, before: torch.Tensor, now: torch.Tensor) -> None:
-        """Two sums of a gradient, on the device, which should be equal; looked at by `changed`."""
+        """Compares two sums of a gradient on the device, which should be equal; see `changed`."""
         self._compared.append((index, before, now))
 
     def changed(self) -> int | None:
@@ -190,7 +190,7 @@ class DeviceGradients:
         return next((c[0] for c, changed in zip(compared, differ, strict=True) if changed), None)
 
     def close(self) -> None:
-        """The memory is about to go."""
+        """Releases the memory, which is about to go."""
         self.withdraw()
         self.locks.release()
         self._targets.clear()

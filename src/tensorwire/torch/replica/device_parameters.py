@@ -1,8 +1,9 @@
 """Keeps parameters on a device whose values a store has in host or device memory.
 
-Each version is copied behind `step()`, with one copy per stretch of the store and server. What a
-script writes to a parameter stays on the device and is overwritten by the next version; it is found
-by its version counter, or, where that tells nothing (`.data`), by comparing bytes in turns.
+Each version is copied after `step()`, with one copy per stretch of the store and server. A value
+that a script writes to a parameter stays on the device and is overwritten by the next version; it
+is found by its version counter, or, where that tells nothing (`.data`), by comparing bytes in
+turns.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Stretch(NamedTuple):
 
 
 class DeviceParameters:
-    """Those parameters of one optimizer that are on a device. One thread at a time.
+    """The parameters of one optimizer that are on a device. One thread at a time.
 
     Args:
         store: has their values.
@@ -85,7 +86,7 @@ class DeviceParameters:
         return index in self._parameters
 
     def release(self, index: int) -> None:
-        """A parameter is not this optimizer's any more."""
+        """Forgets a parameter that is not this optimizer's any more."""
         self._parameters.pop(index, None)
 
     def adopt(self, part: range | None) -> None:
@@ -121,7 +122,7 @@ class DeviceParameters:
     def _sources(
         self, start: int, stop: int, trained: bool
     ) -> Sequence[tuple[int, int, torch.Tensor]]:
-        """Where bytes [start, stop) of the store come from, counted from `start`."""
+        """Returns the sources of bytes [start, stop) of the store, counted from `start`."""
         found = []
         for begin, end, memory in self._shares if trained else ():
             first, last = max(start, begin), min(stop, end)
@@ -136,7 +137,7 @@ class DeviceParameters:
         return list(found.values())
 
     def refresh(self) -> None:
-        """A step has made another version: it is copied, ahead of what the device does next.
+        """Copies a new version, ahead of the device's next work.
 
         Parameters have to lie in this memory.
         """
@@ -154,7 +155,7 @@ class DeviceParameters:
         self._under_way[self._stream.current()] = self._stream.mark()
 
     def _go_behind_other_streams(self) -> None:
-        """The current stream waits for copies that were begun in others; the caller does not."""
+        """Makes the current stream wait for copies of other streams; the caller does not wait."""
         current = self._stream.current()
         for number, event in self._under_way.items():
             if number != current:
@@ -181,10 +182,10 @@ class DeviceParameters:
     # ---- what a script has written
 
     def begin_check(self) -> None:
-        """Starts to compare a part of the values with the store's: those of the version in place.
+        """Starts to compare a part of the values with the store's in the present version.
 
-        Another part each time, so that `_TURNS` of them are all. Whatever the current stream does
-        from now on is behind the copies of other streams.
+        Another part each time, so that `_TURNS` of them are all. Later work of the current stream
+        waits for the copies of other streams.
         """
         self._go_behind_other_streams()
         pieces = [
@@ -219,11 +220,11 @@ class DeviceParameters:
         return found
 
     def forget_check(self) -> None:
-        """What was begun does not count: values are about to change."""
+        """Drops a comparison that was begun: values are about to change."""
         self._compared.clear()
 
     def close(self) -> None:
-        """The store is about to go; parameters may stay where they are."""
+        """Ends before the store goes; parameters may stay where they are."""
         self.settle()
         self.forget_check()
         self.locks.release()
@@ -235,7 +236,7 @@ class DeviceParameters:
 def device_parameters(
     store: Store, parameters: Mapping[int, nn.Parameter]
 ) -> DeviceParameters | None:
-    """Those parameters that are on a device; None: all are on the host.
+    """Returns the parameters that are on a device; None: all are on the host.
 
     Raises:
         UnavailableError: they are on several devices.

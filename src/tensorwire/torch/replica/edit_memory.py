@@ -29,7 +29,7 @@ class EditMemory:
         self._unused = 0
 
     def lend(self, store: Store, parameters: Mapping[int, nn.Parameter]) -> None:
-        """Parameters, by their index in the store, become copies of themselves in this memory."""
+        """Makes parameters, by their index in the store, copies of themselves in this memory."""
         size = store.own.size_bytes + 64
         raw = self._raw
         # Whatever a script has kept of the last edit holds the memory, and stays as it is.

@@ -46,7 +46,7 @@ class GradientChecks:
             done += _CALL_BYTES
 
     def at(self, step: int) -> Mapping[int, slice]:
-        """What is looked at in a step, counted from 0: bytes by the index of the gradient."""
+        """Returns the bytes to check in a step, counted from 0, by the index of the gradient."""
         return self._all if step == 0 else self._turns[(step - 1) % len(self._turns)]
 
 

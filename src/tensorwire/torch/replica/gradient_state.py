@@ -23,7 +23,7 @@ class Left(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GradientState:
-    """What became of one parameter's gradient.
+    """The state of one parameter's gradient.
 
     Attributes:
         index: of the parameter in the store.
@@ -62,7 +62,7 @@ class GradientState:
         self.dtype, self.on_host = self.parameter.dtype, is_on_host(self.parameter)
 
     def forget(self) -> bool:
-        """The gradient does not count; tells whether it did."""
+        """Forgets a gradient that does not count; tells whether there was one."""
         did = self.left is not None
         self.left, self.block = None, None
         return did
@@ -75,7 +75,7 @@ def count_copied(statistics: Statistics, state: GradientState, copied: int) -> N
 
 
 class Found(NamedTuple):
-    """Where a parameter and its last gradient were found; what `explain` tells.
+    """The place of a parameter and of its last gradient, for `explain`.
 
     Attributes:
         name, parameter: as in the model.

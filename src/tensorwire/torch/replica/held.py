@@ -1,12 +1,12 @@
 """Records what an optimizer has while another one steps, for a replacement process.
 
 Such a process computes its last batch again. If one of several optimizers had stepped, it computes
-with the parameters which that step has made, and what comes out differs: other gradients for those
-that had not stepped, other buffers. So before a commit is noted, so is where the gradients of other
-optimizers lie at the servers, and what buffers there are; where the script gets to that commit once
+with the parameters which that step has made, and the results differ: other gradients for optimizers
+that had not stepped, other buffers. So before a commit is noted, the places of other optimizers'
+gradients at the servers and the buffers are noted too; where the script gets to that commit once
 more, gradients and buffers become those again.
 
-What lies at the servers may be overwritten: by a process that computes the batch again, which
+Gradients at the servers may be overwritten: by a process that computes the batch again, which
 therefore pushes and produces nothing before; and by a further backward pass of this process, which
 is noted before it happens.
 """
@@ -28,7 +28,7 @@ from .reducer import Reducer
 
 
 class Held:
-    """That of one optimizer's replica.
+    """The saved gradients and buffers of one optimizer's replica.
 
     Args:
         session: of the worker.
@@ -45,7 +45,7 @@ class Held:
         self._watches = False
 
     def note(self, steps: bool) -> None:
-        """An optimizer is about to commit, or to change parameters; `steps`: it is this one."""
+        """Notes gradients and buffers before an optimizer commits; `steps`: it is this one."""
         if not steps:
             self._note_gradients()
         own = self._buffers.own(steps)
@@ -83,11 +83,11 @@ class Held:
         reducer.put_back(former[:count], np.frombuffer(former[count:], np.uint32).tolist())
 
     def _on_change(self, gradient: torch.Tensor) -> None:
-        """A gradient comes, in the thread that runs backward, and is not yet added."""
+        """Notes that a gradient comes, in backward's thread, before it is added."""
         if self._noted == self._reducer.begun:
             self._noted, self._changed = -1, self._noted
             self._store.take_or_note(NoteKind.CHANGED, self._reducer.slice_index, b"")
 
     def forget(self) -> None:
-        """A position is about to be noted; what was noted before it counts no more."""
+        """Forgets earlier notes, because a position is about to be noted."""
         self._noted = -1

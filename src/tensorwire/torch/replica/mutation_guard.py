@@ -66,18 +66,18 @@ class MutationGuard:
             )
 
     def remember(self) -> None:
-        """All is as it should be now."""
+        """Remembers the present state of all parameters as the right one."""
         self._next, self._steps = None, Counter()
         self._seen = {i: _look_at(p) for i, p in self._held.items()}
 
     def expect(self, changed: Sequence[int]) -> None:
-        """Autograd is about to be told, in one call, that a step has changed some parameters."""
+        """Expects that autograd is told, in one call, of a step's changes of some parameters."""
         steps = self._steps.copy()
         steps.update(changed)
         self._next = changed, steps
 
     def settle(self) -> None:
-        """It was told, or not if that was interrupted."""
+        """Ends the expectation: autograd was told, or not if that was interrupted."""
         if self._next is None:
             return
         changed, steps = self._next
@@ -113,7 +113,7 @@ class MutationGuard:
             raise self._changed(found[0])
 
     def _check_values(self) -> None:
-        """What was written in place is undone, so that the caller may go on after the error."""
+        """Raises if values were written in place, and undoes that, so that the caller may go on."""
         self.settle()
         steps = self._steps
         changed = [i for i, p in self._held.items() if _look_at(p, steps[i]) != self._seen[i]]
@@ -185,7 +185,7 @@ class MutationGuard:
         ]
 
     def _check_owners(self) -> None:
-        """A parameter may move to another name or module, but not out of the model."""
+        """Checks that parameters are in the model, perhaps under another name or module."""
         self._owners = self._find_owners()
         there = {id(parameter) for _, _, parameter in self._owners}
         for parameter in self._held.values():
@@ -207,7 +207,7 @@ def _said(form: tuple[torch.dtype, torch.device]) -> str:
 
 
 def of_libraries() -> str:
-    """What to do if a library that this process has imported has prepared the model; or ""."""
+    """Returns advice if an imported library has perhaps prepared the model; else ""."""
     found = [each for each in ("accelerate", "transformers", "lightning") if each in sys.modules]
     if not found:
         return ""
@@ -219,7 +219,7 @@ def of_libraries() -> str:
 
 
 def _look_at(parameter: torch.Tensor, steps: int = 0) -> tuple[Any, ...]:
-    """What differs after a change in place, or of the memory or form that `.data` has."""
+    """Returns a key that differs after a change in place, or of `.data`'s memory or form."""
     negated = parameter.is_neg(), parameter.is_conj()
     version = parameter._version - steps
     return version, parameter.data_ptr(), parameter.shape, parameter.stride(), *negated

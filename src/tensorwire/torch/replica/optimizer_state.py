@@ -119,7 +119,7 @@ class OptimizerState:
         ema: Mapping[int, torch.Tensor] | None = None,
         more: Mapping[Any, Entry] | None = None,
     ) -> None:
-        """What `optimizer.state` holds now becomes everybody's, from worker 0.
+        """Loads worker 0's `optimizer.state` into the servers, for all workers.
 
         Args:
             ema: averages of weights, as in `state_dict`; if there are none, they begin anew with
@@ -179,12 +179,12 @@ class OptimizerState:
                 raise _incomplete(arithmetic.tensors[number].name)
 
     def leave(self) -> None:
-        """The optimizer is not distributed any more: its `state` is an ordinary one."""
+        """Gives the optimizer an ordinary `state`: it is not distributed any more."""
         if isinstance(self._optimizer.state, StateAtServers):
             vars(self._optimizer)["state"] = defaultdict(dict)
 
     def load_whole(self, given: dict[str, Any]) -> None:
-        """A shared model's state becomes everybody's, from worker 0."""
+        """Loads worker 0's state of a shared model into the servers, for all workers."""
         assert isinstance(self._ownership, Pipelined)
         if self._session.rank == 0:
             self._write(self._ownership.entries(given))
@@ -193,7 +193,7 @@ class OptimizerState:
     # ---- as the store has it
 
     def _read(self) -> dict[int, Entry]:
-        """What torch would have in `optimizer.state`, of parameters that have a state already.
+        """Returns torch's `optimizer.state`, of parameters that have a state already.
 
         By index in the store; of a parameter only the format counts.
         """
@@ -287,7 +287,7 @@ class OptimizerState:
         return bool(self._frozen or self._frozen_averages)
 
     def average_frozen(self) -> None:
-        """The averages of frozen parameters become what they are after the last step.
+        """Updates the averages of frozen parameters to the last step.
 
         Called before their values change, and before the averages are read: a frozen value is
         averaged as often as there were steps, and servers do not know it.

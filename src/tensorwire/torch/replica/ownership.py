@@ -1,7 +1,7 @@
 """Tells which process has which part of a model: all of it, or stages of a pipeline.
 
-In a pipeline the optimizer of each process is of its own parameters alone. What is saved and loaded
-is that of the whole model and of a plain optimizer of all its parameters.
+In a pipeline the optimizer of each process has its own parameters alone. Saved and loaded state
+belongs to the whole model and a plain optimizer of all its parameters.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Replicated:
         state: Mapping[torch.Tensor, Any],
         entries: Mapping[int, Any],
     ) -> dict[str, Any]:
-        """That of all parameters.
+        """Returns the state dict of all parameters.
 
         Args:
             plain: the optimizer's own state_dict().
@@ -82,7 +82,7 @@ class Replicated:
             own["state"] = at_servers
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What this process's optimizer can load of that of all parameters."""
+        """Returns the part of a whole state dict that this process's optimizer can load."""
         return given
 
 
@@ -193,7 +193,7 @@ class Pipelined(Replicated):
         return {**own, "state": numbered, "param_groups": groups}
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What this process's optimizer can load of that of all parameters: no state.
+        """Returns the part of a whole state dict that this process's optimizer can load: no state.
 
         Raises:
             ValueError: it is not of all parameters.

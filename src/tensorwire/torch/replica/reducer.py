@@ -138,7 +138,7 @@ class Reducer:
         ]
 
     def _places_of(self, slice_index: int) -> Sequence[Place | str]:
-        """The store makes them once."""
+        """Returns the places of a slice's gradients, which the store makes once."""
         if slice_index not in self._places:
             self._places[slice_index] = self._store.places(slice_index)
         return self._places[slice_index]
@@ -146,7 +146,7 @@ class Reducer:
     def _find_slots(
         self, parameters: Sequence[torch.Tensor], placement: str
     ) -> GradientSlots | str:
-        """Where gradients are to be produced, or why they are not."""
+        """Returns the slots in which gradients are produced, or why there are none."""
         if placement == "copy":
             return 'placement="copy"'
         if len(self._session.my_slices) > 1:
@@ -224,7 +224,7 @@ class Reducer:
         return sum_of(gradient, state.parameter, self._looked_at.get(state.index))
 
     def _leave_device(self, state: GradientState, gradient: torch.Tensor) -> None:
-        """A gradient on a device is copied while backward goes on; see `_arrive`."""
+        """Sends a gradient on a device, which is copied while backward goes on; see `_arrive`."""
         there = self._device_gradients()
         there.leave(state.index, gradient)
         state.within = there.is_within(state.index)
@@ -233,7 +233,7 @@ class Reducer:
         count_copied(self._statistics, state, gradient.nbytes)
 
     def _device_gradients(self) -> DeviceGradients:
-        """Of the slice that is being computed; what is only pushed has one memory for all."""
+        """Returns the gradients of the present slice; slices that only push share one memory."""
         index, pushes = self.slice_index, self._copies or self._session.taking is not None
         key = -1 if pushes else index
         if (found := self._on_device.get(key)) is None:
@@ -294,7 +294,7 @@ class Reducer:
         return self._session.my_slices[self.turn]
 
     def take(self) -> None:
-        """What left is what `.grad` holds; what did not leave yet leaves now.
+        """Sends the gradients in `.grad` that have not left yet, and forgets withdrawn ones.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.
@@ -316,7 +316,7 @@ class Reducer:
         self._arrive()
 
     def _copy(self) -> None:
-        """Alone, gradients need not leave early: all go into the slot with one call."""
+        """Copies all gradients into the slot with one call; alone, they need not leave early."""
         if not self._views:
             return
         views = self._views[self.turn]
@@ -385,7 +385,7 @@ class Reducer:
                 yield state.index, gradient
 
     def present(self) -> tuple[bytes, tuple[int, ...]]:
-        """What a commit says of each tensor, and the blocks of what lies in the pool."""
+        """Returns each tensor's entry in a commit, and the blocks of gradients in the pool."""
         missing = copied = produced = pooled = False
         for state in self.states:
             if state.left is None:
@@ -420,7 +420,7 @@ class Reducer:
         self._hooks += [state.parameter.register_hook(callback) for state in self.states]
 
     def lying(self) -> tuple[bytes, tuple[int, ...]] | None:
-        """As `present`; None where none waits, or one has not left, or is of a table."""
+        """Returns the values of `present`; None where a gradient is missing or not dense."""
         if not self.waits or self.sealed or self._differ:
             return None
         for state in self.states:
@@ -431,7 +431,7 @@ class Reducer:
         return self.present()
 
     def put_back(self, present: bytes, blocks: Sequence[int]) -> None:
-        """Gradients become those that another process has left at the servers."""
+        """Restores the gradients that another process has left at the servers."""
         for state in self.states:
             state.forget()
             how, parameter = present[state.index], state.parameter
@@ -479,7 +479,7 @@ class Reducer:
     # ---- between steps
 
     def withdraw(self) -> None:
-        """Nothing of what left since the last step counts."""
+        """Withdraws all gradients sent since the last step."""
         if any(state.left is not None for state in self.states):
             self._store.settle()
         self._tables.withdraw()
@@ -493,12 +493,12 @@ class Reducer:
             self._slots.begin()
 
     def forget(self) -> None:
-        """What left was committed, or was withdrawn."""
+        """Forgets gradients that were committed or withdrawn."""
         for state in self.states:
             state.left, state.block = None, None
 
     def _begin(self) -> None:
-        """Nothing waits."""
+        """Begins anew: no gradient waits."""
         self.waits = self.lacks = self._is_back = False
         self.begun += 1
 
@@ -527,13 +527,13 @@ class Reducer:
             )
 
     def begin_step(self, now: float) -> None:
-        """The script calls `step()`; pushes went on beside its computation until then."""
+        """Begins a `step()`; until then pushes went on beside the script's computation."""
         if self._first_push and self._store.asynchronous:
             self._statistics.hidden_s += now - self._first_push
         self._first_push = 0.0
 
     def slice_committed(self) -> bool:
-        """The next slice begins; tells whether all slices of the step are committed."""
+        """Begins the next slice; tells whether all slices of the step are committed."""
         self._store.settle()
         self.forget()
         self.samples.stepped()
@@ -545,7 +545,7 @@ class Reducer:
         return turn == 0
 
     def leave_slots(self) -> None:
-        """Another slice of the step is computed here: what was committed stays where it lies."""
+        """Leaves committed gradients in their slots, as another slice is computed here."""
         if isinstance(self._slots, str) and self._later is None:
             return
         for state in self.states:
@@ -557,7 +557,7 @@ class Reducer:
         self._slots, self._later = "this worker computes several slices of a step", None
 
     def stepped(self) -> None:
-        """A version is in place."""
+        """Notes a new version."""
         self._steps += 1
         self._looked_at = self._checks.at(self._steps)
         while self._besides:
@@ -570,7 +570,7 @@ class Reducer:
     # ---- for people
 
     def outcome(self, state: GradientState) -> Outcome:
-        """What the last gradient did."""
+        """Returns the outcome of the last gradient."""
         slots = self._slots
         found = Outcome(False, slots) if isinstance(slots, str) else slots.outcome(state.index)
         if not state.was_in_place and (found.in_place or found.reason == NOT_YET):
@@ -588,7 +588,7 @@ class Reducer:
         return any(state.bytes_copied is not None for state in self.states)
 
     def close(self) -> None:
-        """Gradients are the script's own business again."""
+        """Removes all hooks, so that gradients belong to the script again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

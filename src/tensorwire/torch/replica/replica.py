@@ -1,6 +1,6 @@
 """Trains one worker's copy of a model: parameters in a store, and the protocol of a step.
 
-It is what `DistributedOptimizer` puts behind the user's optimizer. It declares the tensors,
+It is the part of `DistributedOptimizer` below the user's optimizer. It declares the tensors,
 publishes values, commits, and waits for versions. Gradients are the `Reducer`'s, and the memory of
 parameters is the `Residency`'s.
 """
@@ -57,7 +57,7 @@ from .written_values import WrittenValues
 
 
 class Replica:
-    """What one optimizer trains. One thread at a time uses it, but backward may be another.
+    """The copy of a model that one optimizer trains. One thread at a time; backward may be another.
 
     Args:
         session: of this worker.
@@ -196,7 +196,7 @@ class Replica:
         return self._index.get(id(parameter)) in self._residency.parameters
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Another optimizer of the same model takes a parameter that does not change here."""
+        """Gives a parameter that does not change here to another optimizer of the same model."""
         index = self._index.get(id(parameter))
         if index is not None and index in set(self.trained):
             raise ValueError(
@@ -252,7 +252,7 @@ class Replica:
     # ---- versions
 
     def _publish(self, edited: range | None = None) -> None:
-        """Replica 0's parameters and buffers become everybody's; of the `edited`, what has changed.
+        """Publishes replica 0's parameters and buffers to all; of the `edited`, only changes.
 
         The first values move part by part, so that they are never there twice.
         """
@@ -262,7 +262,7 @@ class Replica:
         self._adopted()
 
     def meet(self) -> None:
-        """All workers are here, with the same version also where each goes at its own pace."""
+        """Meets all workers, at the same version also where each goes at its own pace."""
         self.session.meet()
         if not self.session.mode.is_sync:
             self._residency.guard.check()
@@ -321,7 +321,7 @@ class Replica:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward only adds to `.grad` inside."""
+        """Makes backward only add to `.grad` inside."""
         before, self.reducer.accumulating = self.reducer.accumulating, True
         try:
             yield
@@ -329,17 +329,17 @@ class Replica:
             self.reducer.accumulating = before  # of another store perhaps
 
     def splitting(self) -> contextlib.AbstractContextManager[None]:
-        """A split model goes through its micro-batches: gradients add up, and leave at `step`."""
+        """Makes gradients of a split model's micro-batches add up inside, to leave at `step`."""
         self.reducer.samples.gradient_comes()  # the loader's present batch counts
         return self.accumulating()
 
     def withdraw(self) -> None:
-        """Nothing of what left since the last step counts."""
+        """Withdraws all gradients sent since the last step."""
         self.reducer.withdraw()
         self._forget_average()
 
     def _forget_average(self) -> None:
-        """The next gradients are not averaged yet, and are not scaled."""
+        """Forgets the average: the next gradients are not averaged yet, and are not scaled."""
         self._averages: dict[int, tuple[torch.Tensor, Bytes]] | None = None
         self.reducer.sealed = False
         self._reduced_present: tuple[bytes, tuple[int, ...]] = b"", ()
@@ -349,7 +349,7 @@ class Replica:
     # ---- the step
 
     def step(self) -> None:
-        """One slice's commit, and with the last slice of this worker the next version.
+        """Commits a slice, and with the last slice of this worker makes the next version.
 
         `scaling` says by what gradients are multiplied (where they are reduced already it was the
         same then), and whether nothing is applied if they are not finite, which `finite` tells.
@@ -419,14 +419,17 @@ class Replica:
         self.session.stepped(result, repeated)
 
     def _hold(self, edits: bool = False) -> None:
-        """This optimizer is about to change parameters; see `Held`. An edit may be anywhere."""
+        """Notes gradients before this optimizer changes parameters; see `Held`.
+
+        With `edits` the change may be anywhere.
+        """
         if edits and not any(each.reducer.waits for each in self._others):
             return
         for each in self._others if self.session.notes else ():
             each.held.note(each is self)
 
     def _take(self) -> tuple[bytes, tuple[int, ...]]:
-        """This slice's own gradients, before they are averaged; returns what a commit says."""
+        """Takes this slice's own gradients, not averaged; returns the entries of a commit."""
         self.reducer.take()
         if self.same_batches.looks:
             self.same_batches.slice_comes(self.reducer.gradients())
@@ -465,7 +468,7 @@ class Replica:
             raise RuntimeError(f"with a GradScaler call scaler.unscale_(opt) before {names}")
 
     def synchronize(self, scale: float = 1.0) -> None:
-        """`.grad` of every trained parameter := the average."""
+        """Fills `.grad` of every trained parameter with the average."""
         if self._averages is not None:
             return
         for i in self._tables:
@@ -495,7 +498,7 @@ class Replica:
         self.reducer.forget()
 
     def clip(self, max_norm: float) -> float:
-        """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
+        """Scales the averaged gradient of the next step down to `max_norm`; returns its norm."""
         norm = self.reduce(self._scaled)
         self._next_max_norm = min(self._next_max_norm, max_norm)
         return norm
@@ -504,7 +507,7 @@ class Replica:
 
     @contextlib.contextmanager
     def editing(self) -> Iterator[None]:
-        """Parameters are copies inside; what worker 0 has changed becomes everybody's."""
+        """Makes parameters copies inside; worker 0's changes are published at the end."""
         self._check_open()
         self.between_steps("edit()")
         self.meet()
@@ -537,7 +540,7 @@ class Replica:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Parameters are copies inside, with the averages of weights; nothing leaves."""
+        """Makes parameters copies inside, with the averages of weights; nothing is published."""
         self._check_open()
         if not self._ema:
             raise RuntimeError("there is no average of weights: DistributedOptimizer(ema=0.999)")
@@ -562,7 +565,7 @@ class Replica:
             self._residency.guard.check()
 
     def tensors(self) -> Iterator[Found]:
-        """Where the tensors of this process are now, by the addresses at which they arrived."""
+        """Yields this process's tensors with their places, by the addresses of their arrival."""
         states = {state.index: state for state in self.reducer.states}
         for i, parameter in enumerate(self.parameters):
             if id(parameter) not in self._names:
@@ -578,7 +581,7 @@ class Replica:
         return self.steps == 0 and self.reducer.came
 
     def close(self, private: bool = True) -> None:
-        """Parameters become the process's own memory again if `private`; idempotent."""
+        """Closes the store; with `private` parameters get memory of this process. Idempotent."""
         self.closed = True
         self._others = ()  # they have it, and it would keep its memory
         self._let_go(private)

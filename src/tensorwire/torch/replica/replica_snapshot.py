@@ -12,7 +12,7 @@ from .replica import Replica
 
 
 class ReplicaSnapshot:
-    """That of the version that is in place; made by one worker, between steps.
+    """A snapshot of the present version; made by one worker, between steps.
 
     Raises:
         BusyError, MemoryError, RuntimeError, PeerLostError: see `Store.snapshot`.
@@ -32,7 +32,7 @@ class ReplicaSnapshot:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, `state_dict()` of the optimizer, and of a model that is split, is that of it.
+        """Makes `state_dict()` of the optimizer, and of a split model, read this version inside.
 
         The tensors may lie in its memory, and be incomplete before `fetch`.
         """
@@ -68,6 +68,6 @@ class ReplicaSnapshot:
         self._snapshot.fetch()
 
     def release(self) -> None:
-        """Nobody uses the tensors any more. Any thread; idempotent."""
+        """Releases the tensors, which nobody uses any more. Any thread; idempotent."""
         self._resident.clear()
         self._snapshot.release()

@@ -67,12 +67,12 @@ class Residency:
         return self.on_device is not None and index in self.on_device
 
     def settle(self) -> None:
-        """A commit is about to change the store: returns when it was copied from it."""
+        """Waits until copies from the store are complete, before a commit changes it."""
         if self.on_device is not None:
             self.on_device.settle()
 
     def refresh(self, present: bytes) -> None:
-        """The store has another version, which is copied where its memory is not seen.
+        """Copies the store's new version to the places where its memory is not seen.
 
         Autograd is told that the parameters changed of which this worker has a gradient, so that it
         refuses a graph that was made before the step, as after any other optimizer. A parameter
@@ -101,13 +101,13 @@ class Residency:
         return [*parts, range(first, len(tensors))]
 
     def release(self, index: int) -> None:
-        """A parameter that does not change here is another optimizer's now."""
+        """Forgets a parameter that does not change here and is another optimizer's now."""
         self.parameters.pop(index, None)
         if self.on_device is not None:
             self.on_device.release(index)
 
     def close(self) -> None:
-        """The store is about to go; parameters stay where they are."""
+        """Ends before the store goes; parameters stay where they are."""
         if self.on_device is not None:
             self.on_device.close()
 
@@ -118,7 +118,7 @@ class Residency:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def find(self, index: int) -> tuple[bool, bool, str]:
-        """Where a parameter is: `inside`, `held` and `slow` of `Found`."""
+        """Returns where a parameter is: `inside`, `held` and `slow` of `Found`."""
         slow = self.on_device.locks.why_not if self.on_device is not None else ""
         return self._is_inside(index), index in self.parameters, slow
 
@@ -136,12 +136,12 @@ class Residency:
         return {index: _format_of(parameter) for index, parameter in self.parameters.items()}
 
     def begin_edit(self, memory: EditMemory) -> None:
-        """Parameters are copies in `memory` until the next `adopt`."""
+        """Makes parameters copies in `memory` until the next `adopt`."""
         memory.lend(self._store, self.parameters)
 
     @contextlib.contextmanager
     def averaged(self, memory: EditMemory, averages: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Parameters are copies in `memory` inside, with the averages of their values."""
+        """Makes parameters copies in `memory` inside, with the averages of their values."""
         self.begin_edit(memory)
         try:
             with torch.no_grad():
@@ -164,16 +164,16 @@ class Residency:
                 )
 
     def take_format(self, before: Formats) -> None:
-        """The parameters have these formats again, and any values."""
+        """Gives the parameters these formats again, with any values."""
         for index, parameter in self.parameters.items():
             dtype, shape, stride, device = before[index]
             parameter.data = torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _give_back_freed() -> None:
-    """Memory that was freed goes back to the system, where the C library would keep it.
+    """Gives freed memory back to the system, where the C library would keep it.
 
-    glibc keeps what is below 32 MiB, and so most parameters of a model, for what comes next.
+    glibc keeps blocks below 32 MiB, and so most parameters of a model, for later requests.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)

@@ -50,7 +50,7 @@ class SameBatches:
         return self._steps > 0
 
     def saved(self) -> tuple[int, int, bool]:
-        """For a process in the place of this one."""
+        """Returns the numbers for a successor of this process."""
         return self._steps, self._found, self._counts
 
     def go_on(self, saved: tuple[int, int, bool]) -> None:
@@ -58,7 +58,7 @@ class SameBatches:
         self._steps, self._found, self._counts = saved
 
     def slice_comes(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """A slice is committed with these gradients, by the index of the parameter."""
+        """Notes the gradients of a slice that is committed, by the index of the parameter."""
         found: list[int] = []
         nonzero = False
         for index, gradient in gradients:
@@ -69,7 +69,7 @@ class SameBatches:
         self._found = hash((self._found, tuple(found)))
 
     def stepped(self) -> None:
-        """Called after each version; warns in worker 0, at most once."""
+        """Counts a version; warns in worker 0, at most once."""
         self._steps -= 1
         if self._steps:
             return

@@ -34,7 +34,7 @@ class SampleCount:
         self._came = False  # a gradient, where no loader gives batches
 
     def gradient_comes(self) -> None:
-        """A gradient has arrived. A hook calls it, so it is cheap."""
+        """Notes the arrival of a gradient. A hook calls it, so it is cheap."""
         present = self._session.present_batch()
         if present is None:
             self._came, self._used = True, len(self._given)
@@ -43,11 +43,11 @@ class SampleCount:
             self._counted.append(present)
 
     def weigh(self, weight: float) -> None:
-        """The script says what its next or last gradients weigh, where no loader gives batches."""
+        """Notes the script's weight of its gradients, where no loader gives batches."""
         self._given.append(weight)
 
     def withdraw(self) -> None:
-        """The gradients since the last step do not count."""
+        """Withdraws the gradients since the last step."""
         self._counted.clear()
         # A script that weighs batches before backward() may have weighed the next one already.
         del self._given[: self._used or (len(self._given) if self._came else 0)]
@@ -65,12 +65,12 @@ class SampleCount:
         return sum(batch.samples for batch in self._batches) or 1
 
     def weight(self) -> float:
-        """Their weight; 1 where no loader gives them and the script says nothing."""
+        """Returns the samples' weight; 1 where no loader gives them and the script says nothing."""
         weights = [*(batch.weight for batch in self._batches), *self._given]
         return float(sum(weights)) if weights else 1.0
 
     def warn(self) -> None:
-        """A step is about to be made; once in a job, worker 0 may give an `UnevenStepWarning`."""
+        """Gives an `UnevenStepWarning` before a step, once in a job and in worker 0, if need be."""
         session = self._session
         scaled = any(batch.uneven and batch.summed for batch in self._counted)
         if scaled and not session.warned_of_weights:
@@ -79,7 +79,7 @@ class SampleCount:
                 warnings.warn(_TEXT, UnevenStepWarning, stacklevel=script_stacklevel())
 
     def stepped(self) -> None:
-        """The next slice begins."""
+        """Begins the next slice."""
         self.withdraw()
         self._given.clear()
         self._before = self._session.batches

@@ -42,20 +42,20 @@ class _Waiting(NamedTuple):
 
     @property
     def kind(self) -> object:
-        """Of those that are brought in one go; no other has that of a dense one."""
+        """The key of gradients that are copied at once; each dense one has a key of its own."""
         if self.gradient.layout == torch.strided:
             return self.state.index
         return self.gradient.dtype, tuple(self.gradient.shape[1:])
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """The bytes of its values."""
         is_dense = self.gradient.layout == torch.strided
         return int((self.gradient if is_dense else self.gradient._values()).nbytes)
 
 
 class TableGradients:
-    """Those of one optimizer. One thread at a time, but backward may be another.
+    """The gradients of one optimizer's tables. One thread at a time; backward may be another.
 
     Args:
         store: gets the rows.
@@ -69,7 +69,7 @@ class TableGradients:
         self._waiting: dict[int, _Waiting] = {}  # by the table's index
 
     def leave(self, state: GradientState, slice_index: int, gradient: torch.Tensor) -> None:
-        """A gradient is complete, on a device in the current stream."""
+        """Sends a gradient, which is complete; on a device in the current stream."""
         self._waiting.pop(state.index, None)  # it was replaced
         found = gradient.detach()
         if is_on_host(found):
@@ -112,16 +112,16 @@ class TableGradients:
         count_copied(self._statistics, state, copied + again + sent)
 
     def forget(self, index: int) -> None:
-        """The gradient of a table does not count."""
+        """Forgets the gradient of a table, which does not count."""
         self._waiting.pop(index, None)
 
     def withdraw(self) -> None:
-        """What has left does not count."""
+        """Withdraws gradients that wait to be copied."""
         self._waiting.clear()
 
 
 def _groups(waiting: Sequence[_Waiting]) -> Iterator[list[_Waiting]]:
-    """Those that are brought in one go."""
+    """Yields the groups of gradients that are copied at once."""
     by_kind: dict[object, list[_Waiting]] = {}
     for each in waiting:
         by_kind.setdefault(each.kind, []).append(each)

@@ -1,7 +1,7 @@
-"""Computes in turn the slices of a step that one worker has, those of dead workers too.
+"""Computes in turn the slices of a step that one worker has, also of dead workers.
 
-How many there are is known when one is committed: `step()` then looks which ones nobody has
-committed. What needs no batch is committed at once.
+Their number is known when one is committed: `step()` then looks which slices nobody has committed.
+A slice that needs no batch is committed at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Commit = Callable[[int, int, int, float, Present], None]
 
 
 class TakenSlices:
-    """Those of one optimizer's store; where nobody is taken over its methods are not called.
+    """The slices of one optimizer's store, used only where slices can be taken over.
 
     Args:
         session: of the worker.
@@ -37,7 +37,7 @@ class TakenSlices:
         self._reducer, self._buffers = reducer, buffers
 
     def begin(self, who: object) -> None:
-        """An optimizer is about to commit a slice that was computed.
+        """Begins the commit of a slice that was computed.
 
         Raises:
             RuntimeError: see `Taking.begin_commit`.
@@ -52,7 +52,7 @@ class TakenSlices:
         spoiled: bool,
         commit: Commit,
     ) -> bool:
-        """A slice is committed for a step; whether all are of this worker, or the next one begins.
+        """Ends the commit of a slice; tells whether all slices of this worker are committed.
 
         Args:
             flags: of its commit.
@@ -78,7 +78,7 @@ class TakenSlices:
         return not due
 
     def is_reduced(self) -> bool:
-        """A slice is committed to be averaged; the average is there, or others are due."""
+        """Ends the commit of a slice to be averaged; tells whether the average is there."""
         assert self._session.taking is not None
         due = self._store.due()
         if due:
@@ -88,7 +88,7 @@ class TakenSlices:
         return not due
 
     def _next(self, due: list[int]) -> None:
-        """A slice was committed: its gradients and buffers are the servers'."""
+        """Begins the next slice; the committed gradients and buffers are the servers'."""
         assert self._session.taking is not None
         samples = self._reducer.samples.samples()
         self._reducer.slice_committed()
@@ -100,7 +100,7 @@ class TakenSlices:
             self._reducer.turn = 0
 
     def publish_nothing(self, commit: Commit) -> Callable[[int], None]:
-        """What commits a dead worker's slice to a version that a worker gives the values of."""
+        """Returns a function that commits a dead worker's slice to a version of given values."""
 
         def again(slice_index: int) -> None:
             if slice_index == 0:

@@ -16,7 +16,7 @@ from .arithmetic import Arithmetic
 
 
 class WorkerSteps:
-    """Of one optimizer, in worker 0's process.
+    """The steps of one optimizer, in worker 0's process.
 
     Args:
         store: has the averages after each version.
@@ -37,10 +37,10 @@ class WorkerSteps:
         self._counts = np.zeros(len(store.layout.places), np.int64)
 
     def step(self) -> None:
-        """Each gradient is the average meanwhile, and None where no worker has one.
+        """Makes a step; each gradient is the average meanwhile, and None where no worker has one.
 
-        Parameters keep their order in memory, and the script's random numbers are those that it
-        has in the other workers too.
+        Parameters keep their order in memory, and the script's random numbers stay the same as in
+        the other workers.
 
         Raises:
             RuntimeError: the step has changed a parameter's shape or dtype.

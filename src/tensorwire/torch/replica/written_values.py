@@ -19,7 +19,7 @@ Commit = Callable[[int, int, int, float, tuple[bytes, tuple[int, ...]]], None]
 
 
 class WrittenValues:
-    """Those of one optimizer's store.
+    """The values that were written to one optimizer's store during a pause.
 
     Args:
         store: of the optimizer.
@@ -42,7 +42,7 @@ class WrittenValues:
         self._state, self._speaks = state, speaks
 
     def take(self, commit: Commit) -> None:
-        """Makes a version of them, behind a result that was `edited`; all workers do.
+        """Makes a version of them, after a result that was `edited`; all workers do.
 
         Args:
             commit: commits a slice.
