@@ -47,8 +47,9 @@ def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
         raise ValueError(f"{tensor.name!r} is planned as {dtype}, not {value.dtype}")
     if not value.flags.c_contiguous:
         raise ValueError(f"{tensor.name!r} is not contiguous: copy it first")
-    check_shape(tensor, value.shape)
-    return value.shape
+    shape: tuple[int, ...] = value.shape
+    check_shape(tensor, shape)
+    return shape
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -68,7 +68,7 @@ class Tensor:
             raise ValueError(f"{where}: the shape is a tuple of at most {MAX_RANK} sizes")
         for size in self.shape:
             if size is not None:
-                most = size.most if type(size) is UpTo else size
+                most = size.most if isinstance(size, UpTo) else size
                 _check_number(most, f"{where}: a size", 0, MAX_SIZE)
         # Without a bound the sizes that are known still have to fit.
         if self._product(self.shape) > MAX_BYTES:
