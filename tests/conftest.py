@@ -1,4 +1,4 @@
-"""What all tests share: marks that need a device, and a clean environment."""
+"""The common part of all tests: marks that need a device, and a clean environment."""
 
 import os
 import signal
@@ -72,10 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test function the first case is an everyday test, unless it is slow.
+    """Marks the first case of each test function as an everyday test, unless it is slow.
 
-    Which case is the first is told by its parameters, not by what else was collected: with
-    `--last-failed` only a few cases are.
+    The first case is found by its parameters, not by the collection: with `--last-failed` only a
+    few cases are there.
     """
     if (part := config.getoption("--part")) is None:
         return

@@ -1,7 +1,7 @@
 """Two hosts in one kernel: network namespaces joined by a pair of veth devices.
 
-What a namespace does not separate is memory and processes, so tests that need two hosts forbid shm.
-A process enters a host by `enter`; what it opens afterwards belongs there. The link between them is
+A namespace does not separate memory and processes, so tests that need two hosts forbid shm. A
+process enters a host by `enter`; what it opens afterwards belongs there. The link between them is
 made slow by `shape`, broken by `cut`, `cut_one_way` and `unplug`, and mended by `restore`.
 """
 

@@ -1,4 +1,4 @@
-"""What the tests of several folders run as programs of their own, and how they wait for them."""
+"""Programs that tests of several folders run, and ways to wait for them."""
 
 import os
 import subprocess

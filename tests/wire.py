@@ -136,7 +136,7 @@ def hello(secret: bytes = b"", name: bytes = b"client", **values: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Keys:
-    """What both sides derive from a key and the two Hellos."""
+    """The keys that both sides derive from a secret and the two Hellos."""
 
     client: bytes
     server: bytes
@@ -251,7 +251,7 @@ class Wire:
         return came
 
     def frame(self, type_: int, body: bytes = b"", fds: Sequence[int] = (), **values: Any) -> None:
-        """Sends a frame; its length is that of the body unless it is given."""
+        """Sends a frame; its length is the body's unless it is given."""
         header = encode("Header", **{"type": type_, "length": len(body)} | values)
         if fds:
             self.pass_descriptors(header, fds)
@@ -289,7 +289,7 @@ class Wire:
         return self.answer()
 
     def hung_up(self, within_s: float = PATIENCE_S) -> bool:
-        """Whether the other side closes the stream in time; what it still sends is thrown away."""
+        """Tells whether the other side closes the stream in time; drops what it still sends."""
         deadline = time.monotonic() + within_s
         try:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -303,7 +303,7 @@ class Wire:
             self.stream.settimeout(PATIENCE_S)
 
     def quiet(self, for_s: float) -> bool:
-        """Whether nothing comes, not even the end, for so long."""
+        """Tells whether nothing comes, not even the end, for so long."""
         return not select.select([self.stream], [], [], for_s)[0]
 
     # ---- the client's half
@@ -440,7 +440,7 @@ class Wires(list[Wire]):
 
 
 class FakeNode:
-    """A listener that speaks the protocol to whoever comes and then does as the test says.
+    """A listener that speaks the protocol to every client and then does as the test says.
 
     `claim` changes fields of the Hellos that it sends from then on.
     """

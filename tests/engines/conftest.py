@@ -1,4 +1,4 @@
-"""What the tests with real engines share: a script, and a Slurm of this machine alone.
+"""The common part of tests with real engines: a script, and a Slurm of this machine alone.
 
 `make test-engines` installs the engines and runs them; a test whose engine is missing is skipped.
 """

@@ -36,7 +36,7 @@ def test_ray_train(run: Run) -> None:
 
 @pytest.mark.parametrize("order", ["Accelerator first", "job first"])
 def test_accelerate_under_tensorwire_run(run: Run, order: str) -> None:
-    """It takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and opens a process group."""
+    """Accelerate takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and opens a process group."""
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-engines")
     lines = ["accelerator = Accelerator(cpu=True)", "job = tw.init()"]
     first, second = lines if order == "Accelerator first" else lines[::-1]

@@ -25,7 +25,7 @@ def test_mpich(run: Run) -> None:
 
 
 def test_mpich_without_a_port_is_refused(run: Run) -> None:
-    """Nothing tells two starts on one host apart."""
+    """No variable tells two starts on one host apart."""
     text = f"""
     try:
         {INIT}

@@ -58,9 +58,9 @@ class Kernel:
         return str(self._client.execute(cell))
 
     def result(self, sent: str, interrupt_at: str = "") -> str:
-        """What the cell prints, and the error that ends it, in a line: "Kind: text".
+        """Returns what the cell prints, and the error that ends it, in a line: "Kind: text".
 
-        With `interrupt_at` it is interrupted when it has printed that.
+        With `interrupt_at` the cell is interrupted when it has printed that.
         """
         text = ""
         while True:
@@ -79,7 +79,7 @@ class Kernel:
                 return text
 
     def run(self, cell: str, interrupt_at: str = "") -> str:
-        """As `result`."""
+        """Runs a cell, like `result`."""
         return self.result(self.send(cell), interrupt_at)
 
     def restart(self) -> None:
@@ -206,7 +206,7 @@ def launch():
 
 
 def test_workers_that_a_notebook_starts(kernels: Callable[..., Kernel]) -> None:
-    """They are forks of the kernel, which has no job then, and may have had an error."""
+    """The workers are forks of the kernel, which has no job then, and may have had an error."""
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-engines")
     kernel = kernels(PORT=free_port())
     kernel.run(BEGIN + LAUNCH + "1 / 0")

@@ -13,7 +13,7 @@ pytest.importorskip("fsspec")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a job runs, which is also the runtime folder of its user."""
+    """The folder in which a job runs, which is also the runtime folder of its user."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for name in ("SECRET", "SECRET_FILE", "READ_SECRET", "READ_SECRET_FILE"):

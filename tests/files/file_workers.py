@@ -76,7 +76,7 @@ class FileJob:
 
     @staticmethod
     def address_of(process: subprocess.Popen[Any]) -> str:
-        """Of server 0, when there is a file worker."""
+        """The address of server 0, when there is a file worker."""
         deadline = time.monotonic() + 90
         while not (running_file_workers() and running_servers()):
             assert process.poll() is None
@@ -90,7 +90,7 @@ class FileJob:
 
     @staticmethod
     def worker_of(process: subprocess.Popen[Any], address: str, rank: int) -> FileWorker:
-        """Likewise, of a job that another program has started."""
+        """The file worker of a job that another program has started."""
         deadline = time.monotonic() + 90
         while True:
             try:
@@ -101,7 +101,7 @@ class FileJob:
                 time.sleep(0.02)
 
     def model(self) -> dict[str, Any]:
-        """What it has trained."""
+        """The model that it has trained."""
         assert self.process.wait(90) == 0, self.errors
         found: dict[str, Any] = torch.load(self.folder / "model.pt")
         return found
@@ -152,7 +152,7 @@ _references: dict[object, dict[str, Any]] = {}
 
 
 def reference(folder: Path, workers: int, **script: str) -> dict[str, Any]:
-    """What so many Python workers train; computed once."""
+    """The result of this many Python workers; computed once."""
     key = workers, *sorted(script.items())
     if key not in _references:
         inner = folder / "reference"

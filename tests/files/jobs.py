@@ -1,4 +1,4 @@
-"""Jobs whose parameters tell which step they are of: whoever mixes versions is seen."""
+"""Jobs whose parameters tell their step, so that a mixture of versions is seen."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ class JobAtWork:
         servers: what they tell readers of this host.
 
     Args:
-        paused: it waits behind its first step until `go_on`.
+        paused: it waits after its first step until `go_on`.
         one_core: each server computes with one thread, so that nothing goes on when that stops.
     """
 

@@ -29,7 +29,7 @@ def save(number: int) -> None:
 
 
 def in_child(number: int, kill_s: float | None) -> float:
-    """How long it took; it is killed behind so many seconds, if it has not ended by then."""
+    """Runs an action in a child, and kills it after so many seconds; returns how long it took."""
     began, child = time.monotonic(), os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""What comes of an action, for tests: the errno of its failure, and what is true in the end."""
+"""The outcome of an action, for tests: the errno of its failure, and the final state."""
 
 import time
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class Writer:
 
 
 class Shelf:
-    """A server with a shelf, whoever reads there, and writers."""
+    """A server with a shelf, its readers and its writers."""
 
     def __init__(self) -> None:
         self.node, self.door = Node("server-0"), Node("door-0")

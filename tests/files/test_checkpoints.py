@@ -222,7 +222,7 @@ def test_what_is_refused(shelf: Shelf) -> None:
 
 
 def test_what_could_not_be_written_is_never_complete(shelf: Shelf) -> None:
-    """Not when there is room again, either: some bytes behind those that failed are elsewhere."""
+    """Not when there is room again, either: some bytes after the failed ones are elsewhere."""
     one, two = shelf.writer("one"), shelf.writer("two")
     one.write("before", bytes(MOST - PART_BYTES))
     data = np.arange(2 * PART_BYTES + 10, dtype=np.uint8).tobytes()
@@ -287,7 +287,7 @@ def test_who_fails_while_writing_leaves_nothing(shelf: Shelf) -> None:
 
 
 def test_metadata_that_come_too_early(shelf: Shelf) -> None:
-    """They take along what is still written: no memory is kept for nothing."""
+    """The metadata take along files that are still written: no memory is kept for nothing."""
     writer = shelf.writer()
     half = writer.write("c/a", bytes(100), finish=False)
     assert code_of(lambda: writer.write("c/.metadata", b"m")) == errno.EBUSY
@@ -332,7 +332,7 @@ def test_no_file_has_the_number_of_one_of_a_predecessor(shelf: Shelf) -> None:
 
 
 def test_an_answer_that_is_late(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who got none in time, because the server was stopped, can write when it goes on."""
+    """A writer that got no answer in time, from a stopped server, can write when it goes on."""
     writer = shelf.writer()
     writer.write("a", b"1")
     monkeypatch.setattr("tensorwire.files.checkpoints._ANSWER_S", 0.2)

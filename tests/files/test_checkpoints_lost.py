@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def connect_again(shelf: Shelf, writer: Writer) -> None:
-    """As a process does whose connection was lost: of the same job, by another Node."""
+    """Connects like a process whose connection was lost: to the same job, by another Node."""
     writer.node.close()
     wait_until(lambda: not shelf.shelf._pending)
     writer.node = Node(f"{writer.node.name} again")
@@ -36,7 +36,7 @@ def test_a_file_that_is_renamed_into_itself(shelf: Shelf) -> None:
 
 
 def test_a_writer_that_is_connected_again(shelf: Shelf) -> None:
-    """What it had written is gone, and the rest of it is no checkpoint."""
+    """Its earlier part is gone, and the rest of it is no checkpoint."""
     writer = shelf.writer()
     writer.write("c/a", b"1")
     writer.desk.make_folder("checkpoints/d")
@@ -98,7 +98,7 @@ def test_what_came_too_late_is_given_up(shelf: Shelf, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_server_that_is_replaced_between_two_files(folder: Path, tmp_path: Path) -> None:
-    """Nobody sees a checkpoint that lacks what the first server had of it."""
+    """A checkpoint that lacks the first server's part is never seen."""
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"1")
     with training(folder, "--workers", "1", "--durable", PAUSE="0.01") as job:

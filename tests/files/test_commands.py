@@ -21,7 +21,7 @@ from tensorwire.files import JobReader
 
 
 def run(*arguments: str, code: int = 0, **environ: str) -> tuple[bytes, str]:
-    """What a command writes, and its errors."""
+    """Returns the output of a command, and its errors."""
     done = CliRunner().invoke(main, arguments, env=environ)
     assert done.exit_code == code, (done.stderr, done.exception)
     return done.stdout_bytes, done.stderr
@@ -179,7 +179,7 @@ def check_maps(address: str, root: str) -> None:
 
 
 def check_sealed(path: str) -> None:
-    """Nobody can write to it, whatever he opens it with."""
+    """Checks that nobody can write to it, in whichever way it is opened."""
     for flags in (os.O_RDONLY, os.O_RDWR):
         with contextlib.closing(os.fdopen(os.open(path, flags), "rb")) as file:
             seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

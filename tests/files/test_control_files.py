@@ -113,14 +113,14 @@ def npy(values: Any) -> bytes:
 
 
 def write_edit(files: TensorwireFileSystem) -> None:
-    """What SCRIPT's own edit does."""
+    """Writes the same values as SCRIPT's own edit."""
     weight = array(files, "params/0.weight.npy")
     files.pipe("params/0.weight.npy", npy(weight * np.float32(0.5)))
     files.pipe("params/2.bias.npy", npy(np.full(3, 7, np.float32)))
 
 
 def reference(folder: Path, version: int, workers: int) -> dict[str, Any]:
-    """What is trained if the script itself edits its parameters when a version is in place."""
+    """The result if the script itself edits its parameters when a version is in place."""
     inner = folder / "reference"
     inner.mkdir()
     job = Job(inner, "--workers", str(workers), edit=version - 2)
@@ -231,7 +231,7 @@ def test_what_is_refused(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_only_the_owner_controls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has the secret for reading sees what is there, and takes snapshots."""
+    """A process with the secret for reading sees the files, and takes snapshots."""
     job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
     try:
         door, secret = job.servers[0].door, job.servers[0].reading_secret
@@ -286,7 +286,7 @@ def test_a_job_that_makes_no_step_is_not_paused(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
-    """It is all there afterwards, or nothing of it; who has the share knows the next version."""
+    """Afterwards all of it is there, or nothing; a share's new owner knows the next version."""
     job = Job(folder, "--workers", "1", "--servers", "2", "--shares", "2")
     try:
         files, version = job.files, job.pause()
@@ -315,7 +315,7 @@ def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_several_wait_for_a_pause(folder: Path) -> None:
-    """Who waits no longer takes nothing from others; who lets the job go on waits for nobody."""
+    """A process that stops waiting takes nothing from others; ending the pause waits for none."""
     job = JobAtWork(folder, "--workers", "1", paused=True)
     files = [TensorwireFileSystem(job.address, skip_instance_cache=True) for _ in range(2)]
     threads = concurrent.futures.ThreadPoolExecutor(2)
@@ -395,7 +395,7 @@ def test_a_dying_writer_changes_nothing(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["server-0", "server-1", "worker"])
 def test_killed_while_paused(folder: Path, who: str) -> None:
-    """Who is replaced finds the pause, and what was written."""
+    """A replaced process finds the pause, and the written values."""
     job = Job(folder, "--workers", "2", "--servers", "2", "--durable")
     try:
         version = job.pause()

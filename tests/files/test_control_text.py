@@ -1,4 +1,4 @@
-"""What the files of `control/` understand, without a job."""
+"""The texts that files of `control/` understand, without a job."""
 
 import errno
 from types import SimpleNamespace
@@ -234,7 +234,7 @@ def test_who_reads_while_server_0_is_replaced(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parameters_that_nobody_can_write() -> None:
-    """Those that worker 0 makes, and buffers that each worker keeps for itself."""
+    """Parameters that worker 0 makes, and buffers that each worker keeps for itself."""
     spec = SimpleNamespace(optimizer=AVERAGE_ONLY)
     store: Any = SimpleNamespace(layout=SimpleNamespace(spec=spec))
     with pytest.raises(UnavailableError, match="worker 0 applies this optimizer"):

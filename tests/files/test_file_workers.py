@@ -31,7 +31,7 @@ def running(folder: Path, *arguments: str, **script: str) -> Iterator[FileJob]:
 
 @contextlib.contextmanager
 def refused_with(*codes: int) -> Iterator[None]:
-    """What is done inside is refused with one of these."""
+    """The block is refused with one of these errors."""
     with pytest.raises(OSError, match="Errno") as caught:
         yield
     assert caught.value.errno in codes, caught.value

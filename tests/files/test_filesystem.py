@@ -242,7 +242,7 @@ def check_fork(address: str) -> None:
 
 
 def test_a_file_with_the_secret_that_is_not_there(tmp_path: Path) -> None:
-    """It is not taken for a file of the job, of which `exists` would say that it is not there."""
+    """The file is not taken for one of the job, for which `exists` would be False."""
     fs = TensorwireFileSystem("127.0.0.1:1", secret_file=str(tmp_path / "none"))
     for attempt in (lambda: fs.ls(""), lambda: fs.exists("params")):
         with pytest.raises(PermissionError, match=r"for reading, .*none, cannot be read"):
@@ -250,7 +250,7 @@ def test_a_file_with_the_secret_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_reader_is_told_which_secret_is_meant() -> None:
-    """Not that of the members of a job, which a Node advises."""
+    """Not the secret of a job's members, which a Node advises."""
     with Node("server-0", secret=b"s" * 32) as node:
         with pytest.raises(PermissionError, match="secret for readers than the one that was"):
             JobReader(node.address, secret="w" * 32)

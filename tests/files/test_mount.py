@@ -240,7 +240,7 @@ def test_gradients_are_written(folder: Path) -> None:
 
 
 def _is_refused(at: Path, version: int) -> None:
-    """What is wrong with gradients is told by fsync of `commit`, and too much by write."""
+    """Faults in gradients are reported by fsync of `commit`, and too many bytes by write."""
 
     def commit(text: str) -> int | None:
         with open(at / "commit", "w") as file:

@@ -167,7 +167,7 @@ def test_what_a_checkpoint_of_a_mount_refuses(folder: Path) -> None:
 
 
 def test_a_file_that_is_not_written_from_start_to_end(folder: Path) -> None:
-    """What lacks a part is no checkpoint, and what is there stays: a sparse file, dd's seek."""
+    """A file that lacks a part is no checkpoint, and the old one stays: sparse, or dd's seek."""
     job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
     try:
         with mounted(folder, job.address) as made:
@@ -191,7 +191,7 @@ def test_a_file_that_is_not_written_from_start_to_end(folder: Path) -> None:
 
 
 def test_a_file_that_is_read_while_it_is_written_anew(folder: Path) -> None:
-    """Who has it open, or mapped, keeps what he has: it is another file."""
+    """A program that has it open, or mapped, keeps its content: it is another file."""
     job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
     old, new = b"1" * 300_000, b"2" * 200_000
     try:
@@ -227,7 +227,7 @@ def test_a_file_that_is_read_while_it_is_written_anew(folder: Path) -> None:
 
 
 def test_a_mount_that_ends_while_a_file_is_written(folder: Path) -> None:
-    """What nobody has closed is not whole, and what is there stays."""
+    """A file that nobody has closed is not whole, and the old one stays."""
     job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
     try:
         with mounted(folder, job.address) as made:

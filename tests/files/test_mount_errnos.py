@@ -42,7 +42,7 @@ def in_the_table(repository: Path) -> set[int]:
 
 
 def as_nobody(action: Callable[[], object]) -> int | None:
-    """What another user is told."""
+    """The error that another user gets."""
     os.seteuid(65534)
     try:
         return code_of(action)
@@ -51,14 +51,14 @@ def as_nobody(action: Callable[[], object]) -> int | None:
 
 
 def write(path: Path, data: bytes) -> int | None:
-    """What a write into an open file is told, or else its close."""
+    """The error of a write into an open file, or else of its close."""
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o644)
     failed = code_of(lambda: os.write(descriptor, data))
     return failed or code_of(lambda: os.close(descriptor))
 
 
 def without_memory(pid: int, action: Callable[[], int | None]) -> int | None:
-    """What is told while a process can map next to nothing."""
+    """The errors while a process can map next to nothing."""
     used = int(re.findall(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
     before = resource.prlimit(pid, resource.RLIMIT_AS)
     resource.prlimit(pid, resource.RLIMIT_AS, (used + (1 << 20), before[1]))

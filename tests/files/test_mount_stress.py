@@ -142,7 +142,7 @@ def test_models_are_mapped_without_the_mount(folder: Path) -> None:
 def test_models_are_read_through_the_mount_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, servers: str
 ) -> None:
-    """Where the kernel refuses, or the model is no single file of a server."""
+    """Models where the kernel refuses passthrough, or the model is no single file of a server."""
 
     def refuse(self: core_fuse.Mount, file: int) -> int:
         raise UnavailableError("the kernel does not read a file itself")

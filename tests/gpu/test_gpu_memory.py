@@ -409,7 +409,7 @@ def test_a_forked_child_has_no_gpu() -> None:
 
 
 def test_a_descriptor_that_is_no_memory_of_a_gpu(tmp_path: Path) -> None:
-    """What a hostile peer may hand over is refused before the driver sees it, or by the driver."""
+    """A hostile peer's descriptor is refused before the driver sees it, or by the driver."""
     reader, writer = os.pipe()
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     socket_like = os.eventfd(0)

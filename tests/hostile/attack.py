@@ -1,8 +1,8 @@
-"""What an attack is: a class with parameters from a trial's seed, run in a process of its own.
+"""Attacks: classes with parameters from a trial's seed, run in processes of their own.
 
-Attackers import nothing of tensorwire: what they know of it is in `wire`. A process is told by its
-command line what to do, says on stdout when it is prepared and what it did, and begins when it is
-told to on stdin.
+Attackers import nothing of tensorwire: their knowledge of it is in `wire`. A process gets its task
+on its command line, says on stdout when it is prepared and what it did, and begins when stdin tells
+it to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPELLED = (HungUp, OSError, AssertionError)
 
 @dataclass(frozen=True)
 class Aim:
-    """What an attacker knows of its victim.
+    """The knowledge of an attacker about its victim.
 
     Attributes:
         address: where the Node listens, as seen from the attacker.
@@ -86,15 +86,15 @@ class Attack:
         return {}
 
     def prepare(self) -> dict[str, Any]:
-        """What is made before the attack, still as root; returns what the harness must know."""
+        """Prepares the attack, still as root; returns facts for the harness."""
         return {}
 
     def act(self) -> None:
-        """One step; called again and again. What the victim does against it may raise."""
+        """Makes one step; called again and again. The victim's defence may raise errors here."""
         raise NotImplementedError
 
     def rest(self) -> None:
-        """What is done at the end, while nothing has been closed."""
+        """Ends the attack, while nothing has been closed."""
 
     # ---- for heirs
 
@@ -124,12 +124,12 @@ def granted(stream: Wire, name: str) -> dict[str, int]:
 
 
 def here(address: str) -> bool:
-    """Whether the victim can be reached by shm, too: it is in the same network namespace."""
+    """True if the victim can be reached by shm, too: it is in the same network namespace."""
     return address.startswith("127.")
 
 
 def names_of_sockets() -> set[str]:
-    """Of all sockets for descriptors in this network namespace, as anybody may read them."""
+    """Returns the names of all sockets for descriptors in this network namespace."""
     words = Path("/proc/net/unix").read_text().split()
     return {"\0" + word[1:] for word in words if word.startswith("@tensorwire-")}
 
@@ -152,8 +152,8 @@ def call(name: str, *arguments: Any) -> None:
 def enter_space(space: str) -> None:
     """Moves this process: "here", "mounts and processes", "user", or "network:PATH".
 
-    The second and the third are what containers have that share a network namespace with the
-    victim. In a user namespace the process calls itself root whoever it is outside.
+    The second and the third are like containers that share a network namespace with the victim. In
+    a user namespace the process calls itself root, whichever user it is outside.
     """
     if space == "mounts and processes":
         call("unshare", CLONE_NEWNS | CLONE_NEWPID)
@@ -189,7 +189,7 @@ def become(uid: int) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """What one attacker does; travels as JSON."""
+    """The task of one attacker; travels as JSON."""
 
     attack: str
     seed: str

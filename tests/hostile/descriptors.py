@@ -1,7 +1,7 @@
-"""Descriptors that harm whoever receives, maps, looks at or closes them; made by attackers.
+"""Descriptors that harm a process that receives, maps, looks at or closes them, for attackers.
 
-Each kind is a function that gives a descriptor of its own; what must live beside it is kept until
-the process ends. None of it is nice: several block when their last holder closes them.
+Each kind is a function that gives a descriptor of its own; its companions are kept until the
+process ends. None of it is nice: several block when their last holder closes them.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ def path_only() -> int:
 
 
 def leased_file() -> int:
-    """A file under a lease: whoever opens it waits for its holder."""
+    """A file under a lease: a process that opens it waits for its holder."""
     with tempfile.NamedTemporaryFile() as file:
         fcntl.fcntl(file.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
         return os.dup(file.fileno())
 
 
 def full_eventfd() -> int:
-    """An eventfd that blocks whoever rings it."""
+    """An eventfd that blocks a process that rings it."""
     event = os.eventfd(0, os.EFD_CLOEXEC)
     os.eventfd_write(event, (1 << 64) - 2)
     return event

@@ -1,7 +1,7 @@
 """A network between honest newcomers and the victim: every byte arrives `DELAY_S` later.
 
-Who comes from afar is in its handshake for some round trips, and so meets more of a flood than who
-is on this host.
+A newcomer from afar is in its handshake for some round trips, and so meets more of a flood than a
+process on this host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A file whose server hangs: FUSE spoken over /dev/fuse, answers until it is opened, then none.
 
-Whoever asks for its attributes or closes it waits for ever, or until the server dies. The layouts
-are those of the kernel's include/uapi/linux/fuse.h, version 7.31.
+A process that asks for its attributes or closes it waits for ever, or until the server dies. The
+layouts are from the kernel's include/uapi/linux/fuse.h, version 7.31.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENOSYS = 38
 
 
 def attributes() -> bytes:
-    """Of a file that everybody may read and write, valid for no time."""
+    """The attributes of a file that everybody may read and write, valid for no time."""
     return struct.pack("<QII", 0, 0, 0) + struct.pack(
         "<QQQQQQIIIIIIIIII", 1, 4096, 8, 0, 0, 0, 0, 0, 0, 0o100666, 1, 0, 0, 0, 4096, 0
     )
@@ -75,7 +75,7 @@ def hung_file() -> int:
 
 
 def hung_file_if_any() -> int:
-    """As `hung_file`; -1 on a machine without FUSE."""
+    """Returns the descriptor of `hung_file`; -1 on a machine without FUSE."""
     try:
         return hung_file()
     except OSError:

@@ -33,7 +33,7 @@ ANSWERS = "answers"
 
 @dataclass
 class Timed:
-    """What became of one kind of operation in a trial; times in seconds."""
+    """The results of one kind of operation in a trial; times in seconds."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Timed:
 
 @dataclass
 class Observed:
-    """What an honest party saw between `begin` and `end`.
+    """The observations of an honest party between `begin` and `end`.
 
     Attributes:
         operations: by kind.
@@ -83,7 +83,7 @@ class Party:
         self._observed = Observed()
 
     def end(self) -> Observed:
-        """What was seen since `begin`, also of an operation that still hangs."""
+        """Returns the observations since `begin`, also of an operation that still hangs."""
         now = self._now
         if now is not None:
             self._observed.under_way = now[0], time.monotonic() - now[1]
@@ -279,7 +279,7 @@ class Victim(Asker):
         self._asking = Asking(self._node, address, transport)
 
     def stop_asking(self) -> tuple[list[str], bool]:
-        """What was wrong with how questions ended; whether the thread still hangs in one."""
+        """Returns the faults in the ends of questions, and whether the thread still hangs."""
         asking, self._asking = self._asking, None
         return ([], False) if asking is None else asking.stop()
 

@@ -1,7 +1,7 @@
-"""What harm is: from what was seen in a trial to a list of complaints. Pure.
+"""Judges harm: from the observations of a trial to a list of complaints. Pure.
 
-The limits are for a machine of two cores that others use as well. What the machine itself did in
-the meantime is known from `plain`, two processes that compute a little and play ping-pong over
+The limits are for a machine of two cores that others use as well. The effect of the machine itself
+in the meantime is known from `plain`, two processes that compute a little and play ping-pong over
 plain sockets, and from how long the victim was ready to run and had no core; that is allowed on
 top.
 """
@@ -26,7 +26,7 @@ IDLE_SHARE = 0.5  # of a core, after the attack, when all rest
 
 @dataclass
 class Evidence:
-    """What was seen in one trial.
+    """The evidence of one trial.
 
     Attributes:
         parties: what honest parties saw.
@@ -57,7 +57,7 @@ class Evidence:
 
     @property
     def machine(self) -> Timed:
-        """What the machine did to the plain pair."""
+        """The effect of the machine on the plain pair."""
         timed = Timed([s for of in self.plain.operations.values() for s in of.seconds])
         if self.plain.under_way:
             timed.seconds.append(self.plain.under_way[1])
@@ -65,7 +65,7 @@ class Evidence:
 
     @property
     def machine_s(self) -> float:
-        """What the machine may have added to one operation."""
+        """The time that the machine may have added to one operation."""
         return self.machine.worst_s + self.waited_s
 
     @property

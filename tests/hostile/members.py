@@ -55,7 +55,7 @@ class MemberDescriptors(Attack):
     """Harmful descriptors on the socket of a peer: as page and doorbell, unannounced, too many.
 
     With headers of another frame or none; with a frame and no message, a second attach, none at
-    all; the socket full, shut, or one that is not its own; with a goodbye and behind it.
+    all; the socket full, shut, or one that is not its own; with a goodbye and after it.
     """
 
     spaces = SPACES
@@ -166,7 +166,7 @@ class MemberDescriptors(Attack):
         descriptors.send(beside, self.header, self.taken())
 
     def _other_name(self) -> None:
-        """Chooses a socket that is not its own, then sends to whoever comes."""
+        """Chooses a socket that is not its own, then sends to every connection."""
         with wire.dial(self.aim.address) as stream:
             stream.handshake(self.aim.key, wire.hello(self.aim.key))
             names = sorted(names_of_sockets())
@@ -184,7 +184,7 @@ class MemberDescriptors(Attack):
 
 
 class Doorbell(Attack):
-    """What a peer may do to the doorbell that it was given: silence it, ring it, hold it up."""
+    """An attack on the doorbell that a peer was given: silence it, ring it, hold it up."""
 
     spaces = SPACES
 

@@ -57,7 +57,7 @@ class Owner(Attack):
             stream.attach(page, bell, incarnation=self.node.incarnation)
 
     def answer(self, stream: Wire, question: Frame) -> None:
-        """What is sent for a frame that came."""
+        """Returns the answer to a frame."""
         raise NotImplementedError
 
     def grant(self, stream: Wire, question: Frame, **values: Any) -> None:
@@ -207,7 +207,7 @@ class Memory(Owner):
             stream.attach(page, self.bell, incarnation=self.node.incarnation)
 
     def beside(self) -> None:
-        """What goes on in another process; does not end."""
+        """Runs beside, in another process; does not end."""
         raise NotImplementedError
 
     def answer(self, stream: Wire, question: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Where trials happen: the victim and the honest parties, each a process; a training job beside.
+"""The stage of trials: the victim and the honest parties, each a process; a training job beside.
 
 `Ground` is the network they stand on and lives as long as the run; a `Stage` is built on it and
 serves trial after trial until somebody was harmed.
@@ -333,7 +333,7 @@ class Job:
         return gaps if times else [math.inf]
 
     def ended(self) -> list[str]:
-        """What is to be said if it does not run any more."""
+        """Returns a complaint if it does not run any more."""
         if self._process.poll() is None:
             return []
         self._log.flush()

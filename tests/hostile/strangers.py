@@ -97,7 +97,7 @@ class ForeignDescriptors(Attack):
 
 
 class Garbage(Attack):
-    """What is no handshake, or one that is cut off, mutated, wrong, recorded or out of turn."""
+    """A handshake that is none, or one that is cut off, mutated, wrong, recorded or out of turn."""
 
     uids = (0, NOBODY)
     spaces = (*EVERYWHERE, "network")

@@ -58,7 +58,7 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Plan:
-    """What a trial does; drawn from the seed alone, so that it can be repeated."""
+    """The plan of a trial; drawn from the seed alone, so that it can be repeated."""
 
     number: int
     on_job: bool
@@ -82,7 +82,7 @@ class Verdict:
 
 
 def is_on_job(seed: str, number: int, jobs: float) -> bool:
-    """Whether a trial attacks the training job; `draw` needs one then."""
+    """True if a trial attacks the training job; `draw` needs one then."""
     return Random(f"{seed}/{number}").random() < jobs
 
 
@@ -188,7 +188,7 @@ def attackers(plan: Plan) -> Iterator[list[tuple[Drawn, Attacker]]]:
 
 
 def run(stage: Stage, plan: Plan) -> Verdict:
-    """Runs a trial. Whoever finds it harmed builds a new stage."""
+    """Runs a trial. A caller that finds the stage harmed builds a new one."""
     aim_second = any(ALL[drawn.kind].second for drawn in plan.attacks)
     if aim_second:
         plan = _aim_at_second(plan, stage.ask("close_under_fire"))

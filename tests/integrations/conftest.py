@@ -1,6 +1,7 @@
-"""What the tests of integrations share: scripts that train through a library, run once each.
+"""The common part of tests of integrations: scripts that train through a library, run once each.
 
-`make test-integrations` installs the libraries and runs them; what is missing is skipped.
+`make test-integrations` installs the libraries and runs them; a test without its library is
+skipped.
 """
 
 import importlib.metadata
@@ -22,7 +23,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_
 
 
 class Runs:
-    """What the processes of one library's script have written, by the way they were started."""
+    """The output of one library's script, by the way the processes were started."""
 
     def __init__(self, library: str, folder: Path) -> None:
         self._library, self._folder = library, folder
@@ -45,7 +46,7 @@ class Runs:
         self._done[way] = folder
 
     def seen(self, way: str, side: str, case: str) -> list[dict[str, Any]]:
-        """What each process has seen of a case."""
+        """The observations of a case by each process."""
         found = sorted(self._done[way].glob(f"{side}-{case}-*.pt"))
         return [torch.load(path, weights_only=True) for path in found]
 

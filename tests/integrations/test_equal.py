@@ -143,7 +143,7 @@ def test_data_that_nobody_deals_out_is_told(runs_of: Callable[[str], Runs], libr
 
 
 def test_lightning_starts_the_processes_itself(runs_of: Callable[[str], Runs]) -> None:
-    """As it does for its DDP: the script is started once, and devices= says how many."""
+    """Like for its DDP: the script is started once, and devices= says how many."""
     runs, _ = runs_for(runs_of, "lightning", "tensorwire run")
     runs.run("devices", [sys.executable], "ours", "plain", DEVICES="2")
     ours = runs.seen("devices", "ours", "plain")

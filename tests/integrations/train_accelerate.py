@@ -67,7 +67,7 @@ class Signed(torch.optim.Optimizer):
 
 
 class Run:
-    """What most scripts for Accelerate have."""
+    """The common part of most scripts for Accelerate."""
 
     def __init__(self, adam: bool = False, signed: bool = False, **options: Any) -> None:
         self.accelerator = accelerator(**options)

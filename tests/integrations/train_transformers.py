@@ -32,7 +32,7 @@ class Mixed(TensorwireMixin, OTHER):
 
 
 class Sentences(Dataset[Any]):
-    """Of different lengths, so that tokens are counted across processes."""
+    """Sentences of different lengths, so that tokens are counted across processes."""
 
     def __len__(self) -> int:
         return 37

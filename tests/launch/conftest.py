@@ -1,4 +1,4 @@
-"""What the launcher's tests share: a place to run, which must be empty of processes afterwards."""
+"""The common part of the launcher's tests: a place to run, empty of processes afterwards."""
 
 from collections.abc import Generator
 from pathlib import Path

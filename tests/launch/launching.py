@@ -176,7 +176,7 @@ class Launched:
 
 
 def ended(pid: int) -> bool:
-    """Whether it is gone, or only waits for its parent to take notice."""
+    """Tells whether it is gone, or only waits for its parent to take notice."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -200,15 +200,15 @@ def lines_of(text: str, name: str) -> list[str]:
 
 
 def summary(text: str) -> Iterator[str]:
-    """What the launcher itself has said."""
+    """Returns the lines of the launcher itself."""
     start = "tensorwire run: "
     return (line.removeprefix(start) for line in text.splitlines() if line.startswith(start))
 
 
 def main() -> None:
-    """The launcher: the options of `launch.run` as JSON, then the command.
+    """Runs the launcher: the options of `launch.run` as JSON, then the command.
 
-    Of the options "ignored" are signals, and "hard_limit" is that of open files.
+    Two more options: "ignored" are signals, and "hard_limit" is the limit of open files.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # a shell may run the tests with some ignored

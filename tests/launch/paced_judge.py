@@ -38,7 +38,7 @@ def judge(folder: Path, steps: int, rounds: int, slices: int, staleness: int | N
 
 
 def check_order(versions: dict[int, list[int]], steps: int, slices: int) -> None:
-    """What later versions have, earlier ones of a round do not have more of."""
+    """Checks the order: a later version of a round has everything that earlier ones have."""
     by_round: dict[int, list[list[int]]] = {}
     for version in sorted(versions):
         round_ = (version - 2) // (slices * steps + 1)

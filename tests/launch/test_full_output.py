@@ -48,7 +48,7 @@ def unread(
 
 @pytest.mark.slow
 def test_a_job_whose_server_prints(place: Place, tmp_path: Path) -> None:
-    """It trains to its end, of which the launcher cannot tell; SIGTERM ends that."""
+    """The job trains to its end, of which the launcher cannot tell; SIGTERM ends that."""
     command = place.command(place.script(WORKER), workers=2, servers=1, server_command=LOUD)
     environment = place.environment(TOY_FOLDER=str(tmp_path), TOY_STORES="1")
     with unread(command, environment) as launcher:

@@ -1,4 +1,4 @@
-"""What a job's launcher writes down, for `tensorwire status` and for its last lines."""
+"""The log of a job's launcher, for `tensorwire status` and for its last lines."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_who_has_which_term_is_written_down(place: Place, monkeypatch: pytest.Mo
 
 
 def test_a_successor_finds_its_term_on_the_disk(place: Place) -> None:
-    """It is written before the successor is told."""
+    """The term is written before the successor is told."""
     text = """
         import glob
         kill()

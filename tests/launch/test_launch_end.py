@@ -96,7 +96,7 @@ def test_one_worker_fails(place: Place, failure: str, code: int, said: str) -> N
 
 
 def test_a_worker_that_fails_and_does_not_end(place: Place) -> None:
-    """It has a thread that goes on, and the others would wait for it for ever."""
+    """The worker has a thread that goes on, and the others would wait for it for ever."""
     done = place.run(
         """
         if rank == 1:
@@ -121,7 +121,7 @@ def test_a_killed_worker(place: Place) -> None:
 
 
 def test_the_others_see_the_failure_and_say_so_themselves(place: Place) -> None:
-    """Who ends by itself within the grace time is neither signalled nor blamed."""
+    """A worker that ends by itself within the grace time is neither signalled nor blamed."""
     done = place.run(
         """
         read = f"{os.path.dirname(__file__)}/fifo"
@@ -290,7 +290,7 @@ DAEMONS = {
 def test_a_child_that_left_the_group_does_not_hold_the_job(
     place: Place, daemon: str, code: int
 ) -> None:
-    """It keeps the stdout of the worker, and is left alone, as docs/launch.md says."""
+    """The child keeps the stdout of the worker, and is left alone, as docs/launch.md says."""
     end = f"""
         print(f"pid of child: {{child}}.")
         sys.exit({code})

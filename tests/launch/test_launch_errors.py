@@ -1,4 +1,4 @@
-"""Of the errors that end workers one is shown whole and shortened, and the others are lines."""
+"""One of the errors that end workers is shown whole and shortened, and the others are lines."""
 
 import os
 import re
@@ -217,7 +217,7 @@ def test_errors_kept_elsewhere_are_kept_there_too(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_process_group_makes_no_second_traceback(place: Place) -> None:
-    """It sets a hook of its own, which prints what the former hook does, for each rank."""
+    """A process group sets a hook of its own, which also calls the former hook, for each rank."""
     pytest.importorskip("torch")
     group = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
     done = place.run(group + "raise KeyError('mine')")
@@ -302,7 +302,7 @@ def test_a_killed_worker_is_the_cause_and_the_others_are_lines(place: Place) -> 
 
 
 def test_the_worker_is_as_if_python_had_started_it(place: Place) -> None:
-    """Nothing of the launcher's way in is left, and the user's own sitecustomize runs."""
+    """No trace of the launcher's way in is left, and the user's own sitecustomize runs."""
     (place.folder / "sitecustomize.py").write_text("import builtins; builtins.ours = 'ran'")
     done = place.run(
         """

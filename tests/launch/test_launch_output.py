@@ -1,4 +1,4 @@
-"""What processes print arrives whole, by lines, and under their name, whatever it is."""
+"""The output of processes arrives whole, by lines, and under their name, in any encoding."""
 
 import os
 import pty
@@ -148,7 +148,7 @@ def test_into_a_file(place: Place) -> None:
 
 
 def test_a_reader_that_goes_away_does_not_end_the_job(place: Place) -> None:
-    """As in `tensorwire run ... | head`."""
+    """The same as in `tensorwire run ... | head`."""
     flag = place.folder / "finished"
     command = place.command(
         place.script("for i in range(5000): print('x' * 100)\nopen(sys.argv[1], 'w').close()"),
@@ -219,7 +219,7 @@ def test_on_a_terminal_worker_0_prints_directly(place: Place) -> None:
 
 
 def test_a_held_terminal_does_not_hold_the_launcher(place: Place) -> None:
-    """Nobody reads the terminal while worker 1 prints more than it takes."""
+    """The terminal is not read while worker 1 prints more than it takes."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         place.command(place.script("if rank == 0: wait()\nwhile True: print('x' * 200)")),

@@ -448,7 +448,7 @@ def test_the_default() -> None:
 
 
 def test_a_job_that_nobody_asked_to_be_durable_is_not_ended_by_that(place: Place) -> None:
-    """As where the limit of open files is low: it runs as it would have, and a line says it."""
+    """With a low limit of open files the job runs without durability, and a line says it."""
     text = "ask('add')\nprint(os.environ.get('TENSORWIRE_DURABLE'))\ngoodbye()"
     few = {"hard_limit": 256, "environment": {"FAKE_FILES": "300"}}
     done = run(place, text, durable=None, **few)

@@ -106,7 +106,7 @@ def test_an_interrupt_while_the_servers_end(place: Place) -> None:
 
 
 def test_an_interrupt_while_nobody_reads_our_output(place: Place) -> None:
-    """As after Ctrl-S in a terminal, or in `| less`: the job must end all the same."""
+    """After Ctrl-S in a terminal, or in `| less`, the job must end all the same."""
     with place.start(
         """
         print(f"pid of {rank}: {os.getpid()}.")

@@ -54,7 +54,7 @@ def test_the_environment_of_workers(place: Place) -> None:
 
 
 def test_the_environment_of_servers_has_no_ranks(place: Place) -> None:
-    """Nor has that of workers any that another launcher has left."""
+    """The environment of workers has no ranks of another launcher either."""
     left = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "1"}
     done = place.run(PRINT_ENVIRONMENT, environment=left, workers=1)
     assert lines_of(done.stdout, "server 0")[1] == "ranks in the environment: []"
@@ -75,7 +75,7 @@ def test_the_master_port_is_for_who_names_it() -> None:
 def test_a_launcher_that_is_started_several_times_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As by srun: each would be a job of its own."""
+    """When srun starts several, each would be a job of its own."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     for name, value in {**step, "SLURM_STEP_NUM_NODES": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -278,7 +278,7 @@ def test_wrong_arguments_start_nothing(place: Place, arguments: list[str], said:
 
 
 def test_the_command_passes_everything_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As installed; the program of the servers is the only thing replaced."""
+    """The installed command; the program of the servers is the only thing replaced."""
     place.script("print(sys.argv[1:], os.environ['TENSORWIRE_SLICES'])\nsys.exit(rank)")
     code = (
         f"import sys, tensorwire.launch.spec as spec; spec.JobSpec.__init__.__defaults__ = "

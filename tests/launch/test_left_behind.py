@@ -1,4 +1,4 @@
-"""What a job cannot clean up: one line each, and its outcome is that of what was done."""
+"""Remains that a job cannot clean up: one line each, and its outcome is not changed by them."""
 
 import errno
 import os

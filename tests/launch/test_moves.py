@@ -120,7 +120,7 @@ def job(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What comes out where one server has everything, and nothing moves."""
+    """The result where one server has everything, and nothing moves."""
     with job(Place(tmp_path_factory.mktemp("undisturbed")), 0.0, shares=None) as undisturbed:
         return undisturbed.end()
 

@@ -32,7 +32,7 @@ def run(
     slices: int | None = None,
     **more: str,
 ) -> str:
-    """What the launcher said; everything was applied once."""
+    """Returns the output of the launcher; everything was applied once."""
     folder = place.folder / "log"
     folder.mkdir()
     environment = {

@@ -1,4 +1,4 @@
-"""What programs of the same user send to the control socket of a launcher that runs."""
+"""Requests of the same user's programs to the control socket of a running launcher."""
 
 import json
 import socket

@@ -63,7 +63,7 @@ def die():
 
 
 def said(text: str) -> str:
-    """What the supervisor itself has said."""
+    """Returns the lines of the supervisor itself."""
     start = "tensorwire serve: "
     lines = [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
     return "\n".join(lines)
@@ -213,7 +213,7 @@ def test_workers_may_be_there_first(place: Place) -> None:
 
 
 def test_strangers_at_the_door(place: Place) -> None:
-    """Who says nothing, or nonsense, or is gone at once disturbs nobody."""
+    """A stranger that is silent, sends nonsense, or leaves at once disturbs nobody."""
     with serve(place, "become()\nleave()", workers=1) as job:
         job.supervisor.wait_for("a worker joins")
         kept = []
@@ -311,7 +311,7 @@ def test_what_a_worker_is_told_where_nobody_listens(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_under_serve(place: Place) -> None:
-    """Real servers, and workers with real stores: the digest is that of an undisturbed run."""
+    """Real servers, and workers with real stores: the digest is the one of an undisturbed run."""
     short = {"TOY_STEPS": "4", "OMP_NUM_THREADS": "1"}  # numpy's sums depend on threads
     fail = {**short, "TENSORWIRE_FAIL": "server-1:cell.armed:5:kill"}
     options: dict[str, Any] = {"servers": 2, "server_command": SERVER, "patience": {}}

@@ -85,7 +85,7 @@ def test_one_that_goes_on_in_time_is_not_killed(place: Place) -> None:
 
 
 def test_nobody_is_killed_when_the_launcher_was_stopped_too(place: Place) -> None:
-    """As on a machine that is suspended: its clock goes on and its processes do not."""
+    """The same as on a suspended machine: its clock goes on and its processes do not."""
     text = "become()\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(1.0)\ngoodbye()"
     with start(place, KEPT + text, 2.0) as job:
         worker = stopped(job)

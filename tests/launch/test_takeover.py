@@ -50,7 +50,7 @@ def run(
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], set[str]]:
-    """What comes out where nothing is killed; it does not depend on the number of servers."""
+    """The result where nothing is killed; it does not depend on the number of servers."""
 
     @functools.cache
     def undisturbed(stores: int) -> set[str]:

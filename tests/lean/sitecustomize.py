@@ -2,12 +2,12 @@
 
 tests/conftest.py puts this folder into PYTHONPATH; tests marked `whole_torch` run without it.
 
-With the first optimizer torch imports its compiler, only to tell it what not to trace: 1.5 of the
-3 seconds of CPU that a small worker takes. Here the compiler is told once something else has
-imported it; before, there is nobody to tell. And the garbage collector leaves alone what torch's
-modules hold, which it would look through several times when a process begins and when it ends.
-What torch imports for its compiler and for tensors without memory, a quarter of what is left, is
-imported when somebody asks for something in it.
+With the first optimizer torch imports its compiler, only to tell it what not to trace: 1.5 of the 3
+seconds of CPU that a small worker takes. Here the compiler is told once something else has imported
+it; before, there is nobody to tell. And the garbage collector leaves alone the objects of torch's
+modules, which it would look through several times when a process begins and when it ends. Modules
+that torch imports for its compiler and for tensors without memory, a quarter of the rest, are
+imported when somebody asks for something in them.
 
 Each Python process of the tests imports this file, so at first it imports next to nothing itself.
 """
@@ -136,7 +136,7 @@ def _steps_without_compiler(loader: Loader, module: ModuleType) -> None:
 def _if_compiler(
     function: Callable[..., Any], whole: Callable[..., Any], lean: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What torch made of a function where its compiler is there, and else one without it."""
+    """Returns torch's function where its compiler is there, and else one without it."""
     import functools
 
     def either(*arguments: Any, **options: Any) -> Any:

@@ -228,7 +228,7 @@ class _Python(ast.NodeVisitor):
 
 
 def _is_sequence(node: ast.expr) -> bool:
-    """Whether it is plainly a text or a list, of which there is no difference."""
+    """Tells whether it is plainly a text or a list, which cannot be subtracted."""
     if isinstance(node, ast.BinOp):
         return _is_sequence(node.left) or _is_sequence(node.right)
     return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple | ast.ListComp) or (

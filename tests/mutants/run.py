@@ -39,7 +39,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass
 class Outcome:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     number: int
     fault: Fault
@@ -89,7 +89,7 @@ class Copy:
         return "" if code == 0 else said[-300:] or "a hang while it is imported"
 
     def _make_environment(self) -> None:
-        """What is installed in .venv, but tensorwire from the copy: no .pth of .venv is read."""
+        """Makes an environment of .venv, but with the copy's tensorwire: reads no .pth of .venv."""
         shutil.rmtree(VENV, ignore_errors=True)
         _output(sys.executable, "-m", "venv", "--without-pip", str(VENV))
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"

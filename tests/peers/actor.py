@@ -29,7 +29,7 @@ PATIENCE_S = 20.0  # for what is only required to happen
 
 
 class Actor(Target):
-    """What a test tells another process; arguments and results can be pickled."""
+    """The requests of a test to another process; arguments and results can be pickled."""
 
     def incarnation(self) -> int:
         """The incarnation of the Node."""
@@ -87,7 +87,7 @@ class Actor(Target):
         self._mark = Footprint.now()
 
     def growth(self, settle_s: float = 2.0) -> list[str]:
-        """What this process holds beyond `mark` and does not give back in time."""
+        """Returns what this process holds beyond `mark` and does not give back in time."""
         return growth_since(self._mark, settle_s)
 
     def peer_count(self) -> int:
@@ -150,7 +150,7 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = PATIEN
 
 
 def growth_since(before: Footprint, settle_s: float = 2.0) -> list[str]:
-    """What this process holds more than before and does not give back in time."""
+    """Returns what this process holds more than before and does not give back in time."""
     deadline = time.monotonic() + settle_s
     while True:
         gc.collect()
@@ -161,7 +161,7 @@ def growth_since(before: Footprint, settle_s: float = 2.0) -> list[str]:
 
 
 def all_complete(node: Node) -> bool:
-    """Whether every transfer that the Node ever started has completed."""
+    """Tells whether every transfer that the Node ever started has completed."""
     stats = node.stats()
     return stats["transfers_started"] == stats["transfers_completed"]
 
@@ -180,7 +180,7 @@ def cpu_seconds() -> float:
 
 
 def is_asleep(pid: int) -> bool:
-    """Whether every thread of a process sleeps (or is stopped)."""
+    """Tells whether every thread of a process sleeps (or is stopped)."""
     states = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ def is_asleep(pid: int) -> bool:
 
 
 def exists(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Tells whether a process exists and is not a zombie."""
     try:
         return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) not in "ZX"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the tests of several processes share: one run per transport, and nothing may be left."""
+"""The common part of tests of several processes: one run per transport; nothing may be left."""
 
 from collections.abc import Generator
 

@@ -296,7 +296,7 @@ def dies_with_a_child(channel: Channel, transports: list[str], address: str) -> 
 
 
 def _hangs(function: Callable[[], None]) -> bool:
-    """Whether a forked child does not come to the end of a function within seconds."""
+    """Tells whether a forked child does not come to the end of a function within seconds."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

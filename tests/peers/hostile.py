@@ -1,7 +1,7 @@
-"""What hostile tests attack: a victim with honest peers that must not notice, and an asker.
+"""The targets of hostile tests: a victim with honest peers that must not notice, and an asker.
 
 The victim is a Node in another process that is written to and read by liars; the asker is one that
-connects to liars. Around every test, `unharmed` says what must hold afterwards.
+connects to liars. Around every test, `unharmed` checks the state afterwards.
 """
 
 import contextlib

@@ -74,7 +74,7 @@ def poor_client(
 
 
 def poor_node(channel: Channel, transports: list[str], address: str) -> list[tuple[int, str]]:
-    """As above, with one Node that has all it needs to live; it must survive each attempt."""
+    """One more poor Node, which has all it needs to live; it must survive each attempt."""
     with Node("poor", transports=transports) as node:
         descriptors = Descriptors()
 
@@ -123,7 +123,7 @@ class PoorActor(Actor):
         return cpu_seconds() - self._cpu, time.monotonic() - self._since
 
     def leave_memory(self, size_bytes: int) -> None:
-        """Limits the address space to what is used now and so much more."""
+        """Limits the address space to its present size and this many bytes more."""
         limit = memory_of("self")["VmSize"] + size_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
@@ -137,7 +137,7 @@ class PoorActor(Actor):
         return words(error_of(self._link.region, name))
 
     def is_connected(self) -> bool:
-        """Whether the connection still works."""
+        """Tells whether the connection still works."""
         return not self._link.lost and error_of(self._link.region, "small") is None
 
 

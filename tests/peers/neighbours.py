@@ -137,7 +137,7 @@ def exchange(remote: RemoteRegion, name: str) -> bool:
 
 
 def refused(remote: RemoteRegion) -> bool:
-    """Whether memory of the lost process is out of reach."""
+    """Tells whether memory of the lost process is out of reach."""
     try:
         remote.write(b"x").wait(PATIENCE_S)
     except PeerLostError:

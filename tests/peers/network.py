@@ -115,7 +115,7 @@ def second_of(hosts: Hosts) -> Elsewhere:
 
 @contextlib.contextmanager
 def pair_on(hosts: Hosts, transports: Iterable[str] | None, **options: Any) -> Iterator[Pair]:
-    """As `node_pair`: near on the first host, far on the second."""
+    """Connects a pair like `node_pair`: near on the first host, far on the second."""
     near_host, far_host = hosts
     options = {"transports": transports, **options}
     with contextlib.ExitStack() as stack:

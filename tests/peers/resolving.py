@@ -28,7 +28,7 @@ def outcome(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def interrupted(call: Callable[[], Any]) -> dict[str, Any]:
-    """As if somebody pressed Ctrl-C after half a second, in a program that survives errors."""
+    """Presses Ctrl-C after half a second, in a program that survives errors."""
 
     def survives_errors() -> None:
         try:

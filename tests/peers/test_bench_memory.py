@@ -123,7 +123,7 @@ def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
 
 
 def state_of(pid: int) -> str:
-    """As in ps: T stands still."""
+    """Returns the state as ps shows it: T stands still."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

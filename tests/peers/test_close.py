@@ -1,4 +1,4 @@
-"""What is left of a closed Node while a program still has its objects: nothing but views."""
+"""The rest of a closed Node while a program still has its objects: nothing but views."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ SLACK = 4 * MIB  # what allocators keep
 
 
 def descriptors() -> list[str]:
-    """What the descriptors of this process lead to."""
+    """Returns the targets of this process's descriptors."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         path = Path(f"/proc/self/fd/{name}")

@@ -98,7 +98,7 @@ FULL = {
 
 
 def check_json(data: dict[str, Any], path: Path) -> None:
-    """What every bench's file has, and what a doctor adds."""
+    """Checks the common content of every bench's file, and a doctor's additions."""
     assert data["bench"] == "doctor"
     assert data["machine"]["cores"] >= 1
     assert {"tensorwire", "python", "kernel"} <= set(data["versions"])
@@ -231,7 +231,7 @@ def test_somebody_else_listens(tmp_path: Path) -> None:
 
 
 def test_the_peer_is_killed_in_the_middle(tmp_path: Path) -> None:
-    """What was measured before is kept, and the loss has a name."""
+    """Earlier measurements are kept, and the loss has a name."""
     path = tmp_path / "doctor.json"
     with serving() as (server, address):
         client = subprocess.Popen(
@@ -285,7 +285,7 @@ def test_interrupted(tmp_path: Path) -> None:
 
 
 def test_a_closed_port_leaves_the_limit_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a firewall: the rest is measured, and a note says what is missing."""
+    """For a port closed by a firewall: the rest is measured, and a note says what is missing."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         port = taken.getsockname()[1]
@@ -511,7 +511,7 @@ def test_help_teaches() -> None:
 
 
 def introduce(node: tw.Node, address: str) -> tuple[Dialogue, tw.RemoteRegion]:
-    """What an honest client does first."""
+    """Sends the first messages of an honest client."""
     mine = node.allocate(256 << 10, name=CLIENT_REGION)
     peer = node.connect(address)
     dialogue = Dialogue(mine, peer)

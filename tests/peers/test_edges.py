@@ -41,7 +41,7 @@ def connected(transport: str, made: Plan, **options: Any) -> Iterator[tuple[Edge
 
 
 def value(tensor: Tensor, turn: int) -> Any:
-    """What turn `turn` makes; shapes differ from turn to turn where they may."""
+    """Returns the value of turn `turn`; shapes differ from turn to turn where they may."""
     random = np.random.default_rng(turn)
     dtype = {"bfloat16": "uint16"}.get(tensor.dtype, tensor.dtype)
     varying = {BOUNDED: ((turn * 13) % 101, 2), UNBOUNDED: (turn * 100 % 700, 3)}

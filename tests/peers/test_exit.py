@@ -186,5 +186,5 @@ def test_daemon_threads_at_exit(program: str) -> None:
 
 
 def test_a_daemon_thread_ends_its_own_way_at_exit() -> None:
-    """It runs its `finally`, and can be joined."""
+    """The thread runs its `finally`, and can be joined."""
     assert run(JOINED) == ["cleaned up", "joined: True"]

@@ -93,7 +93,7 @@ def test_cut_off_at_every_byte_of_the_handshake(victim: Victim) -> None:
 
 
 def refused(stream: Wire, proof: bytes) -> bool:
-    """Whether a proof is answered with a refusal that tells nothing, and the end."""
+    """Tells whether a proof is answered with a refusal that tells nothing, and the end."""
     welcome = stream.prove(proof)
     assert welcome["proof"] == bytes(32)
     return welcome["status"] == wire.PERMISSION and stream.hung_up()
@@ -192,7 +192,7 @@ def test_nobody_else_reaches_the_sockets_for_descriptors(victim: Victim) -> None
 
 
 def is_over(stream: Wire) -> bool:
-    """Whether a stream ends without ever answering a frame; makes it a peer if it can be one."""
+    """Tells whether a stream ends without an answer; makes it a peer if it can be one."""
     try:
         return stream.ask(wire.LOOKUP, b"open").status != wire.OK
     except HungUp:

@@ -1,6 +1,6 @@
 """A peer is killed with SIGKILL in every phase of its life; the others notice, and nothing is left.
 
-Each phase gets a survivor (this process) and a victim, and kills it. What must hold afterwards is
+Each phase gets a survivor (this process) and a victim, and kills it. The conditions afterwards are
 the same for all and checked in one place.
 """
 
@@ -255,7 +255,7 @@ def waiting_for_frozen(scene: Scene) -> None:
 
 
 def during_large_write(scene: Scene) -> None:
-    """It dies when it sees the first of many bytes."""
+    """The victim dies when it sees the first of many bytes."""
     remote = scene.remote(64 * MIB)
     scene.target.begin("die_when", "r", 0, 1)
     with contextlib.suppress(PeerLostError):
@@ -270,7 +270,7 @@ def during_large_read(scene: Scene) -> None:
 
 
 def during_async_copy(scene: Scene) -> None:
-    """As above; under an event loop the Node's thread copies, bit by bit."""
+    """The same under an event loop, where the Node's thread copies, bit by bit."""
     remote = scene.remote(64 * MIB)
     scene.target.begin("die_when", "r", 0, 1)
 
@@ -350,7 +350,7 @@ def during_its_read(scene: Scene) -> None:
 
 
 def holding_a_lease(scene: Scene) -> None:
-    """What it allocated here is given back; who looks at the memory keeps it."""
+    """Memory that it allocated here is given back; a process that looks at it keeps it."""
     scene.accept()
     scene.target.lease(MIB, "leased")
     leased = scene.node.region("leased")
@@ -490,7 +490,7 @@ def test_connecting_while_it_dies(transport: str) -> None:
 
 
 def test_the_checks_see_a_connection(transport: str) -> None:
-    """What the checks above miss at the end is there as long as the peer lives."""
+    """Things that the checks above miss at the end are there as long as the peer lives."""
     with PeerGroup() as group, Node("survivor", transports=[transport]) as node:
         member, target = start_actor(group, "victim", transports=[transport])
         before = Footprint.now()

@@ -23,7 +23,7 @@ PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def clear(error: str) -> bool:
-    """Whether somebody who reads this knows what is missing: descriptors, not memory, no peer."""
+    """Tells whether a reader of this knows what is missing: descriptors, not memory, no peer."""
     return "Too many open files" in error and error.startswith(("BusyError", "UnavailableError"))
 
 
@@ -50,7 +50,7 @@ def test_a_node_runs_out_of_descriptors(transport: str) -> None:
 
 
 def test_a_host_runs_out_of_descriptors(transport: str) -> None:
-    """Who is served already is served on; strangers are turned away, and let in again later."""
+    """Present peers are served on; strangers are turned away, and let in again later."""
     with PeerGroup() as group, Node("guest", transports=[transport]) as node:
         _, target = start_actor(group, "host", poor_actor, transports=[transport])
         handle = target.allocate("r", 64)
@@ -73,7 +73,7 @@ def test_a_host_runs_out_of_descriptors(transport: str) -> None:
 
 
 def test_out_of_descriptors_is_no_wrong_secret() -> None:
-    """Who chooses shared memory where no descriptor is left for it is told so."""
+    """A peer that chooses shared memory where no descriptor is left for it is told so."""
     secret = b"sixteen bytes or more"
     with PeerGroup() as group, Node("guest", secret=secret, transports=["shm"]) as node:
         _, target = start_actor(group, "host", poor_actor, secret=secret)
@@ -113,7 +113,7 @@ def test_more_than_the_peer_has(transport: str) -> None:
 
 
 def test_no_address_space(transport: str) -> None:
-    """It is missing at the owner, or (on shm, where it is mapped) at the user of a region."""
+    """Address space is missing at the owner, or (on shm) at the user of a region, who maps it."""
     with PeerGroup() as group:
         _, owner = start_actor(group, "owner", transports=[transport], quota_bytes=GIB)
         _, poor = start_actor(group, "poor", poor_actor, transports=[transport])

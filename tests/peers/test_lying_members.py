@@ -311,7 +311,7 @@ def test_many_members_that_do_nothing(victim: Victim) -> None:
 
 @pytest.mark.parametrize("count", [1, 5, 16, 200])
 def test_descriptors_that_nobody_asked_for(victim: Victim, count: int) -> None:
-    """They stay in the queue, which is short, and are closed with it; nothing else changes."""
+    """The descriptors stay in the queue, which is short, and are closed with it."""
     null = os.open("/dev/null", os.O_RDWR)
     try:
         with victim.connect("shm") as stream:
@@ -419,7 +419,7 @@ def test_a_grant_of_nothing_hands_out_no_memory(victim: Victim) -> None:
 
 
 def test_read_only_memory_stays_read_only(victim: Victim) -> None:
-    """What the kernel lets the holder of the descriptor do."""
+    """The rights that the kernel gives the holder of the descriptor."""
     with victim.connect("shm") as stream:
         descriptor = stream.ask(wire.LOOKUP, b"read").descriptors[-1]
         with pytest.raises(PermissionError):

@@ -1,6 +1,6 @@
-"""Nodes that lie to whoever connects to them: the asking side is not led astray, nor held up.
+"""Nodes that lie to a Node that connects to them: it is not led astray, nor held up.
 
-The asker is a process of its own, so that a crash or a hang is seen as what it is.
+The asker is a process of its own, so that a crash or a hang is seen as one.
 """
 
 import os
@@ -156,7 +156,7 @@ def test_a_refusal_without_a_reason(asker: Any, status: int, reason: str) -> Non
 
 @pytest.mark.parametrize("status", [1, 2, 5, 11, 12])
 def test_an_answer_does_not_tell_what_the_asker_did(asker: Any, status: int) -> None:
-    """Such as that it closed its own Node, or passed an argument of the wrong type."""
+    """The asker may have closed its own Node, or passed an argument of the wrong type."""
     with wire.FakeNode(SECRET) as fake, linked(asker, fake) as stream:
         writing = asker.begin("ask", "write", 1000)
         question = stream.answer(wire.WRITE)
@@ -234,7 +234,7 @@ def test_a_server_that_does_not_know_the_secret(asker: Any) -> None:
 
 
 def test_a_server_that_reflects(asker: Any) -> None:
-    """It sends the client's own hello, and the client's own proof, back."""
+    """The server sends the client's own hello, and the client's own proof, back."""
     with wire.FakeNode(SECRET) as fake:
         connected = asker.begin("ask", "connect", fake.address)
         with fake.accept() as stream:
@@ -316,7 +316,7 @@ def test_a_second_grant_cannot_widen_the_first(asker: Any) -> None:
 
 
 def test_a_server_that_never_attaches(asker: Any) -> None:
-    """It answers questions all the same; nobody can ask any before the page is there."""
+    """The server answers questions all the same; nobody can ask any before the page is there."""
     with wire.FakeNode(SECRET, **SHM) as fake:
         connected = asker.begin("ask", "connect", fake.address, 0.5)
         with fake.accept_shm() as stream:
@@ -325,7 +325,7 @@ def test_a_server_that_never_attaches(asker: Any) -> None:
 
 
 def test_a_pipe_is_no_doorbell(asker: Any) -> None:
-    """Whoever shares a pipe can hold its lock, and so up whoever writes."""
+    """A process that shares a pipe can hold its lock, and so hold up its writers."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
         with wire.FakeNode(SECRET, **SHM) as fake, wire.page(fake.incarnation, armed=1) as page:
@@ -339,7 +339,7 @@ def test_a_pipe_is_no_doorbell(asker: Any) -> None:
 
 @pytest.mark.parametrize("content", [0, 0xFFFFFFFFFFFFFFFE], ids=["empty", "full"])
 def test_a_doorbell_that_blocks_holds_up_nobody(asker: Any, content: int) -> None:
-    """Empty, whoever reads it is blocked; full, whoever adds to it."""
+    """An empty one blocks its reader; a full one blocks its writer."""
     with (
         wire.FakeNode(SECRET, **SHM) as fake,
         wire.page(fake.incarnation, [0, 77], armed=1) as page,

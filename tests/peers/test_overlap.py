@@ -1,4 +1,4 @@
-"""What arrives over tcp is copied while the rest of it is on its way."""
+"""Bytes that arrive over tcp are copied while the rest of them is on its way."""
 
 import numpy as np
 from actor import MIB, PATIENCE_S, background, eventually

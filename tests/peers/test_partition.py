@@ -49,7 +49,7 @@ def unplug_far(pair: Hosts) -> None:
 
 @pytest.mark.parametrize("break_", [hosts.cut, unplug_far])
 def test_a_short_partition_loses_nothing(pair: Hosts, break_: Callable[[Hosts], None]) -> None:
-    """What was on its way goes on, waits go on, and the bits are those that were sent."""
+    """Transfers and waits go on, and the bits are the ones that were sent."""
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:
         _, far = start_far(group, pair)
         peer = near.connect(far.address())
@@ -257,7 +257,7 @@ def test_loss_in_one_direction(pair: Hosts, break_: Callable[[Hosts], None]) -> 
 
 
 def test_a_patient_peer_that_does_not_hear_us(pair: Hosts) -> None:
-    """It says the same again and again, for as long as its own timeout is: that is no answer."""
+    """The peer repeats itself for as long as its own timeout: that is no answer."""
     options = {"peer_timeout_s": TIMEOUT_S}
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address, **options)) as near:
         _, far = start_far(group, pair, peer_timeout_s=10 * TIMEOUT_S)
@@ -299,7 +299,7 @@ def test_who_gives_up_first_tells_the_other(pair: Hosts) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_peer_is_not_lost_before_its_link(pair: Hosts) -> None:
-    """It answers while it is stopped, also when it has no room left; then the network goes away."""
+    """A stopped peer answers, also when it has no room left; then the network goes away."""
     options = {"peer_timeout_s": TIMEOUT_S}
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address, **options)) as near:
         member, far = start_far(group, pair, **options)

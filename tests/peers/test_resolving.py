@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What resolving.py tells, and how long it took in all."""
+    """Returns the output of resolving.py, and how long it took in all."""
     conf = tmp_path_factory.mktemp("etc") / "resolv.conf"
     conf.write_text(f"nameserver {SERVER}\noptions timeout:10 attempts:3\n")
     script = 'mount --bind "$1" /etc/resolv.conf && exec "$2" "$3"'

@@ -86,7 +86,7 @@ def test_cycles_of_connections(transport: str) -> None:
             assert peer.lost
 
         def cycles(first: int, last: int) -> tuple[int, int]:
-            """Memory behind them, here and there."""
+            """Runs cycles; returns the memory after them, here and there."""
             for number in range(first, last):
                 cycle(number)
             eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")

@@ -50,7 +50,7 @@ def test_shm_needs_no_target() -> None:
 
 
 def test_the_doorbell_waits(transport: str) -> None:
-    """Who waits there for a word wakes up when it is thawed."""
+    """A process that waits there for a word wakes up when it is thawed."""
     with frozen(transport) as (_, peer, member, target):
         remote = peer.region(target.allocate("r", 64))
         finish = target.begin("wait_until", "r", 0, 3, PATIENCE_S)
@@ -101,7 +101,7 @@ def test_tcp_waits_for_the_target() -> None:
 
 
 def test_questions_wait(transport: str) -> None:
-    """Whoever gives up waiting for an allocation does not leave it there."""
+    """An asker that gives up waiting for an allocation does not leave it there."""
     with frozen(transport) as (node, peer, member, target):
         target.allocate("r", 64, "rw", "named")
         member.stop()

@@ -1,7 +1,7 @@
-"""Strangers of the same host, and members, who try to hold a Node up: with descriptors that block
-whoever closes or looks at them, and by pushing others out of the handshake.
+"""Strangers of the same host, and members, try to hold a Node up.
 
-`HonestPeer` writes, reads and compares all the time; its slowest round is what is judged.
+They send descriptors that block their reader, and push others out of the handshake. `HonestPeer`
+writes, reads and compares all the time; its slowest round is judged.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ NOBODY = 65534
 
 
 class Lingering:
-    """A TCP socket with bytes that nobody takes: whoever closes it last waits for LINGER_S."""
+    """A TCP socket with bytes that nobody takes: its last holder waits for LINGER_S on close."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -228,7 +228,7 @@ def test_members_cannot_hold_up_ever_more_threads() -> None:
 
 
 def test_a_grant_that_blocks(victim: Victim) -> None:
-    """The same in an answer: whoever asked has an error at once, and goes on with others."""
+    """The same in an answer: the asker has an error at once, and goes on with others."""
     shm = {"transports": wire.SHM_BIT, "host": wire.host_id()}
     with (
         Lingering() as blocks,

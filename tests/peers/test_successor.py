@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
 
 class Holder:
-    """Holds the descriptors of a server, as whoever starts its successors would."""
+    """Holds the descriptors of a server, like the launcher of its successors."""
 
     def __init__(self, group: PeerGroup, path: str) -> None:
         self._group, self._path = group, path
@@ -50,7 +50,7 @@ class Holder:
         return peer
 
     def seen(self, offset: int, value: int) -> bytes:
-        """The first bytes that the server sees behind a word."""
+        """The first bytes that the server sees after a word."""
         self._member.send((offset, value))
         data: bytes = self._member.recv()
         return data

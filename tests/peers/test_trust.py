@@ -1,4 +1,4 @@
-"""Who may join: secrets from each source, loopback without one, and other users of this host."""
+"""The rules for joining: secrets from each source, loopback without one, and other users."""
 
 import hashlib
 import os
@@ -179,7 +179,7 @@ def test_ipv6_loopback(transport: str) -> None:
 
 @as_root
 def test_another_user_gets_no_shared_memory() -> None:
-    """It falls back to tcp, and says why; each side is asked in turn."""
+    """The other user falls back to tcp, and says why; each side is asked in turn."""
     with PeerGroup() as group, Node("root") as node:
         node.allocate(64, name="r")
         _, other = start_actor(group, "nobody", nobody)
@@ -231,7 +231,7 @@ def test_a_secret_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def test_a_lost_stranger_is_no_peer(transport: str) -> None:
-    """Who hangs up in the middle is told to nobody."""
+    """A process that hangs up in the middle is reported to nobody."""
     with Node("host", secret=SECRET, transports=[transport]) as host:
         with Node("stranger", secret=OTHER) as stranger:
             for _ in range(20):

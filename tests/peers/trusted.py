@@ -27,8 +27,10 @@ def nobody(channel: Channel, options: dict[str, Any]) -> None:
 
 
 def attach_as_nobody(channel: Channel, address: str) -> tuple[int, bytes, bool]:
-    """As nobody, gives its memory to somebody else's Node: status and text of the answer, and
-    whether that hangs up."""
+    """Gives, as user nobody, its memory to somebody else's Node.
+
+    Returns status and text of the answer, and whether that hangs up.
+    """
     with wire.dial(address) as stream:  # imports what nobody may not read
         stream.close()
     become_nobody()
@@ -39,7 +41,7 @@ def attach_as_nobody(channel: Channel, address: str) -> tuple[int, bytes, bool]:
 
 
 def read_secret(channel: Channel, path: str) -> str:
-    """As nobody, starts a Node with a secret that only its owner may read."""
+    """Starts, as user nobody, a Node with a secret that only its owner may read."""
     become_nobody()
     os.environ["TENSORWIRE_SECRET_FILE"] = path
     try:

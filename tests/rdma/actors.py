@@ -33,7 +33,7 @@ class MachineActor(Actor):
     """An Actor that also writes a piece when it is told."""
 
     def write(self, offset: int, data: bytes, word: int, value: int) -> None:
-        """Writes into the remote region, raises a word behind it and waits for both."""
+        """Writes into the remote region, then raises a word, and waits for both."""
         signal_to = self._remote.word(word), value
         self._remote[offset:].write(data, signal=signal_to).wait(PATIENCE_S)
 
@@ -85,7 +85,7 @@ class MachineMember(Member):
 
 
 class _AsPopen:
-    """What `Member` uses of a process."""
+    """The part of a process that `Member` uses."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -115,7 +115,7 @@ class MachineGroup(PeerGroup):
     def start_on(
         self, machine: Machine, function: Callable[..., Any], *args: Any, name: str | None = None
     ) -> MachineMember:
-        """As `start`, in a machine."""
+        """Starts a member in a machine, like `start`."""
         command = "from tensorwire.testing.group import _run_member; _run_member({channel})"
         environment = {**python_environment(), **self._environment}
         process, ours = machine.start_with_channel([sys.executable, "-c", command], env=environment)

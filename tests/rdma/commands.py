@@ -55,7 +55,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written so far, both streams as they came."""
+        """Returns the output so far, both streams as they came."""
         return self._text("all")
 
     @property

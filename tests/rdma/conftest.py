@@ -28,7 +28,7 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def machines(rig: Rig) -> Iterator[tuple[Machine, Machine]]:
-    """Both machines, on and joined. What the test leaves running there is killed.
+    """Both machines, on and joined. Processes that the test leaves there are killed.
 
     A machine that ends by itself fails the test, unless the test then powers it off.
     """

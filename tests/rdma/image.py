@@ -1,4 +1,4 @@
-"""What the machines of the rig boot: Debian's kernel, unpacked and not installed, and an initramfs.
+"""The boot image of the rig's machines: Debian's kernel, not installed, and an initramfs.
 
 Both are kept in build/rig and made anew only when the kernel or this file changes. The initramfs
 loads the modules, lays a writable layer over the host's root and hands over to `agent.py` there.
@@ -53,7 +53,7 @@ class ImageError(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """What QEMU is given.
+    """The files that QEMU is given.
 
     Attributes:
         kernel: an uncompressed ELF image. Uncompressing it under emulation would take seconds.

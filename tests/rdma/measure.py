@@ -4,7 +4,7 @@
 
 Both run on the same emulated NICs and take turns. `ib_write_bw` and ours keep equally many writes
 of 1 MiB under way; `ib_read_lat` is one round trip of the NIC, and so is ours, a completed write of
-8 bytes: put and flush. What Python adds is told without a bar. The figures show what the software
+8 bytes: put and flush. The cost of Python has no bar. The figures show what the software
 costs beside the NIC's own interface; they say nothing about the speed of a real NIC.
 """
 

@@ -1,4 +1,4 @@
-"""What measure.py lets a process in a machine measure."""
+"""The measurements that measure.py makes in a process of a machine."""
 
 import statistics
 import time
@@ -20,12 +20,12 @@ class Measurer(Actor):
     """Measures writes into the remote region."""
 
     def write_seconds(self) -> float:
-        """Of one write of 1 MiB, DEPTH of them under way at a time."""
+        """Returns the seconds of one write of 1 MiB, DEPTH of them under way at a time."""
         prepared = self._link.prepare_write([np.ones(MIB, np.uint8)], [self._remote[:MIB]])
         return bench_loops.start_pipelined(core_of(prepared), WRITES, DEPTH) / WRITES
 
     def latency_seconds(self) -> float:
-        """Of one completed write of 8 bytes."""
+        """Returns the seconds of one completed write of 8 bytes."""
         prepared = self._link.prepare_write([np.ones(8, np.uint8)], [self._remote[:8]])
         return statistics.median(bench_loops.start_complete(core_of(prepared), [], SMALL, 1))
 

@@ -340,7 +340,7 @@ class Machine:
 
 
 class Rig:
-    """Both machines and what joins them. As a context: on in the block, gone behind it.
+    """Both machines and what joins them. As a context: on in the block, gone after it.
 
     Args:
         name: of its logs in build/rig.
@@ -419,5 +419,5 @@ class Rig:
 
 
 def python_environment() -> dict[str, str]:
-    """What Python in a machine needs to import what this process can."""
+    """Returns the environment in which Python in a machine can import this process's modules."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,6 +1,6 @@
 """Two machines: they write into each other, and notice lost hosts and links.
 
-What tcp does when hosts and links are lost is in tests/peers/test_partition.py.
+tests/peers/test_partition.py shows tcp when hosts and links are lost.
 """
 
 from typing import Any

@@ -84,7 +84,7 @@ def test_a_stopped_target(machines: tuple[Machine, Machine], group: MachineGroup
 
 
 def cpu_ticks(machine: Machine, pid: int) -> int:
-    """What a process there has used of its CPU."""
+    """Returns the CPU time that a process there has used."""
     fields = machine.run(["cat", f"/proc/{pid}/stat"]).rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 

@@ -1,6 +1,6 @@
-"""What test_machines_training.py runs in the machines: a small network on digits.
+"""The script of test_machines_training.py in the machines: a small network on digits.
 
-    training_script.py FOLDER ROLE...
+training_script.py FOLDER ROLE...
 
 Importing torch takes half a minute there, so one interpreter does it and forks the roles: "alone",
 "server" or "worker RANK". Each line that a role prints begins with its name.

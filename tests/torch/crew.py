@@ -39,7 +39,7 @@ class Crew:
         return [member.recv(100) for member in self.members[:size]]
 
     def run(self, size: int, transport: str, case: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the case returns in each process."""
+        """Returns the results of the case in each process."""
         self.start(size, transport, case, *args)
         outcomes = self.outcomes(size)
         for kind, value in outcomes:
@@ -49,7 +49,7 @@ class Crew:
     def failures(
         self, size: int, transport: str, case: Callable[..., Any], *args: Any
     ) -> list[str]:
-        """What it raises in each process."""
+        """Returns the errors of the case in each process."""
         self.start(size, transport, case, *args)
         outcomes = self.outcomes(size)
         assert all(kind == "error" for kind, _ in outcomes), outcomes
@@ -377,7 +377,7 @@ def thaw(machines: tw.Machines) -> None:
 
 
 class Passed(nn.Module):
-    """Nothing is trained in the first stage, and the second one needs its input too."""
+    """A model whose first stage trains nothing, and whose second one needs its input too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ def wait_for_the_first(machines: tw.Machines, schedule: str) -> int:
 
 
 def train_until_killed(channel: Channel, rank: int, transport: str) -> str:
-    """What the surviving process is told."""
+    """Trains until the other process is killed; returns the error of the surviving one."""
     with Node(tw.machine_name(rank), transports=[transport]) as node:
         channel.send(node.address)
         machines = tw.connect(node, rank, channel.recv())

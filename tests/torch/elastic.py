@@ -116,11 +116,11 @@ class ElasticJob:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """Returns the output so far."""
         return Path(self._output.name).read_text()
 
     def log(self) -> LoggedJob:
-        """What its launcher has written down."""
+        """Returns the log of its launcher."""
         found = [job for job in logged_jobs() if job.launcher == self.process.pid]
         assert found, self.text
         return found[0]
@@ -147,7 +147,7 @@ class ElasticJob:
             time.sleep(0.05)
 
     def scale(self, workers: int, drain: Sequence[int] = (), timeout_s: float = 120.0) -> Any:
-        """As `tensorwire scale`; what has become of the workers."""
+        """Scales like `tensorwire scale`; returns the new state of the workers."""
         return self.ask({"workers": {"count": workers, "drain": list(drain)}}, timeout_s)["workers"]
 
     def ask(self, asked: dict[str, Any], timeout_s: float = 120.0) -> Any:
@@ -172,13 +172,13 @@ class ElasticJob:
         return dict(DIGEST.findall(self.text))
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Stops reading."""
         self._output.close()
 
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: Any, **options: Any) -> Iterator[ElasticJob]:
-    """A job in a folder of its own, which is made; it is killed behind the block if it runs."""
+    """A job in a folder of its own, which is made; it is killed after the block if it runs."""
     folder.mkdir()
     job = ElasticJob(folder, *arguments, **options)
     try:
@@ -237,7 +237,7 @@ class Disturber:
         assert not self.late, f"{self.late}\n{self._job.text}"
 
     def _drawn(self, present: dict[int, int], least: int) -> dict[str, Any]:
-        """What is asked for."""
+        """Returns the drawn request."""
         asked: dict[str, Any] = {}
         what = self._random.choices(["workers", "servers", "both"], [45, 35, 20])[0]
         if what != "workers":

@@ -35,14 +35,14 @@ class Lion(Optimizer):
 
 
 class Unchanged(torch.optim.Adam):
-    """As Adam, with other defaults."""
+    """An optimizer like Adam, with other defaults."""
 
     def __init__(self, params: Parameters, lr: float = 0.02) -> None:
         super().__init__(params, lr=lr, betas=(0.8, 0.9))
 
 
 class Doubled(torch.optim.Adam):
-    """As Adam on twice the gradient, which the step changes in place."""
+    """An optimizer like Adam on twice the gradient, which the step changes in place."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -54,7 +54,7 @@ class Doubled(torch.optim.Adam):
 
 
 class Trust(Optimizer):
-    """As LAMB: a tensor's step is as long as the tensor; so a tensor must be whole."""
+    """An optimizer like LAMB: a tensor's step is as long as the tensor, which must be whole."""
 
     def __init__(self, params: Parameters, lr: float = 1e-2, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})

@@ -14,8 +14,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((300, 1000), (7,), (2, 3, 2, 2), (), (300
 MATRICES: tuple[tuple[int, ...], ...] = ((70, 30), (5, 40), (9000, 30))
 """The last is larger than a cell, and still Muon makes small products of it."""
 EVEN: tuple[tuple[int, ...], ...] = ((300, 1000), (48,), (2, 4, 2, 2), (600, 500))
-"""Torch's fused kernels compute what is behind the last whole vector otherwise than the rest, which
-servers do not."""
+"""Torch's fused kernels compute the rest after the last whole vector otherwise, servers do not."""
 TURNED = 40, 30
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -45,7 +44,7 @@ class Odd(nn.Module):
 
 
 def bits(model: nn.Module) -> list[bytes]:
-    """Of each parameter."""
+    """Returns the bits of each parameter."""
     flat = [each.detach().contiguous().view(-1) for each in model.parameters()]
     return [each.view(torch.uint8).numpy().tobytes() for each in flat]
 

@@ -59,7 +59,7 @@ class Stream(IterableDataset[Any]):
 
 
 def endless() -> Any:
-    """No length, no end; each number is that of a sample."""
+    """An endless stream without a length; each number is a sample."""
 
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[int]:

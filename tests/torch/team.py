@@ -29,7 +29,7 @@ PATIENCE_S = 100.0  # for a busy machine, which imports torch slowly
 
 @dataclass
 class Failure:
-    """What a case raised."""
+    """The error of a case."""
 
     kind: str
     text: str
@@ -45,11 +45,11 @@ class Team:
         self._workers: list[Member] = []
 
     def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """What `case(job, *args)` returns in each worker of a job that ends in good order.
+        """Returns the results of `case(job, *args)` in each worker of a job that ends well.
 
-        Options: workers (2; 0: one process without a server), servers (1), slices, transports
-        (or by rank), pipeline (1), mode and staleness, network (True: servers are reached by tcp,
-        and workers may share memory with each other), hosts (of `hosts.two_hosts()`: servers and
+        Options: workers (2; 0: one process without a server), servers (1), slices, transports (or
+        by rank), pipeline (1), mode and staleness, network (True: servers are reached by tcp, and
+        workers may share memory with each other), hosts (of `hosts.two_hosts()`: servers and
         workers take turns on them), imports (modules that servers may import; or by rank what each
         worker was told).
         """
@@ -62,21 +62,21 @@ class Team:
         return outcomes
 
     def failures(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Failure]:
-        """What `case` raises in each worker; all must raise, and nobody may hang."""
+        """Returns the errors of `case` in each worker; all must raise, and nobody may hang."""
         outcomes, _ = self._run(case, args, **options)
         assert all(isinstance(outcome, Failure) for outcome in outcomes), outcomes
         return outcomes
 
     def alone(self, case: Callable[..., Any], *args: Any, slices: int = 1) -> Any:
-        """What `case(job, *args)` returns in a process without servers."""
+        """Returns the result of `case(job, *args)` in a process without servers."""
         return self.run(case, *args, workers=0, slices=slices)[0]
 
     def failure_alone(self, case: Callable[..., Any], *args: Any, slices: int = 1) -> Failure:
-        """What it raises there."""
+        """Returns the error of a case in a process without servers."""
         return self.failures(case, *args, workers=0, slices=slices)[0]
 
     def without_job(self, case: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]:
-        """What `case(rank, *args)` returns in each process; no job is made for it."""
+        """Returns the results of `case(rank, *args)` in each process; no job is made for it."""
         with self._afresh_after_silence():
             self._start_workers(workers)
             for rank in range(workers):
@@ -88,7 +88,7 @@ class Team:
         return outcomes
 
     def ddp(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `case(rank, *args)` returns in two processes with a gloo group."""
+        """Returns the results of `case(rank, *args)` in two processes with a gloo group."""
         with tempfile.TemporaryDirectory() as folder:
             name = case.__module__, case.__name__
             return self.without_job(in_group, f"{folder}/store", name, args)

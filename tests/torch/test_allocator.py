@@ -140,7 +140,7 @@ def runs(compiler: Path) -> int:
 def test_each_torch_has_a_library_of_its_own(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch is replaced by another version at the same place, its headers are other ones."""
+    """If torch is replaced by another version at the same place, its headers are other ones."""
     first = library._compiled()
     with monkeypatch.context() as another:
         another.setattr(torch, "__version__", "2.99.0")

@@ -83,7 +83,7 @@ def made(name: str, model: Odd) -> Any:
 
 
 def way_of(arithmetic: Any) -> str:
-    """Who makes the steps, and how."""
+    """Returns which process makes the steps, and how."""
     if arithmetic.by_worker:
         return "worker"
     return str(arithmetic.kernel.spec.method) if arithmetic.text.startswith("{") else "fused"
@@ -173,7 +173,7 @@ def test_what_servers_cannot(team: Team, place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("apply", ["auto", "worker"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes(team: Team, dtype: torch.dtype, apply: str) -> None:
-    """Some kernels compute bfloat16 otherwise behind the last whole vector: these need a tensor."""
+    """Some kernels compute the rest of bfloat16 after the last whole vector otherwise."""
     ways = {torch.float64: "elementwise fused", torch.bfloat16: "elementwise whole"}
     names = [name for name in ELEMENTWISE if name not in FUSED or dtype == torch.float64]
     way = ways[dtype] if apply == "auto" else "worker"

@@ -210,7 +210,7 @@ def differentiable(params: Any) -> optim.Optimizer:
 
 
 def heard(job: tw.Job, make: Make, apply: str) -> str:
-    """What worker 0 says."""
+    """Returns the message of worker 0."""
     with contextlib.redirect_stderr(io.StringIO()) as lines:
         model = Odd(SMALL, torch.float32)
         opt = tw.DistributedOptimizer(make(list(model.all)), model, apply=apply)
@@ -241,7 +241,7 @@ def test_what_is_told(team: Team) -> None:
 
 
 def state_is_elsewhere(job: tw.Job, apply: str) -> None:
-    """It has nothing where servers keep it, before the first step and after; then it is real."""
+    """The optimizer has no state where servers keep it, before the first step and after."""
     model = Odd(SMALL, torch.float32)
     parameter = next(iter(model.all))
     opt = tw.DistributedOptimizer(rmsprop(list(model.all)), model, apply=apply)

@@ -76,7 +76,7 @@ def step_both(job: tw.Job, model: Odd, twin: Odd, opt: Any, plain: Any, step: in
 
 
 def norm_of(twin: Odd) -> float:
-    """As servers sum it."""
+    """Returns the norm, summed like the servers sum it."""
     squares = [float(p.grad.double().square().sum()) for p in twin.all if p.grad is not None]
     return float(sum(squares) ** 0.5)
 

@@ -44,7 +44,7 @@ torch.optim.Adagrad([table]).step()
 
 
 def set_gradients(model: Tables, step: int, rank: int) -> None:
-    """Of rows that workers share in part, and of a dense tensor; sometimes of none."""
+    """Sets gradients of rows that workers share in part, and of a dense tensor; sometimes none."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     for number, table in enumerate((model.words, model.places, model.more)):
         height, width = table.weight.shape

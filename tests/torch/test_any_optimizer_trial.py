@@ -1,4 +1,4 @@
-"""What a trial must find out: classes that treat some tensors, groups or steps otherwise."""
+"""Classes that a trial must find out: they treat some tensors, groups or steps otherwise."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What scripts rely on in torch: random numbers, graphs, workers of loaders, compiled steps."""
+"""Features of torch that scripts rely on: random numbers, graphs, loaders, compiled steps."""
 
 import warnings
 from typing import Any
@@ -104,7 +104,7 @@ def test_a_graph_from_before_a_step_is_refused_as_by_torch(team: Team, apply: st
 
 
 def frozen_part(job: Any) -> float:
-    """What the step has not changed may be used in a graph from before it."""
+    """Parameters that the step has not changed may be used in a graph from before it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[1].requires_grad_(False)
     optimizer = tw.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
@@ -123,7 +123,7 @@ def test_a_graph_of_frozen_layers_goes_on(team: Team) -> None:
 
 
 class Opened(Dataset[torch.Tensor]):
-    """Whose files are opened in each process of the loader, as torch's pages show it."""
+    """A dataset whose files are opened in each process of the loader, as torch's pages show it."""
 
     opened = 0.0
 
@@ -232,7 +232,7 @@ def test_frozen_parameters_in_other_orders_are_refused(team: Team) -> None:
 
 
 def behind_two(job: Any) -> list[float]:
-    """Numbers behind passes of two loaders, one of which was left and is collected late."""
+    """Numbers after passes of two loaders, one of which was left and is collected late."""
     model = linear()
     optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
     found = []

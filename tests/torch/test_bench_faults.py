@@ -45,7 +45,7 @@ def write_events(folder: Path, rank: int, events: Events) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Those of a job that was not disturbed, and of one that did the same."""
+    """The folders of a job that was not disturbed, and of one that did the same."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What a script does to parameters and gradients between steps, inside `tw.edit` and outside."""
+"""Changes of parameters and gradients by a script between steps, inside `tw.edit` or not."""
 
 import copy
 import ctypes
@@ -107,7 +107,7 @@ def disturbed(job: tw.Job, who: int, change: str) -> tuple[list[str], str]:
 def test_a_change_by_way_of_data_harms_nobody(
     team: Team, transports: list[str] | None, change: str
 ) -> None:
-    """Who made it gets the error at its next step; nobody's training has other bits."""
+    """The worker that made it gets the error at its next step; no training has other bits."""
     undisturbed = team.run(disturbed, -1, change, transports=transports)
     name = "'2.bias'" if change == "clamp" else "'0.weight'"
     for who in range(2):
@@ -210,7 +210,7 @@ def test_every_byte_of_a_gradient_is_looked_at() -> None:
 
 
 def allowed(job: tw.Job) -> str:
-    """What a script may do, all in one."""
+    """All changes that a script may make."""
     model, opt = ready(job)
     with torch.no_grad():
         average = [p.data.clone() for p in model.parameters()]  # reading is free
@@ -254,7 +254,7 @@ def test_what_is_allowed(team: Team, transports: list[str] | None) -> None:
 
 
 def edited(job: tw.Job) -> dict[str, tuple[int, int, int]]:
-    """Of edits: (versions, bytes pushed, bytes that the core wrote and that are no gradient's)."""
+    """Returns of edits: versions, bytes pushed, and bytes of no gradient that the core wrote."""
     model, opt = ready(job)
     core = opt._tensorwire
     for step in range(10):  # all is produced in place now

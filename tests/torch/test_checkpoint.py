@@ -65,7 +65,7 @@ def load(path: Path, mapped: bool = False) -> tuple[int, Any]:
 
 
 def same(state: Any, value: float = 0.5) -> bool:
-    """Whether it is `some(value)`, of whatever size."""
+    """Tells whether it is `some(value)`, of any size."""
     weight, (zeros, *more) = state["weight"], state["more"]
     whole = bool((weight == value).all()) and torch.equal(zeros, torch.zeros(40))
     return whole and more == [3, "x"]
@@ -583,7 +583,7 @@ for when in calls:
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save(tmp_path: Path) -> None:
-    """What was there before can be loaded, and the part that was left is gone then."""
+    """The older checkpoint can be loaded, and the part that was left is gone then."""
     lines = run(tmp_path, KILLED).splitlines()
     assert len(lines) == 16
     assert sum(line.endswith("1") for line in lines) >= 8, "kills came before there was a part"
@@ -619,7 +619,7 @@ print(sorted(seen))
 def test_saves_at_a_time_to_one_path(tmp_path: Path) -> None:
     """Named for a bug: two jobs with one process number, as in containers, wrote one part.
 
-    Whoever loads meanwhile gets one of them, never a mixture, and nothing else is left.
+    A process that loads meanwhile gets one of them, never a mixture, and nothing else is left.
     """
     assert run(tmp_path, TOGETHER) != "[]\n"
 

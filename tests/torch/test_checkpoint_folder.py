@@ -73,7 +73,7 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
 
 
 def test_what_safetensors_has_no_form_for(tmp_path: Path) -> None:
-    """It is in the other file: a model with what is no tensor, with complex numbers, with none."""
+    """The other file has it: a model with something else than tensors, complex numbers, nothing."""
 
     class Odd(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -268,7 +268,7 @@ def test_nothing_was_saved_so_far(team: Team, tmp_path: Path, left: str) -> None
 
 
 def test_a_kill_in_the_first_save(tmp_path: Path) -> None:
-    """What is left is no error of the next load, and the next save removes it."""
+    """The remains are no error of the next load, and the next save removes them."""
     folder, context = tmp_path / "checkpoints", multiprocessing.get_context("fork")
 
     def save_much() -> None:
@@ -316,7 +316,7 @@ def save_for_ever(folder: Path, value: float) -> None:
 
 
 def test_a_kill_at_any_moment_of_a_save(tmp_path: Path) -> None:
-    """What can be loaded afterwards is whole, and the next save removes what was left."""
+    """A checkpoint that can be loaded is whole, and the next save removes the remains."""
     folder = tmp_path / "checkpoints"
     save(folder, 0.5, keep=2, size=20_000)
     context, chance = multiprocessing.get_context("fork"), random.Random(1)

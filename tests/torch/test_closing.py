@@ -22,7 +22,7 @@ FOLDS = 10
 
 
 def shared_bytes(pid: int) -> int:
-    """Of all shared memory that a process has mapped."""
+    """Returns the bytes of all shared memory that a process has mapped."""
     total = 0
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if "memfd:" in line:
@@ -38,7 +38,7 @@ def used(pid: int) -> tuple[int, int, int]:
 
 
 def await_use(pid: int, most: tuple[int, int, int]) -> None:
-    """A server frees behind its answer. It may also free what a job before this one had."""
+    """Waits, as a server frees after its answer. It may also free memory of an earlier job."""
     deadline = time.monotonic() + 20
     while any(a > b for a, b in zip(used(pid), most, strict=True)):
         assert time.monotonic() < deadline, f"process {pid}: {used(pid)}, more than {most}"

@@ -1,4 +1,4 @@
-"""What a script made torch's default dtype and device changes nothing of how it trains."""
+"""A script's choice of torch's default dtype and device changes nothing of its training."""
 
 import ast
 from collections.abc import Iterator
@@ -118,7 +118,7 @@ def test_a_narrow_default_does_not_round_the_count_of_steps(team: Team) -> None:
 
 
 def with_doubles(job: tw.Job, name: str) -> bool:
-    """Whether an optimizer with numbers of the default dtype in its state makes torch's bits."""
+    """Tells whether an optimizer with state in the default dtype makes torch's bits."""
     with defaults(torch.float64, "cpu"):
         model, twin = net(), net()
         cls = getattr(torch.optim, name)

@@ -151,7 +151,7 @@ def _train_with(job: Any, kind: str, options: dict[str, Any]) -> tuple[str, floa
 
 
 def change(job: Any, kind: str, how: str) -> str:
-    """What the next step says when a script has changed something behind the optimizer's back."""
+    """The message of the next step when a script has changed something without the optimizer."""
     with device(kind) as where:
         model = nn.Linear(300, 200).to(where)
         opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -229,7 +229,7 @@ def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] |
 
 
 def look_where_pages_stay(job: Any, kind: str, shares: str) -> Any:
-    """As `look`, where the driver locks no page."""
+    """Looks like `look`, where the driver locks no page."""
     before = devices.PageLocks.lock
     devices.PageLocks.lock = lambda self, memories: setattr(self, "why_not", "no")  # type: ignore
     try:
@@ -471,7 +471,7 @@ def test_one_worker_computes_all_slices(kind: str, team: Team) -> None:
 
 
 def close_and_look(job: Any, kind: str, adds: bool) -> list[str]:
-    """Who had locked pages of an optimizer that is gone, and did not wait for copies to end."""
+    """The optimizer has locked pages, is gone, and did not wait for copies to end."""
     made: dict[Any, str] = {}
     before = devices.PageLocks.__init__, devices.PageLocks.release
 
@@ -515,7 +515,7 @@ def test_locked_pages_are_let_go_behind_the_copies(adds: bool, kind: str, team: 
 
 
 class Copied:
-    """A moment behind copies from the store, which nobody has waited for yet."""
+    """A moment after copies from the store, which nobody has waited for yet."""
 
     waited_for: ClassVar[list["Copied"]] = []
     under_way: ClassVar[list["Copied"]] = []
@@ -525,7 +525,7 @@ class Copied:
         self.under_way.append(self)
 
     def synchronize(self) -> None:
-        """What came before it on its stream is through too."""
+        """Waits for this moment; all earlier work of its stream is done too."""
         for each in self.under_way.copy():
             if each._stream == self._stream:
                 self.under_way.remove(each)
@@ -628,7 +628,7 @@ def slices_in_turn(job: Any, kind: str) -> tuple[str, int, int]:
 
 @both
 def test_slices_in_turn_share_the_memory_that_they_are_sent_from(kind: str, team: Team) -> None:
-    """Named for a bug: whoever computed many slices had locked memory for each of them."""
+    """Named for a bug: a worker that computed many slices had locked memory for each of them."""
     ((found, locked, size),) = team.run(slices_in_turn, kind, workers=1, slices=4)
     assert locked == size
     if kind == "staged":

@@ -1,7 +1,7 @@
 """Workers and servers are killed while a model on a device trains: the bits stay the same.
 
-The script is that of test_killed_workers.py, with its models on the device. Where no CUDA device
-is, tensors of the CPU are treated as if they were on one.
+The script comes from test_killed_workers.py, with its models on the device. Without a CUDA device
+tensors of the CPU are treated as if they were on one.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_kills_are_twenty() -> None:
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What comes out where nothing is killed and nothing is copied."""
+    """The result where nothing is killed and nothing is copied."""
     found, _ = run(tmp_path_factory.mktemp("undisturbed") / "job", SCRIPT, "", "--servers", "2")
     assert len(found) == 1
     return found

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 @pytest.mark.parametrize("model", BATCHES)
 def test_models_have_one_result(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one server and of two the same bits; of DistributedDataParallel those within rounding."""
+    """One server and two give the same bits; DistributedDataParallel's are within rounding."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     settings = GpuSettings(models=[model], steps=3)
     ddp = trained("ddp", 0, settings, deterministic=True)

@@ -129,7 +129,7 @@ def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
 
 @pytest.mark.slow
 def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_path: Path) -> None:
-    """It inherits the variables, and not the descriptors."""
+    """The worker inherits the variables, and not the descriptors."""
     (tmp_path / "train.py").write_text(TRAIN.format(durable="None", end="pass"))
     (tmp_path / "wrapper.py").write_text(
         "import subprocess, sys\n"

@@ -211,7 +211,7 @@ def test_a_script_that_keeps_on_where_it_was_to_leave(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_meanwhile(tmp_path: Path) -> None:
-    """Nobody waits for a worker that joins too late."""
+    """A worker that joins too late is not waited for."""
     with running(tmp_path / "job", pause_s=0.0, epochs=2) as job:
         job.wait_for("epoch 0 digest")
         with pytest.raises(ScaleError, match=r"the job|has left|ending"):

@@ -169,11 +169,11 @@ def test_pages(
 
 
 def _output_of_torch(command: Sequence[str], folder: Path) -> str:
-    """What a script prints that has nothing of tensorwire in it; it gets a second try.
+    """Returns the output of a script that has nothing of tensorwire in it; it gets a second try.
 
     On a busy machine torch sometimes aborts in the end of a process that has left its process
-    group: "terminate called without an active exception". What it has saved before is removed, as
-    the second try would go on from there; unless it was there already.
+    group: "terminate called without an active exception". Saved files are removed before, as the
+    second try would go on from there; unless they were there already.
     """
     there = set(folder.glob("*.pt"))
     try:

@@ -134,7 +134,7 @@ def test_a_workload_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_options_of_a_workload_stand_in_either_place(tmp_path: Path) -> None:
-    """Named for a bug: behind the name they were ignored, and no file was written."""
+    """Named for a bug: after the name they were ignored, and no file was written."""
     out = tmp_path / "rows.json"
     done = explain("lstm", "--tiny", "--json", out)
     assert done.returncode == 0, done.stderr
@@ -197,7 +197,7 @@ def test_what_is_neither_is_told_what_there_is() -> None:
 
 
 def explanation(*tensors: tuple[int, int, bool]) -> Explanation:
-    """Of gradients with these offsets and bytes, in place or not, and their parameters."""
+    """Makes an explanation of gradients with these offsets and bytes, in place or not."""
     rows = tuple(
         ExplainRow(f"{i}", role, (size,), "float32", True, size, offset, in_place, "", 0, 0, "")
         for role in ("gradient", "parameter")

@@ -1,7 +1,7 @@
 """Gradients are produced in place, and nothing that a script may do makes the result another one.
 
 Every case trains with `placement="plan"` and with "copy" and gives the same bits; on shared memory
-with two workers, and alone. What was in place is told by the addresses of the gradients.
+with two workers, and alone. The addresses of the gradients tell which were in place.
 """
 
 import copy
@@ -64,12 +64,12 @@ def train(job: tw.Job, model: nn.Module, opt: Any, steps: int = STEPS) -> None:
 
 
 def in_place(opt: Any) -> list[bool]:
-    """Of every gradient, by its address, if the optimizer places any."""
+    """Returns for every gradient, by its address, whether it is in place, if any is placed."""
     return [row.in_place for row in tw.explain_optimizer(opt).gradients]
 
 
 def by_address(opt: Any) -> list[bool]:
-    """Whether `.grad` lies in its slot, whatever the optimizer thinks."""
+    """Tells whether `.grad` lies in its slot, independent of the optimizer's opinion."""
     core = opt._tensorwire
     addresses = core.reducer._slots._addresses
     gradients = [core.parameters[i].grad for i in core.trained]
@@ -452,7 +452,7 @@ def two_large_heads(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
 
 
 def applied_by_worker(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    """Worker 0 reads the average behind a step: its memory is not given back before."""
+    """Worker 0 reads the average after a step: its memory is not given back before."""
     model = net()
     opt = wrap(model, placement, apply="worker")
     train(job, model, opt, 2 * STEPS)
@@ -646,7 +646,7 @@ def test_the_profiler_sees_the_copies_that_are_counted(team: Team) -> None:
 
 
 def python_calls(job: tw.Job, operators: int) -> int:
-    """Of Python functions, while backward runs in steady state."""
+    """Counts the calls of Python functions while backward runs in steady state."""
     model = nn.Linear(5, 5)
     opt = wrap(model, "plan")
     count = 0
@@ -807,7 +807,7 @@ def resident(pid: int) -> tuple[int, int]:
 
 
 def settled(pids: list[int]) -> list[tuple[int, int]]:
-    """What they have when the regions of a job before this one are gone."""
+    """Returns the numbers when the regions of an earlier job are gone."""
     gc.collect()
     now = [resident(pid) for pid in pids]
     while True:
@@ -855,7 +855,7 @@ def test_memory_of_the_host(team: Team) -> None:
 
 
 class NoAllocator:
-    """What a pool tells the allocator."""
+    """An allocator that records the calls of a pool."""
 
     def __init__(self) -> None:
         self.waits: dict[int, bool] = {}

@@ -1,4 +1,4 @@
-"""What scripts do to gradients and models between and inside steps makes no result another one.
+"""Changes of gradients and models by scripts, in and between steps, leave the result as it is.
 
 Beside `test_gradient_slots.py`: each case gives the same bits with `placement="plan"` and "copy",
 or an error that says what to do; with two workers and a server.
@@ -25,7 +25,7 @@ PLACEMENTS = ("plan", "copy")
 
 
 def same(team: Team, case: Case, *args: Any, **options: Any) -> list[Any]:
-    """What both workers return, which is the same with places and with copies."""
+    """Returns the results of both workers, which are the same with places and with copies."""
     planned = team.run(case, "plan", *args, **options)
     assert planned == team.run(case, "copy", *args, **options)
     return planned
@@ -35,7 +35,7 @@ def same(team: Team, case: Case, *args: Any, **options: Any) -> list[Any]:
 
 
 def spawning(job: tw.Job, placement: str, workers: int) -> str:
-    """They start in the middle of training, while gradients are where backward made them."""
+    """Processes start in the middle of training, while gradients are where backward made them."""
     model = net()
     opt = wrap(model, placement)
     train(job, model, opt, 2)
@@ -59,7 +59,7 @@ def test_loaders_that_are_spawned(team: Team) -> None:
 
 
 def joining(job: tw.Job, placement: str) -> tuple[str, bool]:
-    """It was no part of the model, has other values on each worker, and comes in mid-step."""
+    """A module was no part of the model, has other values on each worker, and joins in mid-step."""
     model = net()
     opt = wrap(model, placement)
     train(job, model, opt)
@@ -177,7 +177,7 @@ def hooked_too_late(job: tw.Job, placement: str, hook: Case) -> str:
 
 @pytest.mark.parametrize("hook", [halve, replace], ids=lambda hook: hook.__name__)
 def test_hooks_that_change_gradients(team: Team, transports: list[str] | None, hook: Case) -> None:
-    """Those from before the optimizer count; later ones while gradients add up, else none may."""
+    """Hooks from before the optimizer count; later ones only while gradients add up."""
     plain = same(team, hooked, None, "before", transports=transports)
     for order in "before", "after":
         assert same(team, hooked, hook, order, transports=transports) == plain
@@ -189,7 +189,7 @@ def test_hooks_that_change_gradients(team: Team, transports: list[str] | None, h
 
 
 def share(parameter: torch.Tensor) -> None:
-    """As a queue of torch.multiprocessing does: the old memory is free."""
+    """Shares like a queue of torch.multiprocessing: the old memory is free."""
     assert parameter.grad is not None
     parameter.grad.share_memory_()
 

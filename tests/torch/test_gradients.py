@@ -222,7 +222,7 @@ def test_a_gradient_changed_after_clipping_is_an_error(team: Team) -> None:
 
 
 def behind(job: tw.Job) -> None:
-    """Worker 1 is slow; worker 0 is ahead, as far as it gets. What one of them sees must not move.
+    """Worker 1 is slow; worker 0 is ahead, as far as it gets. Their values must not move.
 
     The pause only makes it likely that a fault shows; nothing depends on its length.
     """
@@ -276,7 +276,7 @@ def test_batches_without_a_gradient_have_no_weight(team: Team) -> None:
 
 
 def clipped_together(job: tw.Job) -> str:
-    """Two optimizers of one model: the norm is that of all parameters, as in torch."""
+    """Two optimizers of one model: the norm is of all parameters, as in torch."""
     model, twin = net(), net()
     parts = [list(model.parameters())[:2], list(model.parameters())[2:]]
     plain = [list(twin.parameters())[:2], list(twin.parameters())[2:]]

@@ -1,4 +1,4 @@
-"""What the adapters to other libraries share; tests/integrations has the libraries themselves."""
+"""The common part of adapters to other libraries; tests/integrations has the libraries."""
 
 import importlib
 import math
@@ -156,7 +156,7 @@ def test_an_optimizer_of_no_known_model(team: Team) -> None:
 
 
 def editing(job: tw.Job) -> list[str]:
-    """Of a model that is trained, and of one that is not."""
+    """Edits a model that is trained, and one that is not."""
     trained, other = net(), net()
     opt = tw.DistributedOptimizer(sgd(trained), trained)
     with adapter.editing(job, [trained, other]), torch.no_grad():

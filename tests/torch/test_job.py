@@ -1,4 +1,4 @@
-"""What the job itself does: means, epochs, checkpoints, the end."""
+"""The features of the job itself: means, epochs, checkpoints, the end."""
 
 import contextlib
 import io
@@ -278,7 +278,7 @@ def test_a_seed_that_is_none(seed: Any, kind: type[Exception], words: str) -> No
 
 
 def keeping_plain_values(job: tw.Job, path: str) -> tuple[float, list[float], list[str]]:
-    """What only one worker knows comes from the file, to all of them."""
+    """Values that only one worker knows come from the file, to all of them."""
     model = net()
     opt = tw.DistributedOptimizer(sgd(model), model)
     best: dict[str, Any] = {"loss": 9.0, "weights": None}

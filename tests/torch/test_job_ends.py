@@ -108,7 +108,7 @@ class Run:
         return code, "".join(self.lines), time.monotonic() - started
 
     def processes(self) -> list[int]:
-        """Those that are alive."""
+        """Returns the processes that are alive."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -263,7 +263,7 @@ def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
 
 
 def run_two(script: Path, text: str) -> str:
-    """What the launcher says of a job of two workers that fails."""
+    """Returns the launcher's output for a job of two workers that fails."""
     script.write_text(text)
     command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -272,7 +272,7 @@ def run_two(script: Path, text: str) -> str:
 
 
 def test_a_worker_that_never_joins(tmp_path: Path) -> None:
-    """It has ended well, and the others would wait in tw.init() for ever."""
+    """The worker has ended well, and the others would wait in tw.init() for ever."""
     said = run_two(
         tmp_path / "script.py",
         "import os\n"
@@ -285,7 +285,7 @@ def test_a_worker_that_never_joins(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
-    """It is lost, which is told; not that it never came."""
+    """The worker is reported as lost, not as one that never came."""
     said = run_two(
         tmp_path / "script.py",
         "import os, torch\n"

@@ -115,8 +115,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_spawn_shows_the_error_of_the_worker_that_failed(tmp_path: Path) -> None:
-    """It shows only the error of the first process that ends, and stops the others. Worker 0 ends
-    after its server, which tells the others, and these must not be first.
+    """Spawn shows only the error of the first process that ends, and stops the others.
+
+    Worker 0 ends after its server, which tells the others, and these must not be first.
     """
     text = run(tmp_path, BLAME, PORT=free_port()).communicate(timeout=100)[0]
     assert text.count("LookupError: bad luck") == 1, text
@@ -404,7 +405,7 @@ def test_there_is_one_time_for_all_that_has_to_come(environ: pytest.MonkeyPatch)
 
 
 def test_what_names_the_store_of_a_group(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As it would be named without the group; nothing names what several jobs may share."""
+    """A store has the name that it would have without the group; a shared one has none."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     assert rendezvous._place_of(store) == f"127.0.0.1:{store.port}"
     environ.setenv("MASTER_ADDR", "localhost")

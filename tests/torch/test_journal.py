@@ -123,7 +123,7 @@ class Rig:
         return np.frombuffer(self._memory, np.uint8, size, start)
 
     def commit(self, version: int) -> list[Commit]:
-        """What the workers want; gradients are written once, as workers write them."""
+        """Returns the workers' commit; gradients are written once, as workers write them."""
         tables, count = tables_of(self.share), len(self.spec.tensors)
         operation, flags, max_norm = APPLY, 0, math.inf
         if version % 5 == 4:

@@ -64,7 +64,7 @@ job.barrier()
 def run(
     folder: Path, fail: str, staleness: str = "", workers: int = 2, servers: int = 2
 ) -> tuple[list[dict[str, Any]], str]:
-    """What each worker has in the end, and all that was printed."""
+    """Returns the final values of each worker, and all output."""
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tensorwire", "run", "--durable", "--workers", f"{workers}"]
     command += ["--servers", f"{servers}", str(folder / "script.py"), str(folder / "file")]

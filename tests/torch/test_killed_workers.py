@@ -166,7 +166,7 @@ def test_successors_are_killed(tmp_path: Path, whole: tuple[set[str], bytes], fa
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], bytes]:
-    """What comes out where nothing is killed."""
+    """The result where nothing is killed."""
     found = run_killed(tmp_path_factory.mktemp("undisturbed") / "job", "")
     assert len(found[0]) == 1
     return found
@@ -463,7 +463,7 @@ def test_buffers_that_no_server_has(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("between", ["opts[1].zero_grad()", ""], ids=["dropped", "added"])
 def test_a_further_backward_before_the_other_step(tmp_path: Path, between: str) -> None:
-    """It changes what had been noted, and what was dropped before does not count."""
+    """The second backward changes noted gradients; dropped ones from before do not count."""
     script = CHANGED.format(between=between or "pass")
     digests, said = run(tmp_path / "job", script, "", code=0 if between else 1)
     if between:

@@ -1,7 +1,7 @@
-"""What memory a job needs is what its steps need: no more while it begins.
+"""The memory that a job needs is the memory that its steps need: no more while it begins.
 
-Measured from outside, in real processes: what each of them has for itself, and the shared memory of
-all, once.
+Measured from outside, in real processes: the private memory of each, and the shared memory of all,
+once.
 """
 
 import contextlib

@@ -60,7 +60,7 @@ def gradient_changed(job: tw.Job) -> None:
 
 @case("RuntimeError", "use tensorwire.torch.integrations.accelerate in its place")
 def prepared_by_accelerate(job: tw.Job) -> None:
-    """As its prepare() does: the model is moved, and the optimizer's state is loaded again."""
+    """The model is moved, and the optimizer's state is loaded again, as by its prepare()."""
     model, opt = ready(job)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # as model.to("cpu:0") does
@@ -84,7 +84,7 @@ def target_in_the_model(job: tw.Job) -> None:
 
 @case("RuntimeError", "parameter '0.weight' has other memory since the model was moved")
 def moved_after(job: tw.Job) -> None:
-    """Nobody has edited anything, and the message says so."""
+    """A move is no edit, and the message says so."""
     model, opt = ready(job)
     model.to("cpu:0")
     backward(model)
@@ -131,7 +131,7 @@ def several_models(job: tw.Job) -> None:
 @case("TypeError", "inner is wrapped in DistributedDataParallel")
 def wrapped(job: tw.Job) -> None:
     class DistributedDataParallel(nn.Sequential):
-        """As torch's, which needs a process group."""
+        """A stand-in for torch's class, which needs a process group."""
 
     DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
     model = nn.Sequential()
@@ -142,7 +142,7 @@ def wrapped(job: tw.Job) -> None:
 @case("UnavailableError", "as SGD(model.parameters(), …)")
 def zero_redundancy(job: tw.Job) -> None:
     class ZeroRedundancyOptimizer(torch.optim.SGD):
-        """As torch's, which needs a process group."""
+        """A stand-in for torch's class, which needs a process group."""
 
     model = net()
     opt = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)

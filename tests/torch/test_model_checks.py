@@ -1,4 +1,4 @@
-"""What a model may be, and what is told of it."""
+"""The checks of a model, and their messages."""
 
 import subprocess
 import sys

@@ -31,7 +31,7 @@ class Numbers(nn.Module):
         self.all = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
 
     def value(self) -> int:
-        """What all have; an error if they are of different versions."""
+        """Returns the common value; an error if workers have different versions."""
         first = self.all[0][0].item()
         assert all(bool((each == first).all()) for each in self.all), "of several versions"
         return int(first)
@@ -441,7 +441,7 @@ def test_modes_that_cannot_be(arguments: dict[str, Any], says: str) -> None:
 
 
 def test_slices_are_not_taken_over_at_own_pace() -> None:
-    """Nobody would apply what is committed for a worker that was killed."""
+    """A commit for a worker that was killed would be applied by nobody."""
     place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
     with pytest.raises(ValueError, match="under --elastic or --no-restart-workers"):
         place_in(place, checked_mode("async", None), None, 1)

@@ -107,7 +107,7 @@ def test_who_has_averaged_tables_gives_them_away_and_is_killed(tmp_path: Path) -
 
 
 def moved(folder: Path, script: str, *options: str) -> str:
-    """What a job has printed whose workers touch `begun`, and go on to their end with `moved`."""
+    """Returns the output of a job whose workers touch `begun`, and end with `moved`."""
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / "script.py").write_text(script)
     job = run(folder, "run", "--shares", "4", *options, str(folder / "script.py"), str(folder))

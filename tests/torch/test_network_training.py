@@ -178,7 +178,7 @@ def job(pair: Hosts, tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def expected(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What EPOCHS epochs of two slices give on one host."""
+    """The result of EPOCHS epochs of two slices on one host."""
     return Job(pair, tmp_path_factory.mktemp("alone")).alone(EPOCHS, 2)
 
 

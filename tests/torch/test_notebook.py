@@ -114,7 +114,7 @@ def explained(job: tw.Job) -> None:
 
 
 def test_what_makes_a_job_of_its_own_does_not_take_the_one_that_is_there(team: Team) -> None:
-    """It would close it at its end, and the optimizer before."""
+    """The library would close the job at its end, and the optimizer before."""
     team.alone(explained)
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_was_closed_sums_up_nothing(team: Team) -> None:
 
 
 def kept_afterwards(rank: int) -> list[bool]:
-    """Whether a job's store is there, while the collector sleeps, when there is another job."""
+    """Tells whether a job's store is there, while the collector sleeps, in another job."""
     found = []
     gc.disable()
     try:
@@ -214,7 +214,7 @@ def test_an_optimizer_is_made_again(
 
 
 def a_new_head(job: tw.Job) -> None:
-    """As for fine-tuning: the old optimizer has parameters that the model has no more, or froze."""
+    """Fine-tuning: the old optimizer has parameters that the model has no more, or froze."""
     model = net()
     tw.DistributedOptimizer(sgd(model), model)
     model[2] = nn.Linear(7, 3).double()
@@ -581,7 +581,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_process_that_one_with_a_job_starts(tmp_path: Path, method: str) -> None:
-    """It trains alone, and a warning says so; a fork comes before the job, or after it."""
+    """The process trains alone, and a warning says so; a fork comes before the job, or after it."""
     (tmp_path / "script.py").write_text(STARTED)
     text = output_of([sys.executable, "script.py", method], tmp_path)
     alone = "1 RuntimeWarning True"

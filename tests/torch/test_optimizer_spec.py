@@ -26,7 +26,7 @@ from tensorwire.torch.kernels import (
 
 
 def text(**changes: Any) -> str:
-    """Of a plain RMSprop; with some parts changed."""
+    """Returns the text of a plain RMSprop, with some parts changed."""
     optimizer = torch.optim.RMSprop([nn.Parameter(torch.zeros(3))], momentum=0.9)
     kind = ParameterKind(0, torch.float32, 1, False)
     return json.dumps({**json.loads(describe(optimizer, {kind}, ())), **changes})

@@ -127,7 +127,7 @@ def scheduling_by_batch(job: tw.Job) -> str:
 
 
 def test_a_scheduler_that_steps_with_the_last_slice(team: Team) -> None:
-    """What the error about a scheduler between slices advises."""
+    """The advice of the error about a scheduler between slices."""
     assert team.alone(scheduling_by_batch, slices=2) == team.run(scheduling_by_batch)[0]
 
 

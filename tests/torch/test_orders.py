@@ -1,7 +1,7 @@
 """Orders that samplers give, batches that they make, and streams: dealt out by slices as any data.
 
-What is promised of data in the loader's own order holds: each sample once, the same bits for any
-number of workers, with a kill, with workers that come and go, and from a checkpoint.
+The promises for data in the loader's own order hold: each sample once, the same bits for any number
+of workers, with a kill, with workers that come and go, and from a checkpoint.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Stop(Exception):
 
 
 def trained(job: tw.Job, readers: int) -> dict[str, list[Any]]:
-    """Of each source the model behind two epochs, and the samples that this worker had in each."""
+    """Returns for each source the model after two epochs, and this worker's samples in each."""
     result: dict[str, list[Any]] = {}
     for source in SOURCES:
         of, counts = Training(job), []
@@ -97,7 +97,7 @@ def test_a_job_goes_on_in_mid_pass(team: Team, tmp_path: Path, source: str) -> N
 
 
 def shapes(job: tw.Job) -> dict[str, Any]:
-    """What else there is: no end, evaluation, leaving early, accumulation, a user's DataLoader."""
+    """More shapes: no end, evaluation, leaving early, accumulation, a user's DataLoader."""
     found: dict[str, Any] = {}
     loader = job.loader(endless(), 2, accumulate=2)
     found["endless"] = [b.tolist() for b in itertools.islice(loader, 4)]

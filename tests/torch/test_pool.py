@@ -124,7 +124,7 @@ def test_where_a_gradient_lies_changes_no_bit(
 
 
 def test_a_reduced_gradient_of_the_pool_is_applied() -> None:
-    """As synchronize() and then step() do it."""
+    """The steps of synchronize() and then step()."""
     views = []
     for way in (PUSHED, POOLED):
         store = LocalStore(spec_of([40, 40], 1), FusedKernel(SGD))

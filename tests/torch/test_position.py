@@ -250,7 +250,7 @@ def test_workers_that_load_different_checkpoints_are_told(team: Team, tmp_path: 
 
 
 def loaded_by_others(job: tw.Job, path: Path) -> tuple[str, str]:
-    """What worker 0 says, and the error of the first step."""
+    """Returns worker 0's message, and the error of the first step."""
     of, error = Training(job), ""
     with redirect_stderr(io.StringIO()) as said:
         job.load(path)

@@ -1,4 +1,4 @@
-"""What a worker notes of its position, where that cannot be noted."""
+"""The notes of a worker on its position, where that cannot be noted."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Shy:
 def test_what_cannot_be_noted_ends_no_job(
     where: str, asked: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody can take the place of such a worker, which is told to who has asked for it."""
+    """A worker that cannot be replaced is reported if replacement was asked for."""
 
     def save() -> dict[str, Any]:
         if where == "state_dict":
@@ -43,7 +43,7 @@ def test_what_cannot_be_noted_ends_no_job(
 
 
 def test_a_batch_before_the_epochs_is_not_inside_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named for a bug: an optimizer that is made behind it was forgotten at the next position."""
+    """Named for a bug: an optimizer made after it was forgotten at the next position."""
     monkeypatch.delenv("TENSORWIRE_FAIL", raising=False)
     counts = {"sums": 0, "versions": [0]}
     with Node() as node:

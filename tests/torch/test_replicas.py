@@ -113,7 +113,7 @@ def test_backwards_in_two_parts(
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_some_workers_see_the_servers_memory(team: Team, servers: int) -> None:
-    """As if the stages of a replica were on two hosts, a server on one of them."""
+    """A stand-in for stages of a replica on two hosts, with a server on one of them."""
     options = {"workers": 4, "pipeline": 2, "transports": {1: ["tcp"], 2: ["tcp"]}}
     results = team.run(train, "transformer", servers=servers, **options)
     check(results, alone("transformer"))
@@ -200,7 +200,7 @@ def train_from(job: tw.Job, kind: str, path: str, load: bool) -> Any:
 def test_a_checkpoint_of_the_whole_model(
     team: Team, transports: Any, tmp_path: Path, kind: str
 ) -> None:
-    """It goes on here with the same bits, and in plain torch."""
+    """The job goes on here with the same bits, and in plain torch."""
     path = str(tmp_path / "checkpoint")
     options = {"workers": 4, "pipeline": 2, "transports": transports}
     straight = team.run(train_from, kind, path, False, **options)
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_the_whole_model(
 
 
 def test_a_plain_checkpoint_is_loaded(team: Team, tmp_path: Path) -> None:
-    """What plain torch has saved goes on in replicas."""
+    """A checkpoint of plain torch goes on in replicas."""
     path = str(tmp_path / "checkpoint")
     model = make("mlp")
     opt = optimizer_of(model, True, True)
@@ -509,7 +509,7 @@ def test_a_frozen_stage(team: Team) -> None:
 
 
 def seeds(job: tw.Job) -> Any:
-    """What torch draws in each process after it got a batch, and the batch."""
+    """Returns torch's numbers in each process after it got a batch, and the batch."""
     batches = iter(job.loader(samples("mlp"), batch_size=BATCH, shuffle=True))
     x, _ = next(batches)
     drawn = torch.rand(1).item()
@@ -531,7 +531,7 @@ def test_what_processes_of_a_replica_share(team: Team) -> None:
 
 
 def together(job: tw.Job, kind: str) -> tw.Split:
-    """What all of them do next fails in all of them."""
+    """The next common call fails in all of them."""
     split = splitted(job, kind)
     job.barrier()
     return split

@@ -19,7 +19,7 @@ LR = 0.05
 
 
 class Tables(nn.Module):
-    """Words and places by table, and a layer behind them; some rows have an odd length."""
+    """Words and places by table, followed by a layer; some rows have an odd length."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def mixed(job: tw.Job) -> None:
 
 
 def withdrawing(job: tw.Job) -> None:
-    """A gradient that was withdrawn does not come back with that of another tensor of its table."""
+    """A withdrawn gradient does not come back with another tensor's of its table."""
     model, twin = tables(), tables(sparse=False)
     opt = tw.DistributedOptimizer(sgd(model), model)
     for step in range(STEPS):
@@ -300,7 +300,7 @@ def test_copies_of_rows_are_told(team: Team) -> None:
 
 
 def server_writes(job: tw.Job) -> tuple[int, int]:
-    """What a server writes to a worker that does not see the parameters mapped."""
+    """Returns the bytes that a server writes to a worker without a map of the parameters."""
     torch.manual_seed(1)
     model = nn.Embedding(20_000, 16, sparse=True)
     opt = tw.DistributedOptimizer(sgd(model), model)

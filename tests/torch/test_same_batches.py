@@ -73,7 +73,7 @@ def test_some_workers_with_equal_batches(team: Team) -> None:
 
 @pytest.mark.parametrize("batches", ["job", "shard", "late", "zero", "rows"])
 def test_no_false_alarm(team: Team, batches: str) -> None:
-    """Of the loader's equal samples, of dealt data, of two equal steps, of gradients of zero."""
+    """No alarm for the loader's equal samples, dealt data, two equal steps, zero gradients."""
     assert team.run(train, batches) == [[], []]
 
 
@@ -102,7 +102,7 @@ def test_a_pipeline_compares_nothing() -> None:
 
 
 def noise(job: tw.Job) -> list[list[float]]:
-    """Of two steps, by slice."""
+    """Returns noise for two steps, by slice."""
     steps = range(2)
     return [
         [float(torch.randn((), generator=job.generator(step, i))) for step in steps]

@@ -22,7 +22,7 @@ from tensorwire.torch import checkpoint
 
 @contextlib.contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """What is written waits for an event."""
+    """Writes wait for an event."""
     go, write = threading.Event(), checkpoint._write
 
     def late(content: dict[str, Any], file: Any) -> None:

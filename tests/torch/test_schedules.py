@@ -140,10 +140,13 @@ def test_every_action_comes_once_and_in_an_order_that_works(name: str) -> None:
 
 
 def check_order(name: str, machines: int, local: int, microbatches: int) -> None:
-    """A stage needs the one before it, its backward the one behind it. Values go to every later
-    stage, gradients to every earlier one; both are released by backward or its part for weights,
-    and no sender is further ahead than there are flights. Two steps, because the second uses the
-    memory of the first. Nobody ever waits for memory: that is there before what else is needed."""
+    """Checks that stages get their values in order, and memory without waiting.
+
+    A stage needs the one before it, its backward the one after it. Values go to every later stage,
+    gradients to every earlier one; both are released by backward or its part for weights, and no
+    sender is further ahead than there are flights. Two steps, because the second uses the memory of
+    the first. Nobody ever waits for memory: it is there before anything else that is needed.
+    """
     stages = machines * local
     homes = deal(name, machines, stages)
     step = numbers(name, machines, local, microbatches)

@@ -103,7 +103,7 @@ def test_sizes_that_vary(crew: Crew, transport: str, bound: int | None, protocol
 
 
 def test_a_model_that_has_its_memory(crew: Crew) -> None:
-    """It is not on meta: its own parameters are trained."""
+    """The model is not on meta: its own parameters are trained."""
     args = ("mlp", 2, "1F1B", 2, STEPS, -1, False)
     check_equal(crew.run(2, "shm", cases.train, *args), alone("mlp", 2, STEPS, False))
 
@@ -135,7 +135,7 @@ def test_gradients_of_tied_weights_add_up_over_steps(crew: Crew, transport: str)
 def test_gradients_keep_no_memory_of_others(
     crew: Crew, transport: str, sparse: bool, schedule: str
 ) -> None:
-    """What autograd keeps as a view of a received gradient would change with the next one."""
+    """A view of a received gradient that autograd keeps would change with the next one."""
     expected = cases.train_broadcast(None, sparse)
     first, second = crew.run(2, transport, cases.train_broadcast, sparse, schedule)
     assert {*first, *second} == {*expected}
@@ -243,7 +243,7 @@ def test_several_splits_one_of_whose_parts_loads_for_long(tmp_path: Path) -> Non
 
 
 class Thawed(nn.Module):
-    """What `kind` says needs a gradient behind the split point."""
+    """A model in which `kind` needs a gradient after the split point."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_the_gradient_that_leaves_is_not_that_of_a_parameter(parts: int) -> None
 
 
 def test_a_failure_between_the_parts_of_a_backward() -> None:
-    """Nothing of the micro-batches that were on their way is kept."""
+    """No value of the micro-batches that were on their way is kept."""
     model = Aliased()
 
     def fail(_: Any) -> None:

@@ -17,7 +17,7 @@ def answer(rank: int, value: int) -> int:
 
 @pytest.mark.slow
 def test_a_silent_case_does_not_harm_the_next_one() -> None:
-    """Named for a bug: on a busy machine one late answer was taken for that of the next case."""
+    """Named for a bug: on a busy machine a late answer was taken for the next case's."""
     with make_team() as team:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared, "PATIENCE_S", 0.1)

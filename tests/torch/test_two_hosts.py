@@ -46,7 +46,7 @@ def test_replicas_whose_stages_are_on_two_hosts(
 
 
 def run_under_torchrun(pair: tuple[Host, Host], script: Path, **environment: str) -> list[str]:
-    """What the script prints on each host: one agent and one process per host."""
+    """Returns the script's output on each host: one agent and one process per host."""
     port = 20000 + secrets.randbelow(20000)
     agents = []
     for index, host in enumerate(pair):

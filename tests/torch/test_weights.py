@@ -39,7 +39,7 @@ def tokens(batch: Any) -> int:
 
 
 def alike(job: tw.Job, model: nn.Module, opt: Any) -> None:
-    """As for DistributedDataParallel; a worker that has both slices adds up by itself."""
+    """DistributedDataParallel's weights; a worker that has both slices adds up by itself."""
     parts: list[Any] = []
     for batch in job.loader(Texts(), batch_size=4, weights="equal"):
         parts.append(batch)
@@ -209,7 +209,7 @@ def test_nothing_counts_in_a_step_of_one_worker(team: Team) -> None:
 
 
 def told_of(job: tw.Job, weights: Any, before: bool, size: int) -> list[str]:
-    """What is told to a script that sums up before its backward, or only when it has stepped."""
+    """Returns the warning of a script that sums up before its backward, or only after its step."""
     model = nn.Linear(4, 3).double()
     opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with warnings.catch_warnings(record=True) as found:

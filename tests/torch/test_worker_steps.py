@@ -13,7 +13,7 @@ import tensorwire.torch as tw
 
 
 class Script(optim.Optimizer):
-    """Of no module that servers import."""
+    """An optimizer of no module that servers import."""
 
     def __init__(self, params: Any, do: Callable[[nn.Parameter], None]) -> None:
         super().__init__(params, {"lr": 0.5})

@@ -1,4 +1,4 @@
-"""What a path should reach."""
+"""The speed that a path should reach."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What no wheel carries is found in a checkout, and elsewhere told of in one sentence."""
+"""Benches that no wheel carries are found in a checkout; elsewhere one sentence names them."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ SAID = "is in tensorwire's repository, and no wheel carries it: clone the reposi
 
 @pytest.fixture
 def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As if this were no checkout."""
+    """Hides the checkout, like an installed wheel."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(checkout, "_FOLDER", tmp_path)
     monkeypatch.setattr(

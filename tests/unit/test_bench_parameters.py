@@ -74,7 +74,7 @@ def on_link(wire: str, system: str, seconds: float, cpu_s: float, ratio: float |
 
 
 def test_a_link_is_judged_by_its_limit_and_by_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where cores and not the link are what bounds, the slower link counts."""
+    """If cores and not the link are the bound, the slower link counts."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     rows = [
         on_link("1gbit", "tensorwire", 1.0, 1.9, 0.96),  # busy, but there is no slower one

@@ -105,7 +105,7 @@ def test_load_refuses_what_is_no_report(tmp_path: Path, text: str) -> None:
 
 
 def show_again(path: Path, *more: str) -> str:
-    """What `bench memory --from` prints, without a measurement."""
+    """Returns the output of `bench memory --from`, without a measurement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr("tensorwire.bench.memory.plan")
         return CliRunner().invoke(main, ["bench", "memory", "--from", str(path), *more]).output

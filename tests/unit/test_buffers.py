@@ -14,7 +14,7 @@ from tensorwire.memory.buffers import size_bytes
 
 
 def as_local(local: Any) -> Any:
-    """What the core gets, of an object that no stream of a GPU computes."""
+    """Returns the core's view of an object that no stream of a GPU computes."""
     found, stream = buffers.as_local(local)
     assert stream is None
     return found

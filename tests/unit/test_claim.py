@@ -25,7 +25,7 @@ input()
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the claims are."""
+    """The folder of the claims."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     yield tmp_path / "tensorwire"
     drop_claim()
@@ -105,7 +105,7 @@ def test_what_killed_processes_left_is_removed(folder: Path) -> None:
 
 
 def test_who_removes_what_was_left_is_no_holder(folder: Path) -> None:
-    """It has the lock for a moment. A worker that starts just then must not be refused."""
+    """The cleaner has the lock for a moment. A worker that starts just then must not be refused."""
     hold_claim("a job", 1, "RANK")
     (name,) = os.listdir(folder)
     drop_claim()

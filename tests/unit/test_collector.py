@@ -1,4 +1,4 @@
-"""Nothing looks for cycles while a store's objects are made."""
+"""The search for cycles rests while a store's objects are made."""
 
 import gc
 from collections.abc import Iterator

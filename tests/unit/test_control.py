@@ -1,4 +1,4 @@
-"""What a launcher hears at its door, and what who has asked is told."""
+"""Requests at a launcher's control socket, and their answers."""
 
 import json
 import math

@@ -245,7 +245,7 @@ def group(limits: dict[str, dict[str, object]]) -> Iterator[Path]:
 
 
 def run_in(group: Path, program: str) -> str:
-    """What a program printed that was told the file by which to enter a control group."""
+    """Returns the output of a program that was told the file by which to enter a control group."""
     command = [sys.executable, "-c", program, str(group / "cgroup.procs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ def test_half_a_core() -> None:
 
 @pytest.mark.parametrize(("cores", "threads"), [(0.5, 1), (3.9, 1), (5.5, 2), (8, 4)])
 def test_a_share_of_the_cores(cores: float, threads: int) -> None:
-    """A worker's is the same whoever asks, so that one that replaces it computes the same bits."""
+    """A worker's share is the same for every asker, so a successor computes the same bits."""
     job = JobSpec(("-m", "this"), 2, cores=cores)
     assert job.worker_environment({}, 1, [], 1)["OMP_NUM_THREADS"] == str(threads)
     own = job.worker_environment({"OMP_NUM_THREADS": "7"}, 1, [], 1)

@@ -61,7 +61,7 @@ def test_nothing_moves_where_no_work_was_measured() -> None:
 
 
 def test_moves_come_to_an_end() -> None:
-    """A server that is four times as slow, with its shares one behind the other or at once."""
+    """A server that is four times as slow, with its shares one after the other or at once."""
     for at_once in (False, True):
         owners, moves = dict(HALVES), 0
         while True:

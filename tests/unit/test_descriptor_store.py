@@ -1,4 +1,4 @@
-"""What a server hands to its launcher, and gets from it in the place of another one."""
+"""Descriptors that a server hands to its launcher, and gets from it as a successor."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_messages_that_make_no_sense(pair: Pair, messages: list[bytes]) -> None:
 
 
 def test_without_a_launcher_nothing_is_kept(pair: Pair) -> None:
-    """It is about to be killed; until then it serves."""
+    """The server is about to be killed; until then it serves."""
     store, launchers = pair
     launchers.close()
     store.keep("key", {}, 1)

@@ -130,6 +130,8 @@ def test_a_tree_with_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ]
     assert last == "7 docstrings, 3 rules broken"
     (folder / "store.py").write_text('"""Module."""\n')
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_store.py").write_text('def test_it():\n    """A verb."""\n')
     assert check.main(tmp_path) == 0
 
 

@@ -1,4 +1,4 @@
-"""What `tensorwire doctor` reads, from trees of other machines, and what it believes of a peer."""
+"""The facts that `tensorwire doctor` reads, from trees of other machines, and takes from a peer."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What comes from another machine's memory: blocks and heads of any bytes."""
+"""Values from another machine's memory: blocks and heads of any bytes."""
 
 import struct
 
@@ -76,6 +76,6 @@ def test_heads() -> None:
     ],
 )
 def test_arrays_that_are_no_run(array: object, error: type[Exception], advice: str) -> None:
-    """What would arrive as something else is refused where it is put."""
+    """An array that would arrive as something else is refused where it is put."""
     with pytest.raises(error, match=advice):
         check(Tensor("x", "int16", (4,)), array)

@@ -1,4 +1,4 @@
-"""What engines set in the environment of a process that they have started with others."""
+"""The variables that engines set for a process that they have started with others."""
 
 from pathlib import Path
 

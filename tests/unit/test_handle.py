@@ -85,7 +85,7 @@ def test_damage_is_noticed(handle: Handle, data: st.DataObject) -> None:
 
 @given(st.binary(min_size=37, max_size=200))
 def test_hostile_bytes_with_a_good_checksum(data: bytes) -> None:
-    """Whoever can compute a checksum gets a ValueError or a valid handle, nothing else."""
+    """Bytes with a good checksum give a ValueError or a valid handle, nothing else."""
     body = b"TWRH\x01" + data[5:]
     body += zlib.crc32(body).to_bytes(4, "little")
     try:

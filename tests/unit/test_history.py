@@ -1,4 +1,4 @@
-"""What a worker has got from others, noted for the process that takes its place."""
+"""The answers that a worker has got from others, noted for its successor."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a server lends readers, at a door where they may do what they like."""
+"""The memory that a server lends readers, at a door where they may do what they like."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Mailboxes: messages are whole, the latest ones stay, and whoever waits learns of a loss."""
+"""Mailboxes: messages are whole, the latest ones stay, and waiting threads learn of a loss."""
 
 import threading
 import time

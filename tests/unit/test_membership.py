@@ -116,7 +116,7 @@ def knock(nodes: contextlib.ExitStack, name: str, address: str) -> Peer:
 
 
 def refusal(peer: Peer) -> str:
-    """What the one who was turned away learns."""
+    """Returns the message to a process that was turned away."""
     with pytest.raises(PeerLostError) as caught:
         peer.region("anything", 20.0)
     return str(caught.value)
@@ -200,7 +200,7 @@ def test_a_second_one_of_a_name_is_turned_away(
 
 @pytest.mark.parametrize("count", [3, None])
 def test_servers_come_in_turn(nodes: contextlib.ExitStack, count: int | None) -> None:
-    """Whether or not a server was told how many there are, it takes no other."""
+    """A server takes no other one, told their number or not."""
     server, place = job_of(nodes, count)
     address = place.servers[0]
     names = ["server-01", "server-1", "server-1", "server-2", "server-9"]
@@ -216,7 +216,7 @@ def test_servers_come_in_turn(nodes: contextlib.ExitStack, count: int | None) ->
 
 
 def test_an_address_where_another_one_listens(nodes: contextlib.ExitStack) -> None:
-    """Named for a bug: whoever listened at an address of TENSORWIRE_SERVERS was a server."""
+    """Named for a bug: any listener at an address of TENSORWIRE_SERVERS was a server."""
     address = job_of(nodes)[1].servers[0]
     with pytest.raises(UnavailableError, match=r"server 1 .*'server-0' .*listens .*not server-1"):
         WorkerMember.join(World(0, 2, (address, address), 2))

@@ -537,7 +537,7 @@ class TestRegion:
 
 
 class TestTransfers:
-    """What is refused, before and after it is under way. What works is in the conformance suite."""
+    """Transfers that are refused, before and after they are under way."""
 
     def test_waiting(self, pair: Pair) -> None:
         remote = pair.to_far.region(pair.far.allocate(100).handle())
@@ -933,7 +933,7 @@ def test_a_peer_is_closed_with_a_reason(transport: str) -> None:
 
 @pytest.mark.parametrize("timeout_s", ["1", float("nan"), [1]])
 def test_timeouts_that_are_no_numbers(timeout_s: Any) -> None:
-    """Of every call that waits; not a list of signatures, and not a wait of no time."""
+    """Calls that wait; not a list of signatures, and not a wait of no time."""
     told = "a timeout is a number of seconds or None, not (str|nan|list)|timeout_s is a number of s"
     with Node("a") as a, Node("b") as b:
         peer = a.connect(b.address)

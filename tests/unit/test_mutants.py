@@ -1,4 +1,4 @@
-"""What `make mutants` draws: the same for a seed, single lines, and no texts for people."""
+"""The faults of `make mutants`: the same for a seed, single lines, and no texts for people."""
 
 import ast
 import sys

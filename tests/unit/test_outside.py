@@ -1,4 +1,4 @@
-"""What other processes write, at every socket and file where it is parsed."""
+"""Messages of other processes, at every socket and file where they are parsed."""
 
 import contextlib
 import fcntl

@@ -14,7 +14,7 @@ ROUNDS = 500
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_rounds_and_then_nothing(transport: str) -> None:
-    """Two ends answer each other quickly; whoever then waits in vain sleeps all the same."""
+    """Two ends answer each other quickly; one that then waits in vain sleeps all the same."""
     with node_pair([transport]) as pair:
         here, there = pair.near.allocate(64, name="here"), pair.far.allocate(64, name="there")
         to_there, to_here = pair.to_far.region("there"), pair.to_near.region("here")

@@ -70,7 +70,7 @@ def test_an_event_travels() -> None:
 
 
 class Memory:
-    """Regions of a store that outlive whoever allocates them."""
+    """Regions of a store that outlive their allocators."""
 
     def __init__(self) -> None:
         self.regions: dict[Any, NDArray[np.uint8]] = {}
@@ -125,7 +125,7 @@ def test_a_pause_is_over_when_a_later_request_says_so() -> None:
 def test_nobody_is_further_ahead_than_allowed(
     staleness: int, workers: int, wishes: list[int]
 ) -> None:
-    """Whoever may go steps, in any order: nobody leads by more, and not all wait."""
+    """Workers that may go step, in any order: nobody leads by more, and not all wait."""
     clocks = Clocks({rank: [2 * rank, 2 * rank + 1] for rank in range(workers)}, staleness)
     for wish in wishes:
         may = [rank for rank in range(workers) if clocks.may_go(rank)]

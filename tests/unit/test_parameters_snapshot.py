@@ -1,4 +1,4 @@
-"""What is asked for a snapshot and answered, and where in a snapshot what lies."""
+"""The requests for a snapshot, their answers, and the places in a snapshot."""
 
 import numpy as np
 import pytest

@@ -79,7 +79,7 @@ def test_what_the_peer_offers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_filter_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever turns the warning into an error gets no peer, and holds none."""
+    """A program that turns the warning into an error gets no peer, and holds none."""
 
     def warn(address: str, *_: object) -> None:
         raise tw.PathWarning(address)

@@ -1,6 +1,6 @@
 """Torch's random numbers where CUDA starts late; a generator of the CPU takes the part of a GPU's.
 
-What waits until CUDA starts is kept by torch itself, also on a machine without a GPU.
+torch itself keeps calls that wait until CUDA starts, also on a machine without a GPU.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
 
     def start(self) -> None:
-        """What `torch.cuda.init` does with the calls that came before."""
+        """Makes the earlier calls, like `torch.cuda.init`."""
         if self._started:
             return
         self._started = True
@@ -76,7 +76,7 @@ def test_a_seed_that_cuda_has_not_begun_with_is_kept(gpu: Gpu) -> None:
 def test_a_process_in_the_place_of_another_draws_what_that_would_have_drawn(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named for a bug: a seed of its own came behind the numbers that it took over."""
+    """Named for a bug: a seed of its own followed the numbers that it took over."""
     random_numbers.seed_all(7)
     gpu.draw()
     state = random_numbers.random_state()

@@ -57,7 +57,7 @@ def test_memory_page(
 
 
 def test_rpc_in_the_readme(repository: Path, tmp_path: Path) -> None:
-    """The only `python` block; what it prints is in the text behind it."""
+    """The only `python` block; its output is in the text after it."""
     pytest.importorskip("grpc")
     (block,) = blocks(repository / "README.md")
     program = tmp_path / "rpc_page.py"

@@ -191,7 +191,7 @@ def test_a_field_that_was_never_set() -> None:
 
 
 def test_a_message_that_left_without_its_array() -> None:
-    """By plain grpcio or a file: the receiver is told what whoever wrote it forgot."""
+    """Sent by plain grpcio or a file: the receiver is told what the writer forgot."""
     message = rpc.pack(np.arange(3.0))
     with pytest.raises(EncodeError, match="put_it_in_by_tensorwire_rpc_embed"):
         message.SerializeToString()

@@ -60,7 +60,7 @@ def test_a_runtime_folder_to_which_others_can_write(places: list[Path]) -> None:
 def test_that_of_another_user_is_left_alone(
     places: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As `su` leaves it; root could write there, and its owner could not any more."""
+    """The folder that `su` leaves; root could write there, and then its owner could not."""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(UnavailableError, match=r"tensorwire-12345 \(owned by user \d+\)"):
         runtime_folder()

@@ -24,7 +24,7 @@ READER = object()
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What room was asked for; there is always some."""
+    """Returns the room that was asked for; there is always some."""
     asked: list[int] = []
     monkeypatch.setattr(spare_module, "check_room", asked.append)
     return asked
@@ -72,7 +72,7 @@ def door() -> Iterator[Node]:
 
 
 class Spares(list[SpareMemory]):
-    """Those that were made."""
+    """Spare memory that remembers what was made."""
 
     def __call__(self, size_bytes: int, *rest: Any) -> SpareMemory:
         self.append(SpareMemory(size_bytes, *rest))

@@ -1,4 +1,4 @@
-"""What servers tell clients that are no workers, and the files by which these find them."""
+"""The answers of servers to clients that are no workers, and the files by which these find them."""
 
 import contextlib
 import json
@@ -195,7 +195,7 @@ def test_nobody_answers(pair: tuple[Node, Node]) -> None:
 
 
 def test_a_reader_is_no_member(capfd: pytest.CaptureFixture[str]) -> None:
-    """It may come before the workers, at the same time, and when all are there."""
+    """A reader may come before the workers, at the same time, and when all are there."""
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(Node("server-0"))
         member = ServerMember(0, 1, there, 1)

@@ -1,4 +1,4 @@
-"""What `tensorwire status` shows of a job whose servers do not answer: the log tells the rest."""
+"""The output of `tensorwire status` for a job without answering servers: the log has the rest."""
 
 import contextlib
 import json

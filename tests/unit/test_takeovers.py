@@ -1,4 +1,4 @@
-"""Who has the slices of workers that were killed, and which batch comes next."""
+"""The owners of slices of workers that were killed, and the order of their batches."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_nobody_is_left_for_what_was_not_taken() -> None:
 
 
 def test_a_death_while_workers_come_and_go() -> None:
-    """What it gets up to the change and what behind it is told to who takes over."""
+    """The new owner is told its places up to the change and after it."""
     given, keepers = given_to(4, 3)
     table = given.plan([0, 1, 3], {3: keepers[3]})
     assert table == {0: [0, 2], 1: [1], 3: [3]}
@@ -111,7 +111,7 @@ def test_a_sum_without_the_part_of_a_dead_worker() -> None:
 
 
 class Script:
-    """What a script does with the batches of a pass: `turns.next()` and `step`."""
+    """A script's use of the batches of a pass: `turns.next()` and `step`."""
 
     def __init__(self, slices: tuple[int, ...], steps: int, together: int = 1) -> None:
         world = World(slices[0], 8, slices=8)
@@ -223,7 +223,7 @@ def test_what_is_foreseen_comes() -> None:
 
 
 def test_random_numbers_behind_a_step_are_those_of_its_own_slice() -> None:
-    """Whoever draws some between two passes draws the same where a slice was taken over."""
+    """A script that draws between two passes draws the same where a slice was taken over."""
     script = Script((1, 0), 2)
     script.batch(), torch.manual_seed(5), script.step()
     script.batch(), torch.manual_seed(6), script.step()

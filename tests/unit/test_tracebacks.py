@@ -1,4 +1,4 @@
-"""What is left of a traceback, and whether an error says only that another process has failed."""
+"""The rest of a traceback, and the mark of an error that is another process's fault."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from tensorwire.tracebacks import Failure, failure_of, is_consequence
 
 
 def failure(source: str, **names: object) -> Failure:
-    """Of a program that raises; `names` are what it uses."""
+    """Returns the failure of a program that raises; `names` are its variables."""
     try:
         exec(compile(source, "train.py", "exec"), {"__name__": "__main__", **names})
     except BaseException as error:
@@ -74,7 +74,7 @@ def test_a_cause_is_shortened_too(library: ModuleType) -> None:
 
 
 def test_a_cause_that_is_told_in_other_words_is_left_out() -> None:
-    """Of tensorwire's own frames and Python's; what else it calls stays."""
+    """Frames of tensorwire and Python are left out; other code that they call stays."""
     ours: dict[str, object] = {}
     source = """
 import pathlib

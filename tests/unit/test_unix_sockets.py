@@ -15,7 +15,7 @@ from tensorwire.membership.unix_sockets import remove_dead
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The runtime folder, with a name longer than that of a socket may be."""
+    """The runtime folder, with a longer name than a socket may have."""
     long = tmp_path / ("long" * 30)
     long.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))

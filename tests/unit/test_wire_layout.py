@@ -128,7 +128,7 @@ def test_the_header_of_the_core() -> None:
 
 
 def written_offsets(function: str) -> set[int]:
-    """Where a function of handshake.cc puts something, as numbers beside its buffer."""
+    """Returns the offsets at which a function of handshake.cc writes, beside its buffer."""
     body = re.search(
         rf"{re.escape(function)} const {{(.*?)^}}", source("wire/handshake.cc"), re.S | re.M
     )
