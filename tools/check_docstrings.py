@@ -42,6 +42,7 @@ _SECTION = re.compile(
 _START = re.compile(
     r"(?:^|[.!?:]\s+|\n\s*\n\s*)(" + "|".join(map(re.escape, SENTENCE_STARTS)) + r")\b"
 )
+_NAMES = re.compile(r"^ +\w+(?:, \w+)*:", re.MULTILINE)  # of arguments and attributes
 _LEAVES = re.compile(r"\b(leave|leaves|leaving|left)\b[^.]{0,30}\bbehind$", re.IGNORECASE)
 _PHRASE = re.compile(r"\b(" + "|".join(PHRASES) + r")\b", re.IGNORECASE)
 
@@ -66,11 +67,9 @@ def problems(docstring: str, *, is_function: bool = False) -> Iterator[str]:
     prose = _SECTION.split(text)[0]
     for start in _START.finditer(prose, len(word)):
         yield f"has a sentence that begins with {start[1]!r}"
-    for phrase in _PHRASE.finditer(text):
-        is_name = re.match(r"\s*[:,]", text[phrase.end() :]) and text[: phrase.start()].endswith(
-            "    "
-        )
-        if not is_name and not _LEAVES.search(text[: phrase.end()]):
+    unnamed = _NAMES.sub("", text)
+    for phrase in _PHRASE.finditer(unnamed):
+        if not _LEAVES.search(unnamed[: phrase.end()]):
             yield f"has {phrase[1]!r}"
 
 
