@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def parse_json(data: bytes | str, form: type[T], most_bytes: int = 1 << 16) -> T:
-    """Returns what a JSON text says, if it has the declared form.
+    """Returns the value of a JSON text, if it has the declared form.
 
     Neither `true` nor `1.0` is an int; an int is taken for a float. An object has all keys that its
     form requires, and none that the form does not name.

@@ -57,7 +57,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, trace: TracebackType | None) -> Failure:
-    """Returns what to report of an exception.
+    """Returns the report of an exception.
 
     Args:
         error: the exception.
@@ -98,7 +98,7 @@ def hint(hidden: int) -> str:
 
 
 def install(name: str) -> None:
-    """Shortens what Python prints when an exception ends this process.
+    """Shortens the output of Python when an exception ends this process.
 
     An error that only says that another process has failed becomes one line. This is for workers
     whose launcher does not collect errors. A hook that the program has set stays, and so does
@@ -144,7 +144,7 @@ def wants_full() -> bool:
 
 
 class _Stack(traceback.StackSummary):
-    """Frames, of which some stand for those that were left out."""
+    """Frames, of which some stand for left-out ones."""
 
     def format_frame_summary(self, frame_summary: Any, **options: Any) -> str:
         if frame_summary.filename == _FOLD:

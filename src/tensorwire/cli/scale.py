@@ -114,7 +114,7 @@ def scale(
 
 
 def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
-    """Returns the job that is meant, which runs."""
+    """Returns the running job that is meant."""
     if address is not None:
         address = bare_address(address)
         found = [job for job in jobs if address in job.addresses]

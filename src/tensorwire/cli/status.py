@@ -226,7 +226,7 @@ def _ask(node: Node, address: str) -> dict[str, Any]:
 
 
 def _secret_of(known: RunningServer | None) -> bytes | None:
-    """Returns the job's secret; None for what the environment says."""
+    """Returns the job's secret; None: the environment's counts."""
     if known is None:
         return None
     if known.secret_file:

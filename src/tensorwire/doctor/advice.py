@@ -276,7 +276,7 @@ def about_tcp(tcp: Tcp, interfaces: Iterable[Interface]) -> Iterator[Finding]:
 
 
 def buffers_remedy(needed: int) -> str:
-    """Returns the commands that let so many bytes be on their way."""
+    """Returns the commands that permit this many bytes to be on their way."""
     most = max(16 << 20, 1 << (2 * needed - 1).bit_length())
     return f'sysctl -w net.ipv4.tcp_rmem="4096 131072 {most}" net.ipv4.tcp_wmem="4096 65536 {most}"'
 

@@ -250,7 +250,7 @@ class _Look:
             self.found.findings.append(Finding(WARNING, "versions", text, remedy))
 
     def _choose(self) -> tuple[str, str, tuple[str, ...]]:
-        """Returns what a plain `connect` takes, why, and what the other side offers."""
+        """Returns the path of a plain `connect`, its reason, and the other side's offer."""
         name, listen = f"{DOCTOR}{os.getpid()}", self._listen()
         with warnings.catch_warnings(), Node(name, listen=listen, secret=self.secret) as node:
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding

@@ -113,7 +113,7 @@ class Cost:
 
 
 class PathProbe:
-    """A connection to the peer by one path, with what measuring needs on both sides.
+    """A connection to the peer by one path, with everything for measuring on both sides.
 
     Attributes:
         helped: whether the peer is a doctor.
@@ -168,7 +168,7 @@ class PathProbe:
         return next((each for each in self.facts.interfaces if each.name == name), None)
 
     def close(self) -> None:
-        """Ends the connection; what was leased is freed there. Idempotent."""
+        """Ends the connection; leased memory is freed there. Idempotent."""
         self.node.close()
 
     # --- measuring ------------------------------------------------------------------------------

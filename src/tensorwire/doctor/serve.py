@@ -110,7 +110,7 @@ class Doctor:
 
 
 def _answer(dialogue: Dialogue, raw: RawServer, request: dict[str, Any]) -> None:
-    """Does what a client asks.
+    """Does the requests of a client.
 
     Raises:
         PeerLostError, ClosedError: the client left, or this Node ended.

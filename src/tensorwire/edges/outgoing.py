@@ -87,7 +87,7 @@ class Outgoing:
         return value
 
     def prepare(self, name: str, value: Value | None) -> tuple[int, ...]:
-        """Checks what is to be put, and waits until it can leave; changes nothing.
+        """Checks a value for `put`, and waits until it can leave; changes nothing.
 
         Returns:
             The shape, for `put`.

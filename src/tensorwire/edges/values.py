@@ -34,7 +34,7 @@ def size_bytes(tensor: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
-    """Checks what a run made and returns its shape.
+    """Checks the value of a run and returns its shape.
 
     Raises:
         TypeError: no numpy array, or a masked one.

@@ -328,7 +328,7 @@ class CheckpointWriting(FileWriting):
         self._used = 0
 
     def _check(self) -> None:
-        """Raises what has failed before: some bytes were taken, and others were not."""
+        """Raises an earlier error: some bytes were taken, and others were not."""
         if (failure := self._failure) is not None:
             raise refuse(
                 failure.errno or errno.EIO,

@@ -71,7 +71,7 @@ class FileWorker:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection; what was written stays. Idempotent."""
+        """Ends the connection; written files stay. Idempotent."""
         with self._lock:
             channel, self._channel, self._memory = self._channel, None, None
             if channel is not None:
@@ -81,7 +81,7 @@ class FileWorker:
 
     @property
     def memory(self) -> GradientMemory:
-        """The files, those of the newest optimizer.
+        """The files, of the newest optimizer.
 
         Raises:
             OSError: as of the constructor.

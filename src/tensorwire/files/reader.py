@@ -101,7 +101,7 @@ class JobReader:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections; the servers get back what they have lent. Idempotent."""
+        """Ends the connections; the servers get back their lent memory. Idempotent."""
         with self._lock:
             self._closed = True
             self._disconnect()
@@ -417,7 +417,7 @@ def _without_store(number: int, told: Mapping[str, Any]) -> str:
 
 
 def _first_possible(refused: Sequence[Reply], ask: Ask) -> int:
-    """Returns the first version that all servers can still copy; raises what else they say."""
+    """Returns the first version that all servers can still copy; raises their other answers."""
     for each in refused:
         if each.outcome == RequestOutcome.BUSY:
             raise BusyError(f"{each.text}: wait until a reader closes one")

@@ -103,12 +103,12 @@ class FileContent:
             return self._read_part(start, stop) if start < stop else b""
 
     def close(self) -> None:
-        """Gives back what it has; idempotent."""
+        """Gives its memory back; idempotent."""
         self._close()
 
 
 class Changes:
-    """When texts were first seen to be what they are. Any thread."""
+    """The times at which texts were first seen. Any thread."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[object, float]] = {}

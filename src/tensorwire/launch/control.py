@@ -33,7 +33,7 @@ _LONGEST = 1 << 16
 
 
 class RequestPart(TypedDict, total=False):
-    """One part of what is asked for; docs/launch.md has which part has what."""
+    """One part of a request; docs/launch.md has the content of each."""
 
     count: int
     drain: list[int]
@@ -87,7 +87,7 @@ class Client:
         self._channel.close()
 
     def hear(self) -> bool:
-        """Reads what it says; whether that is what it asks, the first time."""
+        """Reads a message of the client; returns whether it is its request, the first time."""
         try:
             data = self._channel.recv(_LONGEST)
         except BlockingIOError:

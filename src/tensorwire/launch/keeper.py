@@ -25,7 +25,7 @@ from tensorwire.outside import parse_json
 
 MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size"
-"""Numbers of a server or worker that may lie in what it keeps."""
+"""The numbers of a server or worker that its kept memory may have."""
 LONGEST_MESSAGE = 1 << 16
 _MOST_PER_MESSAGE = 100
 # The most that the kernel lets through in one message (SCM_MAX_FD): with room for them the control
@@ -59,7 +59,7 @@ class _MemberSays(TypedDict, total=False):
 
 
 class KeeperError(Exception):
-    """A server said what the launcher does not understand, or cannot hold; the text says what."""
+    """An error in a server's message, which the launcher cannot understand or hold."""
 
 
 class _Kept(NamedTuple):
@@ -136,7 +136,7 @@ class Keeper:
         self._socket = ours
 
     def tell(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Tells the attached process something, before what else it is told.
+        """Tells the attached process something, before other messages.
 
         Args:
             message: that.
@@ -153,7 +153,7 @@ class Keeper:
         return self._held[key].descriptor if key in self._held else None
 
     def hand_over(self, arguments: list[str], term: int, restarts: int) -> None:
-        """Tells the attached process, a standby, to start, and what it gets. Keeps it all too.
+        """Tells the attached standby to start, with its options. Keeps it all too.
 
         Args:
             arguments: options of the server that it replaces.
@@ -171,7 +171,7 @@ class Keeper:
         self.send()
 
     def send(self) -> None:
-        """Sends what waits, as far as there is room.
+        """Sends waiting messages, as far as there is room.
 
         Raises:
             KeeperError: the kernel does not take it.
@@ -193,7 +193,7 @@ class Keeper:
             self._queue.popleft()
 
     def read(self) -> None:
-        """Reads what has come and does it; a part, if it is much.
+        """Reads and does incoming messages; a part, if there are many.
 
         Raises:
             KeeperError: it is nothing that a server or worker says; the socket is closed.
@@ -233,7 +233,7 @@ class Keeper:
         return address if isinstance(address, str) else ""
 
     def close(self) -> None:
-        """Closes the socket and everything that is held; may be called again."""
+        """Closes the socket and all held descriptors; may be called again."""
         self._disconnect()
         self._queue.clear()
         for kept in self._held.values():
@@ -275,7 +275,7 @@ class Keeper:
                     os.close(descriptor)
 
     def _take(self, data: bytes, descriptors: list[int], flags: int) -> None:
-        """Does what a message says; takes the descriptor that it keeps out of the list."""
+        """Does a message; takes the descriptor that it keeps out of the list."""
         if flags & socket.MSG_CTRUNC:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise KeeperError(

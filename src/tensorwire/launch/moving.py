@@ -25,7 +25,7 @@ _TRIES = 3
 
 
 class Moves:
-    """The moves of one job: those of one request, or of one suggestion, at a time.
+    """The moves of one job: of one request, or of one suggestion, at a time.
 
     It is the handler of the part "servers" of what `tensorwire scale` asks.
 
@@ -163,7 +163,7 @@ class Moves:
             self._give_up(f"a server cannot be started: {error}")
 
     def _prepare(self, giver: int) -> None:
-        """Starts those that are needed; when all are ready, the giver ends."""
+        """Starts needed servers; when all are ready, the giver ends."""
         process = self._dealt.servers.get(giver)
         takers = {self._plan[share] for share in self._dealt.shares_of(giver)}
         for number in sorted(takers - self._dealt.servers.keys()):

@@ -98,7 +98,7 @@ class Output:
 
 
 class Consumer(Protocol):
-    """Takes what a `Stream` reads."""
+    """Takes the bytes of a `Stream`."""
 
     @property
     def full(self) -> bool:
@@ -180,7 +180,7 @@ def _visible(line: bytearray) -> bytes:
 
 
 class FirstLine:
-    """Takes what a process writes for the launcher alone: one line, of at most `longest` bytes.
+    """Takes a process's message for the launcher alone: one line, of at most `longest` bytes.
 
     Attributes:
         text: what came so far.
@@ -248,7 +248,7 @@ class Stream:
         return len(data)
 
     def finish(self) -> None:
-        """Reads what is there and closes, also if another process keeps the pipe open."""
+        """Reads the present bytes and closes, also if another process keeps the pipe open."""
         left = _MOST_PENDING  # more than a pipe holds; one that writes for ever is not followed
         while left > 0 and not self.closed and (count := self.read()):
             left -= count

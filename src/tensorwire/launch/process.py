@@ -200,7 +200,7 @@ class Process:
         self.name = kind if kind == "standby" else f"{kind} {index}"
 
     def signal(self, number: int) -> None:
-        """Asks the process itself to end; what it has started is its own affair."""
+        """Asks the process itself to end, and none of its children."""
         self.told_to_end = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
@@ -227,7 +227,7 @@ class Process:
         self.streams = [stream for stream in self.streams if not stream.closed]
 
     def read_all(self) -> None:
-        """Reads what its streams have by now, as far as there is room for it."""
+        """Reads its streams as far as there is room."""
         for stream in self.streams:
             while not (stream.closed or stream.full) and stream.read():
                 pass

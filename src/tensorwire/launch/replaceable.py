@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Replaceable(Protocol):
-    """A server, a worker or a standby; `Process` and `Visitor` are such."""
+    """A server, a worker or a standby; `Process` and `Visitor` are two."""
 
     kind: str
     index: int

@@ -518,7 +518,7 @@ class Restarts:
         return process
 
     def close(self) -> None:
-        """Closes all sockets and all that is held; may be called again."""
+        """Closes all sockets and everything held; may be called again."""
         self.retire()
         for member in self._members.values():
             member.keeper.close()
@@ -526,7 +526,7 @@ class Restarts:
             self.dealt.close()
 
     def start_server(self) -> tuple[Process, list[socket.socket]]:
-        """Starts a process that waits for what to serve, with a socket for each share."""
+        """Starts a process that waits for its role, with a socket for each share."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
             ours, there = [], []
             for _ in range(1 if self.dealt is None else self._job.dealt):
@@ -538,7 +538,7 @@ class Restarts:
             return process, ours
 
     def standby(self) -> Process:
-        """Returns the one that waits for a server's end; it is started if there is none.
+        """Returns the standby; it is started if there is none.
 
         Raises:
             OSError: it cannot be started.

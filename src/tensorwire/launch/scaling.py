@@ -40,18 +40,18 @@ class Handler(Protocol):
         """
 
     def tend(self) -> dict[str, Any] | None:
-        """Goes on with what is under way, without waiting; the outcome when it is done.
+        """Goes on with the change under way, without waiting; returns the outcome when it is done.
 
         Raises:
             ScaleError: it cannot be done after all.
         """
 
     def cancel(self, why: str) -> None:
-        """Takes back what is under way, if that is still possible; `tend` tells which it was."""
+        """Takes back the change under way, if that is possible; `tend` tells whether it was."""
 
 
 class FixedServers:
-    """The handler of a job whose servers keep what they have."""
+    """The handler of a job whose servers keep their shares."""
 
     def check(self, asked: RequestPart) -> None:
         """See `Handler`."""
@@ -157,7 +157,7 @@ class Scaling:
         self._waiting = list(asked.items())
 
     def _reason_of_request(self, asked: Mapping[str, RequestPart]) -> str:
-        """Returns why what is asked cannot be done; "" if it can be, as far as is known."""
+        """Returns why a request cannot be done; "" if it can be, as far as is known."""
         unknown = sorted(asked.keys() - self._handlers.keys())
         if unknown or not asked:
             return f"this job cannot change {', '.join(unknown) or 'nothing'}"

@@ -45,7 +45,7 @@ _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a job's processes get for what they have to do, in seconds.
+    """The times that a job's processes get for their tasks, in seconds.
 
     Attributes:
         start_s: a server, until it listens.
@@ -71,7 +71,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One host's job: what `run` was asked for, checked. See `run` for the arguments.
+    """One host's job: the checked arguments of `run`. See `run` for them.
 
     Raises:
         ValueError: an argument cannot be right; nothing has been started.
@@ -288,7 +288,7 @@ class JobSpec:
         return {**environment, **added}
 
     def worker_command(self, rank: int) -> list[str]:
-        """Returns the command of a worker: the script, or for the last ranks what takes files."""
+        """Returns the command of a worker: the script, or for the last ranks the file worker."""
         if self.file_workers and rank >= self.workers:
             return list(_FILE_WORKER_COMMAND)
         return [sys.executable, *self.command]
@@ -339,7 +339,7 @@ class JobSpec:
         return command if ready_fd is None else [*command, "--address-fd", str(ready_fd)]
 
     def _share_obstacle(self) -> str:
-        """Returns why no share could move, and what to do about it."""
+        """Returns why no share could move, and the remedy."""
         if self.durable is False:
             return "--no-durable says that nothing outlives a process; leave it out"
         why = self._obstacle()
@@ -400,7 +400,7 @@ class JobSpec:
 
 
 def reserve_port() -> socket.socket:
-    """Returns a socket with a port of this host that nobody gets by chance as long as it is open.
+    """Returns a socket with a port of this host, reserved as long as the socket is open.
 
     It is bound and does not listen, so that a process that names this port can listen there: with
     SO_REUSEADDR, which the stores of torch.distributed set.

@@ -589,7 +589,7 @@ class Supervisor:
             self._say(advice)
 
     def _flush(self) -> None:
-        """Writes what waits. A reader may take its time, but after a signal not for ever."""
+        """Writes pending output. A reader may take its time, but after a signal not for ever."""
         deadline = math.inf if self._stop is None else time.monotonic() + self._patience.kill_s
         while self._screen.pending:
             self._poll(deadline)

@@ -227,7 +227,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes what supervisors that were killed have left there."""
+    """Removes the remains of killed supervisors there."""
     for lock in folder.glob("serve-*.lock"):
         with contextlib.suppress(OSError), lock.open("r+b", buffering=0) as file:
             if try_lock(file.fileno()) and is_there(lock, file.fileno()):

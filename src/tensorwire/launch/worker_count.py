@@ -37,7 +37,7 @@ class Staff(Protocol):
         """Returns the running workers, also workers that have not joined so far."""
 
     def start_joiner(self, rank: int, joins: int) -> Process:
-        """Starts one more, for a place in which so many have joined, with it.
+        """Starts one more worker, for a place in which this many workers have joined, with it.
 
         Raises:
             OSError: it cannot be started.

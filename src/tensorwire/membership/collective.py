@@ -49,7 +49,7 @@ class _Sum:
 
 
 class _Question:
-    """A worker's part of a sum, what comes back, and how many bytes of that count."""
+    """A worker's part of a sum, the answer, and how many bytes of the answer count."""
 
     answer: NDArray[np.uint8]
     parts = 0  # that were added up, of so many workers
@@ -85,7 +85,7 @@ class CollectiveServer:
         return calls[rank] > min(n for r, n in calls.items() if not self._member.is_taken(r))
 
     def start(self, fail: Callable[[BaseException], None]) -> None:
-        """Begins to serve; after the workers have connected. `fail` is told what ends it."""
+        """Begins to serve, after the workers have connected. `fail` gets the error that ends it."""
         self._fail = fail
         self._thread.start()
 

@@ -115,7 +115,7 @@ class DescriptorStore:
         return Takeover(told["start"], told["term"], told["restarts"])
 
     def keep(self, key: str, about: dict[str, Any], descriptor: int) -> None:
-        """Hands a duplicate to the launcher, in place of what was kept under the key."""
+        """Hands a duplicate to the launcher, in place of the descriptor kept under the key."""
         self._send({"keep": key, "about": about}, [descriptor])
 
     def drop(self, key: str) -> None:

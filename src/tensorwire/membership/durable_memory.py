@@ -115,7 +115,7 @@ class DurableMemory:
         return region
 
     def free(self, region: Region) -> None:
-        """Frees what `allocate` has given. Any thread."""
+        """Frees a region of `allocate`. Any thread."""
         if self._store is not None:
             # First: as soon as it is freed, another thread may get and keep its id.
             self._store.drop(f"{_REGION}{region.name}")
@@ -126,7 +126,7 @@ class DurableMemory:
         return name in self._restored
 
     def forget(self, prefix: str) -> None:
-        """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
+        """Frees all regions of a predecessor with names of this beginning."""
         for name in [each for each in list(self._restored) if each.startswith(prefix)]:
             if (region := self._restored.pop(name, None)) is not None:  # of another thread perhaps
                 self.free(region)

@@ -197,7 +197,7 @@ class History:
         return bool(self._ahead) and self._ahead[0].kind == kind
 
     def skip_load(self) -> bytes | None:
-        """Leaves out all that a predecessor has done for a load, and returns what that told.
+        """Skips all notes of a predecessor's load, and returns its result.
 
         None: it is not noted, and nothing is left out.
         """
@@ -213,7 +213,7 @@ class History:
     def take_or_note(
         self, kind: NoteKind, data: bytes, store: int, number: int, slice_: int
     ) -> tuple[bool, bytes | None]:
-        """Notes what a predecessor may not have noted at this place.
+        """Notes something that a predecessor may not have noted at this place.
 
         Returns:
             Whether it is noted, and the predecessor's note.
@@ -283,7 +283,7 @@ class History:
             self._add_outside(entry)
 
     def _add_outside(self, entry: Entry) -> None:
-        """Keeps what is done again on the way to the next position, as long as it fits there."""
+        """Keeps notes that are repeated on the way to the next position, if they fit there."""
         if self._is_lost:
             size = self._outside_bytes() + len(entry.data)
             if self._dropped is None and size > _HALF_BYTES:

@@ -136,7 +136,7 @@ class LoggedJob:
     ended: set[int] = field(default_factory=set)
 
     def take(self, line: _LogLine) -> None:
-        """Does what a line says, the next one; KeyError if it does not say all of it."""
+        """Applies the next line to the job; KeyError if the line is incomplete."""
         what = line.pop("what")
         if "pid" in line:
             self.ended -= {line["pid"]}  # the number may be another process's now

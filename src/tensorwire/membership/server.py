@@ -45,7 +45,7 @@ _TAKEOVER_S = 2.0  # for a successor to answer, before others are looked after
 
 
 class ServerMember:
-    """A server on the fabric, of so many `workers`.
+    """A server on the fabric, for `workers` workers.
 
     Args:
         count: how many servers there are; None: nobody knows yet, they come one after another.
@@ -281,7 +281,7 @@ class ServerMember:
         return False
 
     def tell_readers(self, stores: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Writes what `tensorwire status` shows, if anybody reads it.
+        """Writes the status for `tensorwire status`, if anybody reads it.
 
         Args:
             stores: of this server, as they are shown.

@@ -154,7 +154,7 @@ class Takeovers:
 
     @property
     def rank(self) -> int:
-        """The lowest of `ranks`: what worker 0 does, its successor does."""
+        """The lowest of `ranks`: this worker acts for it."""
         return min(self.ranks)
 
     @property

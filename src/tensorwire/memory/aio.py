@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Bell:
-    """The descriptor that wakes one event loop for one Node, and who waits for what.
+    """The descriptor that wakes one event loop for one Node, and the loop's waiting futures.
 
     The loop alone owns it, through its registered reader: it goes away when the loop is closed or
     its Node is. All methods run in the loop's thread.

@@ -13,7 +13,7 @@ _DESCRIPTOR_MAX = (1 << 31) - 1
 
 
 def addend(value: Any) -> int:
-    """Checks what is to be added to a word."""
+    """Checks a number that is to be added to a word."""
     try:
         result = index(value)
     except TypeError as error:

@@ -10,7 +10,7 @@ from .path import Path, path_to
 
 
 class Connection:
-    """The base of `Peer`, which says what it is."""
+    """The base of `Peer`, which documents it."""
 
     __slots__ = ("_core", "_node")
 

@@ -29,7 +29,7 @@ class FreshBytes:
         self._size_bytes = size_bytes
 
     def __getitem__(self, piece: slice) -> FreshPiece:
-        """Returns the bytes [a:b], to be filled: what `RemoteRegion.read` takes.
+        """Returns the bytes [a:b], to be filled by `RemoteRegion.read`.
 
         Raises:
             ValueError: not 0 <= a <= b <= size, or a step.

@@ -78,7 +78,7 @@ def current_stream(gpu: int) -> OnStream | None:
 
 
 def on_stream(stream: Any, gpu: int) -> OnStream:
-    """Turns a `stream=` argument into what the core takes.
+    """Turns a `stream=` argument into the core's form.
 
     Args:
         stream: a torch.cuda.Stream, an object with `__cuda_stream__` (cuda.core), or the driver's
@@ -160,7 +160,7 @@ def dlpack_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
 
 
 class GpuView:
-    """Bytes of a region on a GPU, for what knows `__cuda_array_interface__`: torch, CuPy, Numba.
+    """Bytes of a region on a GPU, for users of `__cuda_array_interface__`: torch, CuPy, Numba.
 
     It keeps the memory.
     """

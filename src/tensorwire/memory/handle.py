@@ -164,7 +164,7 @@ class Handle:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Handle:
-        """Decodes what `to_bytes` made. Safe with bytes from anywhere.
+        """Decodes the bytes of `to_bytes`. Safe with bytes from anywhere.
 
         Raises:
             TypeError: `data` is not bytes.

@@ -17,7 +17,7 @@ from .gpu import GpuView, device_name, tensor_over
 
 
 class MappedView:
-    """The base of `RemoteRegion`, which says what it is."""
+    """The base of `RemoteRegion`, which documents it."""
 
     __slots__ = ("_core", "_offset", "size_bytes")
 

@@ -24,7 +24,7 @@ class PathWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Slower:
-    """Why a path is slower than it could be, and what to do."""
+    """The reason why a path is slower than it could be, and the remedy."""
 
     reason: str
     remedy: str

@@ -369,7 +369,7 @@ class RemoteRegion(MappedView):
         return self.peer.path.transport
 
     def private(self, timeout_s: float | None = 10.0) -> PrivateMapping:
-        """Returns the peer's memory copy-on-write: what is written there stays in this process.
+        """Returns the peer's memory copy-on-write: writes to it stay in this process.
 
         Only on one host (`mapped`). The peer is asked for the memory again, within `timeout_s`.
 

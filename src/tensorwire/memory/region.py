@@ -233,7 +233,7 @@ class Region:
         return view
 
     def private(self) -> PrivateMapping:
-        """Returns the same memory copy-on-write: what is written there stays in this process.
+        """Returns the same memory copy-on-write: writes to it stay in this process.
 
         Raises:
             ValueError: this is a slice.
@@ -416,7 +416,7 @@ class Word:
 
 
 def adoptable(tensor: Any) -> tuple[int, int]:
-    """Checks what `adopt` may move and returns (bytes, bytes of one item)."""
+    """Checks that `adopt` may move a value; returns (bytes, bytes of one item)."""
     if isinstance(tensor, np.ndarray):
         check_unmasked(tensor)
         if tensor.dtype.hasobject:

@@ -24,7 +24,7 @@ BELL = "checkpoints bell"
 """The region of server 0 with the word to which a writer adds 1 after a request."""
 
 INDEX = "checkpoints"
-"""The region at the door of server 0 with what there is: a mailbox of two places."""
+"""The region at the door of server 0 with the index: a mailbox of two places."""
 INDEX_BYTES, INDEX_PLACES = 1 << 20, 2
 
 MESSAGE_BYTES = 4096

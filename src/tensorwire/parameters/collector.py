@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Makes no collections of cycles inside, in any thread; for what is short and makes much."""
+    """Makes no collections of cycles inside, in any thread; for short code with many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

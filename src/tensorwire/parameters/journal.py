@@ -195,7 +195,7 @@ class Journal:
         self._head[_WORKED] += np.uint64(max(spent_s, 0.0) * 1e9)
 
     def save_numbers(self, version: int, numbers: Numbers) -> None:
-        """Copies what a step will overwrite of small things; puts it back if that was begun."""
+        """Copies small values that a step will overwrite; restores them if that was begun."""
         begun = self._head[_BEGUN] == version
         for kept, each in zip(self._before, numbers, strict=True):
             if begun:
@@ -208,7 +208,7 @@ class Journal:
         self._head[_BEGUN] = version
 
     def note_norm(self, version: int, norm: float) -> None:
-        """Notes the norm of a version, before what it was taken of is changed."""
+        """Notes the norm of a version, before the gradient that it was taken of is changed."""
         self._head[_NORM : _NORM + 1].view(np.float64)[0] = norm
         self._head[_NORMED] = version
 
@@ -291,7 +291,7 @@ class Journal:
         return tuple(self._scalars_after[tensor].tolist())
 
     def _restore(self) -> None:
-        """Puts back what a process was in the middle of when it ended."""
+        """Restores the cells and rows that a process was changing when it ended."""
         for slot in np.flatnonzero(self._armed).tolist():
             version, cell = divmod(int(self._armed[slot]), 1 << _CELL_BITS)
             if self._done[cell] < version:

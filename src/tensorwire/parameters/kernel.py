@@ -112,7 +112,7 @@ class Lookup(Protocol):
         """Returns for each of these rows the sum of the squares of the reduced gradient."""
 
     def step(self, hyper: Hyper, parts: Sequence[TableStep], scale: float) -> list[Scalars]:
-        """Applies the reduced gradient to these rows; what is not in it stays as it is.
+        """Applies the reduced gradient to these rows; other rows stay as they are.
 
         Args:
             hyper: as in `Tile.step`.

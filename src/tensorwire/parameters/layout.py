@@ -105,7 +105,7 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of what one index of the first dimension has."""
+        """The bytes of one index of the first dimension."""
         return self.size_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
     def __str__(self) -> str:

@@ -280,7 +280,7 @@ class Commit:
 
 
 def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
-    """Returns one commit per slice, of those that the workers of its pipeline have made, in order.
+    """Returns one commit per slice, merged from the workers of its pipeline, in order.
 
     Raises:
         ValueError: two of them have the gradient of one tensor, or they count other samples.

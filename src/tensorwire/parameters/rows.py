@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
     @property
     def changed_stop(self) -> int:
-        """The byte after what a step can have changed, in the memory of a worker."""
+        """The end of the bytes that a step can have changed, in the memory of a worker."""
         return padded(self.values_at + self.capacity * self.row_bytes)
 
 
@@ -150,7 +150,7 @@ def rows_here(member: TensorRows, rows: Rows) -> tuple[int, int]:
 
 
 def take_meant(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Gradient]:
-    """Takes all gradients of tables; returns those that a commit means, the rest is withdrawn."""
+    """Takes all gradients of tables; returns the ones that a commit means, withdraws the rest."""
     means = commit.operation in (APPLY, REDUCE)
     found = {i: each for i, each in gradients.items() if means and commit.present[i]}
     gradients.clear()
@@ -197,7 +197,7 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """Puts what a version changed into a worker's view of a server's rows of a table.
+    """Puts a version's changes into a worker's view of a server's rows of a table.
 
     Args:
         table: the rows of one server.

@@ -44,12 +44,12 @@ _MIN_CELLS_PER_THREAD = 2  # of CELL_BYTES; a pool costs some tens of microsecon
 
 
 def threads_for(cells: int, most: int) -> int:
-    """Returns how many threads work on so many cells of CELL_BYTES."""
+    """Returns how many threads work on a number of cells of CELL_BYTES."""
     return max(1, min(most, cells // _MIN_CELLS_PER_THREAD, MOST_THREADS))
 
 
 class Shard:
-    """Reduces and applies, by so many `threads`. Methods are called by one thread at a time.
+    """Reduces and applies, by `threads` threads. One thread at a time calls the methods.
 
     With a journal, a version that another process was killed in the middle of is made as if nothing
     had happened.
@@ -283,7 +283,7 @@ class Shard:
         return found
 
     def _square_sums(self, index: int, rows: Rows) -> list[float]:
-        """Returns a sum for each cell of a table, so that nothing depends on who has which."""
+        """Returns a sum for each cell of a table, which does not depend on the shares."""
         table, cells = self._tables[index], self.share.cells
         squares = self._lookups[index].square_sums()
         size = cells[index].stop - cells[index].start
@@ -309,7 +309,7 @@ class Shard:
         step.journal.note_norm(step.head.version, step.norm)
 
     def _make_cells(self, step: Step) -> None:
-        """Makes those cells and tables of the version that are not made."""
+        """Makes the cells and tables of the version that are not made yet."""
         journal, version, publisher = step.journal, step.head.version, step.publisher
         given, reduced = step.given, step.reduced  # before threads ask
         walk_cell, walk_table = self._walks if journal is None else self._noting_walks
@@ -476,7 +476,7 @@ class Shard:
         publisher: Publisher | None = None,
         arrivals: Arrivals | None = None,
     ) -> tuple[bool, float]:
-        """Does what the slices' commits ask for.
+        """Makes the version that the slices' commits ask for.
 
         Args:
             commits: one per slice, agreed.

@@ -65,7 +65,7 @@ class ShardMemory:
             self.device.synchronize()
 
     def on_host(self, array: Bytes | DeviceBytes) -> Bytes:
-        """Returns one of these arrays; a copy of what the device has."""
+        """Returns one of these arrays; from a device as a copy."""
         if self.device is None or isinstance(array, np.ndarray):
             return array
         found = np.empty(len(array), np.uint8)

@@ -137,7 +137,7 @@ class Parts:
         return Parts(version, places)
 
     def write_head(self, memory: Bytes) -> None:
-        """Says in the memory of a snapshot what is where."""
+        """Writes the places of the parts into the memory of a snapshot."""
         text = json.dumps({"version": self.version, "parts": self._places}).encode()
         if len(text) > _HEAD_BYTES - 8:
             raise ValueError(f"the parts of a snapshot take {len(text)} bytes to name, too many")
@@ -146,7 +146,7 @@ class Parts:
 
     @staticmethod
     def head_bytes() -> int:
-        """Returns how much of the memory of a snapshot says what is where."""
+        """Returns the size of the head of a snapshot, which tells the places of its parts."""
         return _HEAD_BYTES
 
     @staticmethod

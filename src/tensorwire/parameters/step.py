@@ -91,7 +91,7 @@ class Step:
 
     @property
     def rescales(self) -> bool:
-        """A norm was taken of what is kept, which is about to be changed cell by cell."""
+        """Notes nothing more of a norm; the kept gradient is about to be changed by cells."""
         return self.looks and self.journal is not None
 
     @property
@@ -100,7 +100,7 @@ class Step:
         return self.trains and (self.finite or not self.head.flags & CHECK_FINITE)
 
     def take_norm(self) -> None:
-        """Finds out what all servers together know of the gradient."""
+        """Combines the sums of all servers into the norm of the gradient."""
         self.know_norm(_root_of_sum(self._exchange(self.sums)))
 
     def take_noted(self, norm: float) -> None:

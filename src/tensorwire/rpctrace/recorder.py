@@ -22,7 +22,7 @@ HEAD = 8
 WORDS = HEAD + 2 * BUCKETS
 """The 8-byte words of a row: the head; then for each bucket a count and a sum."""
 ROWS = 1024
-"""Row 0 counts what had no row left."""
+"""Row 0 counts calls for which no row was left."""
 
 _SETTLE_S = 0.1  # by so much a program may end later that has calls under way
 
@@ -90,7 +90,7 @@ class Recorder:
             self._running -= 1
 
     def _settle(self) -> None:
-        """Waits for what other threads of grpcio are about to count, whose calls have ended."""
+        """Waits until other threads of grpcio have counted the calls that have ended."""
         until = time.monotonic() + _SETTLE_S
         while self._running > 0 and time.monotonic() < until:
             time.sleep(0.001)

@@ -117,7 +117,7 @@ class Member(Channel):
         raise self.failure(f"failed:\n{value}")
 
     def result(self, timeout_s: float | None = 30.0) -> Any:
-        """Waits for the function to return and gives what it returned; may be called again.
+        """Waits for the function to return and gives its result; may be called again.
 
         Objects that were sent and not received are thrown away.
 

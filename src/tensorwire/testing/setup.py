@@ -142,7 +142,7 @@ class CheckSetup:
 
 @functools.cache
 def warm_up(transport: str) -> None:
-    """Uses a transport once: what its library keeps as long as the process lives is then there."""
+    """Uses a transport once: objects that its library keeps for ever are there then."""
     if transport == "rdma":
         with Node(transports=[transport]) as near, Node(transports=[transport]) as far:
             near.connect(far.address)
@@ -150,7 +150,7 @@ def warm_up(transport: str) -> None:
 
 @functools.cache
 def warm_up_gpu() -> None:
-    """Uses the GPU once: what the driver keeps as long as the process lives is then there."""
+    """Uses the GPU once: objects that the driver keeps for ever are there then."""
     with Node(transports=["shm"]) as near, Node(transports=["shm"]) as far:
         peer = near.connect(far.address)
         remote = peer.region(far.allocate(8, device="cuda:0").handle())
@@ -205,7 +205,7 @@ def failure_of(start: Callable[..., Any], *args: Any, **options: Any) -> Excepti
 
 
 def operations_on(remote: RemoteRegion) -> list[Callable[[], object]]:
-    """Returns every kind of operation on the memory of a peer; what they need is made now."""
+    """Returns every kind of operation on the memory of a peer; makes their memory now."""
     word, writing = remote.word(0), remote.peer.prepare_write([b"x"], [remote])
     return [
         lambda: remote.write(b"x"),

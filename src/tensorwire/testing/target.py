@@ -115,7 +115,7 @@ class Target:
         self._peer.close()
 
     def answer_rounds(self, key: str, sizes: list[int], reply_to: str, words: str) -> list[int]:
-        """Checks what each signal announces.
+        """Checks the bytes that each signal announces.
 
         In round k, once the word at 0 of `words` is at least k, sizes[k - 1] bytes of `key` must
         all be `round_value(k)`: from 64 on, or from 0 if the word is in another region. Then word 0
@@ -153,7 +153,7 @@ class Target:
         self._peer = None
 
     def begin(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Starts a method beside the caller; the result waits for it and gives what it returned."""
+        """Starts a method beside the caller; the result waits for it and gives its value."""
         running = beside(getattr(self, method), *args)
         return lambda: running.result(60.0)
 

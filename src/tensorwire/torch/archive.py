@@ -123,7 +123,7 @@ def _stem(target: Path) -> str:
 
 
 def remove_parts(target: Path) -> None:
-    """Removes what processes that were killed in `replace` have left beside a file.
+    """Removes the remains of killed processes in `replace` beside a file.
 
     A part is locked by the process that writes it, and that one is left alone; so is every part
     where the file system has no locks, or this process may not remove it.
@@ -142,7 +142,7 @@ def remove_parts(target: Path) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens what may be somebody else's: a link is an error, and a pipe is not waited for."""
+    """Opens a file that may be somebody else's: a link is an error; a pipe is not waited for."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -232,7 +232,7 @@ def _check_records(file: BinaryIO) -> None:
 
 
 def _check_entry(record: zipfile.ZipInfo) -> None:
-    """Looks at what no checksum is of: it has to be as torch.save writes it.
+    """Checks the bytes without a checksum: they have to be as torch.save writes them.
 
     torch reads nothing into a tensor whose record has the attribute of a folder.
     """

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 
 
 def check_keepable(name: str, thing: Any) -> None:
-    """Raises TypeError or ValueError for what `Job.keep` cannot take."""
+    """Raises TypeError or ValueError for an object that `Job.keep` cannot take."""
     if name == _HEAD:
         raise ValueError(f"files have {name!r} for what the job itself saves; choose another name")
     if not _is_plain(thing) and not (
@@ -183,7 +183,7 @@ def saved(thing: Any) -> Any:
 
 
 def fill(thing: Any, value: Any) -> None:
-    """Puts into an object what `saved` has returned.
+    """Fills an object with the value that `saved` has returned.
 
     Tensors, dicts and lists in a dict or list stay the same objects, since the script may have
     other names for them: they are filled too. Sparse and expanded tensors, and those of another

@@ -41,7 +41,7 @@ def save(
     keep: int,
     write: Callable[[dict[str, Any], BinaryIO], None],
 ) -> Path:
-    """Writes a checkpoint into a folder, which is made, and removes those older than the last ones.
+    """Writes a checkpoint into a folder, which is made, and removes the oldest ones.
 
     Args:
         folder: it may hold other things; they stay.
@@ -278,7 +278,7 @@ def _remove(directory: Path) -> None:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Removes what killed processes have left; nobody has that locked."""
+    """Removes the remains of killed processes, which nobody has locked."""
     for name in filter(_PART.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -49,7 +49,7 @@ class LoaderData:
 
 
 def unpacked(given: LoaderData) -> LoaderData:
-    """Returns what a user's own DataLoader was made of, in place of it; else `given` itself.
+    """Returns the parts of a user's own DataLoader, in place of it; else `given` itself.
 
     Raises:
         TypeError: it is of a class that gives out batches in its own way.

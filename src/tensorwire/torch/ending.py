@@ -37,7 +37,7 @@ def tell_of_failed_write(error: BaseException) -> None:
 
 
 def end_with_error() -> None:
-    """Ends a process that is ending anyway, with exit code 1, which nothing that is raised does.
+    """Ends a process that is ending anyway, with exit code 1, which an exception would not give.
 
     A notebook goes on.
     """

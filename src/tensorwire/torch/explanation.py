@@ -114,7 +114,7 @@ class Explanation:
 
     @property
     def bytes_copied(self) -> int:
-        """Bytes of gradients that the worker copied; what it copied twice counts twice."""
+        """The bytes of gradients that the worker copied; a second copy counts twice."""
         return sum(row.bytes_copied for row in self.gradients)
 
     def to_json(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def generator_of(
 
 
 class ShardOfData(Subset[Any]):
-    """A worker's part of a dataset, with those of workers whose slices it takes over."""
+    """A worker's part of a dataset, with the parts of workers whose slices it takes over."""
 
     def __init__(self, dataset: Dataset[Any], session: Session) -> None:
         self._session = session

@@ -17,7 +17,7 @@ _WRAPPERS = {
 
 
 def check_model(model: Any) -> None:
-    """Raises an error for what cannot be trained as it is.
+    """Raises an error for a model that cannot be trained as it is.
 
     Raises:
         TypeError: it is no module, or one around which another library's training is wrapped.
@@ -77,7 +77,7 @@ def _dense_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def tell_of_model(model: nn.Module, slices: int) -> None:
-    """Tells the user what of a model is otherwise here than where it came from; worker 0 does."""
+    """Tells the user, in worker 0, how the model differs here from its first place."""
     if slices > 1 and any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
         print(
             "tensorwire: SyncBatchNorm takes its mean and variance over the samples of one slice "

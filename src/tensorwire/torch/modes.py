@@ -41,7 +41,7 @@ def check_slices(place: World, mode: Mode) -> None:
 
 
 def check_optimizer(mode: Mode, buffers: str, by_worker: bool, tables: Sequence[str]) -> None:
-    """Raises ValueError if an optimizer, or what it trains, needs that all step together."""
+    """Raises ValueError if an optimizer, or its model, needs that all step together."""
     if mode.is_sync:
         return
     if buffers == "average":

@@ -176,7 +176,7 @@ def DistributedOptimizer(
 
 
 def _close_replaced(job: Job, optimizer: torch.optim.Optimizer) -> None:
-    """Closes those optimizers of which this one trains all that they still could."""
+    """Closes optimizers whose remaining parameters all are trained by this one."""
     groups = optimizer.param_groups
     trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     for core in list(job.local_replicas):
@@ -404,7 +404,7 @@ def edit(model: nn.Module | Split) -> Iterator[None]:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scales the averaged gradient down to `max_norm` (2-norm); what `step()` applies is clipped.
+    """Scales the averaged gradient down to `max_norm` (2-norm), before `step()` applies it.
 
     As `torch.nn.utils.clip_grad_norm_`, on the servers: `.grad` itself is left as it is. All
     workers call it between backward and `step()`.

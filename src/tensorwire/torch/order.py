@@ -59,7 +59,7 @@ class Dealing:
         return self.slices if self.batches else self.slices * self.batch_size
 
     def count(self, items: int) -> int:
-        """Returns how many steps so many items make, if the last batches are enough for one.
+        """Returns how many steps a number of items makes, if the last batches are enough for one.
 
         Raises:
             ValueError: they make no step, or too few for `accumulate`.
@@ -168,10 +168,10 @@ class PassPlan(Protocol):
         """Tells whether there is a step; of a stream true until its end has come."""
 
     def request(self, step: int, index: int) -> Any:
-        """Returns what a DataLoader is asked for, to get the batch of a slice."""
+        """Returns the request to a DataLoader for the batch of a slice."""
 
     def take(self, step: int, data: Any) -> Any:
-        """Returns the batch in what a DataLoader has given for a step.
+        """Returns the batch in a DataLoader's answer for a step.
 
         Raises:
             ValueError: the pass has no such step.
@@ -252,7 +252,7 @@ class Seeded(Dataset[Any]):
 
 
 def seed_for_a_batch(seed: int) -> None:
-    """Seeds what draws numbers in reading a batch, in whatever process that is."""
+    """Seeds all generators that reading a batch uses, in any process."""
     torch.default_generator.manual_seed(seed)
     if get_worker_info() is not None:  # a process of the loader: these are its own
         random.seed(seed)

@@ -178,5 +178,5 @@ class Position:
         return "" if self._passes else "it makes steps with batches that no job.loader has given"
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Goes on from what `saved` has returned when the checkpoint was saved."""
+        """Goes on from the position that `saved` returned for the checkpoint."""
         self._from = saved

@@ -129,7 +129,7 @@ class Rejoin:
 
     @property
     def obstacle(self) -> str:
-        """Why nobody could join by what this worker has noted; "" if somebody could."""
+        """The reason why nobody could join by this worker's notes; "" if there is none."""
         return self._history.reason
 
     def end_pass(self, loader: str, number: int) -> None:

@@ -82,7 +82,7 @@ class Meeting:
 
     @property
     def listen(self) -> str:
-        """The address on which what other workers connect to must listen on this host."""
+        """The address of this host that sockets for other workers must listen on."""
         return "127.0.0.1" if len(self.hosts) == 1 else address_towards(self.address)
 
     def _claim(self) -> None:

@@ -66,7 +66,7 @@ class BackgroundWrites:
         self._running.clear()
 
     def check(self) -> None:
-        """Raises what could not be written, if nobody was told yet."""
+        """Raises the error of a write, if nobody was told yet."""
         errors, self._errors = self._errors, []
         for other in errors[1:]:
             errors[0].add_note(f"nor was another checkpoint: {type(other).__name__}: {other}")
@@ -216,7 +216,7 @@ class Saving:
             )
 
     def finish(self) -> None:
-        """Returns when nothing is being written; raises what could not be."""
+        """Waits until nothing is being written; raises the error of a write."""
         self.writes.finish()
         self.writes.check()
 

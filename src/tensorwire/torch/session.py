@@ -73,7 +73,7 @@ class GivenBatch:
 
 
 class Session:
-    """A worker and what it does with the others; a `Job` makes it, in all workers together.
+    """A worker and its connections to the others; a `Job` makes it, in all workers together.
 
     Args:
         world: which worker this is.
@@ -434,7 +434,7 @@ class Session:
         self.position.load(position)
 
     def count(self, began: Mapping[str, Any]) -> None:
-        """Sums and versions follow those that `counts` told, as when an epoch began."""
+        """Makes sums and versions follow the numbers of `counts`, as when an epoch began."""
         if self._collective is not None:
             self._collective.go_on(began["sums"])
         for store, version in zip(self._stores, began["versions"], strict=False):

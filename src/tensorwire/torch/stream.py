@@ -107,7 +107,7 @@ class StreamReader(Dataset[Any]):
 
 
 class CollateFound:
-    """A `collate_fn` for what a `StreamReader` has found.
+    """A `collate_fn` for the findings of a `StreamReader`.
 
     Args:
         own: the user's; None: torch's.
@@ -117,7 +117,7 @@ class CollateFound:
         self._own = own or default_collate
 
     def __call__(self, found: FoundSlice) -> tuple[About, Any]:
-        """Returns what is told of the step, and the batch of the slice."""
+        """Returns the facts about the step, and the batch of the slice."""
         return found.about, self._own(found.samples) if found.about.sizes else None
 
 

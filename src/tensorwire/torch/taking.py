@@ -296,5 +296,5 @@ class BatchTurns:
         return chain(found, further())
 
     def _steps_from(self, first: int, most: int) -> Sequence[int]:
-        """Returns up to so many steps that the pass has, from one on."""
+        """Returns up to this many steps of the pass, from one on."""
         return [step for step in range(first, first + most) if self._is_there(step)]

@@ -99,7 +99,7 @@ class WorkerState:
         }
 
     def load_again(self, loaded: Mapping[str, Any]) -> None:
-        """Puts that back, without the checkpoint; what is at the servers is there."""
+        """Restores the worker's part, without the checkpoint; the servers have the rest."""
         for replica, each in zip(self._replicas, loaded["replicas"], strict=False):
             _go_on(replica, each)
         for name in set(loaded["kept"]) & set(self._own_kept()):
@@ -110,7 +110,7 @@ class WorkerState:
         return not any(replica.reducer.turn for replica in self._replicas)
 
     def _own_kept(self) -> list[str]:
-        """Returns the names of what is kept and not at the servers."""
+        """Returns the names of kept objects that are not at the servers."""
         return [
             name
             for name, thing in self._kept.items()
@@ -129,7 +129,7 @@ class WorkerState:
             rejoin.refuse("it uses torch.distributed, whose groups nobody can join later")
 
     def _check_kept(self) -> None:
-        """Raises RuntimeError if what changes steps was not kept."""
+        """Raises RuntimeError if an object that changes steps was not kept."""
         if missing := missing_kept(self._kept, self._replicas):
             raise RuntimeError(
                 f"worker {self._session.rank} was killed, and no other process can take its place: "

@@ -84,7 +84,7 @@ class _Stored:
 
 
 class _Pending:
-    """A checkpoint that is written: its files by name, and who writes it.
+    """A checkpoint that is being written: its files by name, and its writers.
 
     Attributes:
         broken: a process that wrote some of it is gone.

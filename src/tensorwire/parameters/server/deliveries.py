@@ -86,7 +86,7 @@ class Deliveries:
         self._wanted.put((rank, number, data))
 
     def close(self) -> None:
-        """Ends the thread, which sends what is wanted first."""
+        """Ends the thread, after it has sent all wanted deliveries."""
         if self._thread is not None:
             self._wanted.put(None)
             self._thread.join()

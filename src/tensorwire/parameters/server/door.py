@@ -67,7 +67,7 @@ class ReaderLease:
         return time.monotonic() - self._since > LOST_S
 
     def serve(self, lendings: Mapping[int, Lending]) -> None:
-        """Does what it asks for, as far as that can be done now."""
+        """Does the requests of a reader, as far as that can be done now."""
         number = self._asks.count
         if number != self._answered and self._pending is None:
             self._answered, self.asked_s = number, time.monotonic()
@@ -169,7 +169,7 @@ class ReaderDoor:
         self._thread.join()
 
     def tell(self, stores: Callable[[], list[Mapping[str, Any]]]) -> None:
-        """Writes what readers are told of the job, if there are any. The server's main thread."""
+        """Writes the job's description for readers, if there are any. The server's main thread."""
         with contextlib.suppress(ClosedError):
             if peers := self.node.peers:
                 self._tell([peer.name for peer in peers], stores())

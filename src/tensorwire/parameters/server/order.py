@@ -124,13 +124,13 @@ class Leader:
         return self._lead.decided > self._ledger.account.events
 
     def decide(self, version: int) -> None:
-        """Notes what comes next, when `version` is in place; ClosedError: nothing does."""
+        """Notes the next event, when `version` is in place; ClosedError: there is none."""
         self._lead.event = self._find(version)
         self._lead.decided += 1
         self._ledger.note()
 
     def send(self) -> Event:
-        """Tells the others what was decided last, and returns it."""
+        """Tells the others the last decision, and returns it."""
         event, number = self._lead.event, self._lead.decided
         assert event is not None
         data = event.to_bytes()
@@ -189,7 +189,7 @@ class Leader:
             lead.held.append(rank)
 
     def _look(self) -> None:
-        """Finds who holds nobody back: who has left, or waits for all others."""
+        """Finds workers that block nobody: they left, or wait for all others."""
         member, calls = self._member, self._calls
         stopped = {self._opening.committers[index] for index in self._stopped}
         is_new = self._lead.clocks.excuse(

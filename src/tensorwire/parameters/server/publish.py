@@ -151,7 +151,7 @@ class Chunks:
 
 
 class Sums:
-    """The sums of squares of a version: those that are `mine`, and those of all servers."""
+    """The sums of squares of a version: `mine`, and all servers'."""
 
     def __init__(self, version: int, mine: NDArray[np.float64]) -> None:
         self.version, self.mine = version, mine
@@ -255,7 +255,7 @@ class Results:
             mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
 
     def tell_again(self, version: int, data: Bytes) -> None:
-        """Tells workers that are there what a predecessor has told some of them, or none."""
+        """Repeats a predecessor's message to all present workers; some may have got it."""
         for rank, peer in list(self._member.workers.items()):
             with contextlib.suppress(LookupError, TensorwireError):
                 self._member.persist(peer, self._mailboxes.find, rank)
@@ -298,7 +298,7 @@ class Results:
             self._member.tell_workers(boxes, np.frombuffer(data, np.uint8), number)
 
     def answer_again(self, rank: int, number: int, data: bytes) -> None:
-        """Tells one worker, if it is there, what a predecessor has told it or not."""
+        """Repeats to one worker, if it is there, a message that a predecessor may have told it."""
         if (peer := self._member.workers.get(rank)) is None:
             return
         with contextlib.suppress(LookupError, TensorwireError):

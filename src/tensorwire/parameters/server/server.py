@@ -155,7 +155,7 @@ class Server:
             self._released[number] = 1
 
     def _watch(self) -> None:
-        """Raises what a thread has told; the policy decides what the loss of a member means."""
+        """Raises an error of a thread; the policy decides whether a lost member ends the job."""
         try:
             if self._failure:
                 raise self._failure
@@ -356,7 +356,7 @@ class StoreServer:
             )
 
     def _tell_opened(self) -> None:
-        """Tells the workers that the store is open, or once more what they were told last."""
+        """Tells the workers that the store is open, or repeats the last message to them."""
         if self.versions is not None:
             self.versions.lend()
             self.version = self.versions.present

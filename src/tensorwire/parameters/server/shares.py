@@ -16,7 +16,7 @@ from tensorwire.membership import DescriptorStore
 
 
 class Shares:
-    """The shares of this process, of which others may come while it serves those that it has.
+    """The shares of this process; more may come while it serves them.
 
     Args:
         serve: waits for what a socket says first, and serves that share until its end; returns

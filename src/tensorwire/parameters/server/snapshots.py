@@ -186,7 +186,7 @@ class Snapshots:
                 self._fail(error)
 
     def _serve(self, rank: int) -> None:
-        """Does what a worker has asked for last, unless it was done and answered."""
+        """Does a worker's last request, unless it was done and answered."""
         number = self._inboxes[rank].count
         if number <= self._answered[rank]:
             return

@@ -38,7 +38,7 @@ _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its p
 
 
 class Making:
-    """A version while it is made; each row of VERSION finds what those before it have set.
+    """A version while it is made; each row of VERSION finds the results of earlier rows.
 
     Attributes:
         version: its number.
@@ -193,7 +193,7 @@ class Versions:
         return 1 if self._journal is None else self._journal.published
 
     def tell_opened(self) -> None:
-        """Tells the workers that the store is open, or once more what they were told last."""
+        """Tells the workers that the store is open, or repeats the last message to them."""
         if self._journal is None:
             self._results.tell_opened()
             return
@@ -226,7 +226,7 @@ class Versions:
         chunks: Chunks | None,
         arriving: ArrivingUnits,
     ) -> tuple[bool, float]:
-        """Makes the values those of a version; readers see whether it is under way."""
+        """Makes the values a version's; readers see whether it is under way."""
         if self._lending is not None:
             self._lending.begin(version)
         timed = Timed(exchange)

@@ -244,7 +244,7 @@ class ScriptlessWorker:
         return self._control(0) >= GOODBYE
 
     def turn(self) -> bool:
-        """Does what can be done without gradients; says whether there was something.
+        """Does the work that needs no gradients; tells whether there was any.
 
         Raises:
             RuntimeError: the job is over; the message says why and names who failed.

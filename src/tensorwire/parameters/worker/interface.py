@@ -94,10 +94,10 @@ class Store(Protocol):
         """Returns the place in `memory` of a tensor that this worker has."""
 
     def differs(self, tensor: int, data: Any) -> bool:
-        """Tells whether bytes are not those of the tensor in the present version."""
+        """Tells whether bytes differ from the tensor in the present version."""
 
     def take_back(self, always: bool = False) -> list[int]:
-        """Takes back what was written by way of `value`, and tells to which tensors.
+        """Takes back writes by way of `value`, and returns the tensors that had any.
 
         It looks at pages. A tensor that shares a page with one that was written to is told only if
         its bytes differ, or if nobody's do. Where the kernel does not tell what was written
@@ -183,7 +183,7 @@ class Store(Protocol):
     def take_or_note(
         self, kind: NoteKind, slice_index: int, data: bytes
     ) -> tuple[bool, bytes | None]:
-        """Notes what this worker has of a slice of the next version, which is not committed.
+        """Notes something of a slice of the next version, which is not committed.
 
         Gradients that are noted lie at the servers, and a process in the place of this one pushes
         nothing until it has been given the note.

@@ -31,7 +31,7 @@ class Answers:
         ]
 
     def wait(self, version: int) -> Result:
-        """Returns when a version is in place at all servers, with what they say together."""
+        """Waits until a version is in place at all servers; returns their common result."""
         results = []
         for peer, mailbox in self._mailboxes:
             result = Result.from_bytes(
@@ -97,7 +97,7 @@ class Answers:
         return error
 
     def attempt(self, peer: Peer, action: Callable[..., T], *arguments: Any) -> T:
-        """Does what concerns a peer, and explains an error.
+        """Calls an action that concerns a peer, and explains an error.
 
         It is done again where the peer was a server that another one has replaced.
         """
@@ -180,7 +180,7 @@ class Link:
         return copied
 
     def send_rest(self, slice_index: int, gradients: Mapping[int, Gradient]) -> None:
-        """Sends gradients of tables, and what was pushed of the slice and not yet sent."""
+        """Sends gradients of tables, and pending pushes of the slice."""
         sender, attempt = self._sender(slice_index), self._answers.attempt
         for table in self.regions.tables:
             if not gradients.keys().isdisjoint(table.tensors):
@@ -201,7 +201,7 @@ class Link:
         return self._answers.attempt(self.peer, lambda: self._sender(slice_index).read_commit(spec))
 
     def flush(self) -> None:
-        """Sends what was pushed of any slice and not yet sent."""
+        """Sends pending pushes of any slice."""
         for sender in self._senders.values():
             self._answers.attempt(self.peer, sender.flush)
 

@@ -115,7 +115,7 @@ class Copier(_Sender):
             self._pending_bytes += data.nbytes
 
     def flush(self) -> None:
-        """Copies what is pending."""
+        """Copies pending gradients."""
         if not self._locals:
             return
         transfer = self._peer.write(self._locals, self._remotes)
@@ -167,7 +167,7 @@ class Outbox(_Sender):
         self._unit_of = {cell: number for number, unit in enumerate(units) for cell in unit}
 
     def push(self, tensor: int, data: Any) -> int:
-        """Sends what is complete by a tensor; `data` and the result as in `Store.push`."""
+        """Sends units that are complete by a tensor; `data` and the result as in `Store.push`."""
         parts = self._parts[tensor]
         if not parts:
             return 0
@@ -192,7 +192,7 @@ class Outbox(_Sender):
                 self._send(unit)
 
     def commit(self, commit: Commit, data: Bytes) -> None:
-        """Sends the commit and the stamps of units, ahead of what is still under way."""
+        """Sends the commit and the stamps of units, ahead of units under way."""
         announced = np.concatenate([data, self._stamps.view(np.uint8)])
         self.transfers.append(self._commits.send(announced, commit.version))
 

@@ -73,7 +73,7 @@ class Snapshot(Readable, Protocol):
         """Tells whether an address is in memory that `value` or `state` has returned."""
 
     def fetch(self) -> None:
-        """Fills what was returned and lies in other memory: of other hosts, cut between servers.
+        """Fills returned arrays that lie in other memory: of other hosts, cut between servers.
 
         Raises:
             RuntimeError: the job is over.
@@ -127,7 +127,7 @@ class PresentVersion:
 
 
 class Given:
-    """The addresses of what a snapshot has returned."""
+    """The addresses of arrays that a snapshot has returned."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()

@@ -296,7 +296,7 @@ class RemoteStore:
         return replace(commit, blocks=blocks)
 
     def _commit_again(self, slice_index: int, commit: Commit) -> None:
-        """Sends a commit to those servers that have not got it."""
+        """Sends a commit to the servers that have not got it."""
         data = commit.to_bytes()
         for link in self._links:
             if link.committed(slice_index) < commit.version:

@@ -152,6 +152,6 @@ class ViewSource:
         return answers.attempt(self._neighbour[1], self._neighbour[1].region, name)
 
     def take_changes(self, version: int) -> None:
-        """Puts what a version changed of tables into the view, where servers do not do it."""
+        """Puts a version's changes of tables into the view, where servers do not do it."""
         for table, changed, part in self._changes:
             take_change(table, version, changed, part)

@@ -220,7 +220,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _is_safe(about: os.stat_result) -> bool:
-    """Returns whether only this user or root can have written what is there."""
+    """Returns whether only this user or root can have written a file."""
     return about.st_uid in (0, os.geteuid()) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

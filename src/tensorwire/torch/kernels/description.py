@@ -115,7 +115,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the attributes of an optimizer, beside those that all have.
+    """Returns the attributes of an optimizer, without the ones that all optimizers have.
 
     Raises:
         NotOnServersError: one is no plain value.
@@ -150,7 +150,7 @@ def plain_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raises NotOnServersError if a class may look at what a parameter has as an attribute."""
+    """Raises NotOnServersError if a class may look at a parameter's attributes."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if odd := vars(parameter).keys() - _HARMLESS:

@@ -84,7 +84,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_text(text: str) -> OptimizerSpec:
-        """Checks the form of what may come from another process; ValueError tells what is wrong."""
+        """Checks the form of a description from another process; ValueError names the fault."""
         try:
             raw = json.loads(text)
             groups = tuple(
@@ -98,7 +98,7 @@ class OptimizerSpec:
         return spec
 
     def _check(self) -> None:
-        """Raises ValueError or TypeError if a part is not what it should be."""
+        """Raises ValueError or TypeError if a part has the wrong form."""
         if self.method not in METHODS or not self.groups or not isinstance(self.optimizer, str):
             raise ValueError("unknown values")
         for flag in (self.lazy, self.edits_gradient, self.rows, self.states_have_shape):

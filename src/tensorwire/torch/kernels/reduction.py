@@ -25,7 +25,7 @@ class AveragedTile(CellTile):
         kept: bool,
         scale: float,
     ) -> Scalars:
-        """Scales what is kept for worker 0; parameters are as they were."""
+        """Scales the gradient kept for worker 0; parameters are as they were."""
         if not kept:
             raise ValueError("gradients that worker 0 applies must be kept")
         if scale != 1.0:

@@ -249,7 +249,7 @@ class _Cutter:
         return stage
 
     def _add_gradient(self, node: fx.Node) -> None:
-        """Gives a value a gradient if what it is made of, or was written into that, needs one."""
+        """Gives a value a gradient if one of its sources, or a value written into it, has one."""
         inputs = node.all_input_nodes
         if not any(each in self._grads or _base(each) in self._grads for each in inputs):
             return

@@ -431,7 +431,7 @@ class Split:
         return self._edges.edges.stats()
 
     def close(self) -> None:
-        """Ends it here, when the others have taken what was sent; parameters stay. Idempotent.
+        """Ends it here, when the others have taken all sent values; parameters stay. Idempotent.
 
         Raises:
             TimeoutError, PeerLostError: another process did not; it is closed in any case.

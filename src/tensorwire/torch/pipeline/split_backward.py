@@ -261,7 +261,7 @@ def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
 
 
 def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
-    """Returns a tensor in memory of its own: autograd may keep a view of what it was given."""
+    """Returns a tensor in memory of its own: autograd may keep a view of the given one."""
     parts = [tensor]
     if tensor.is_sparse:
         parts = [tensor._values(), tensor._indices()]
@@ -270,7 +270,7 @@ def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
 
 
 def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
-    """Lets a piece keep what arrives at its node, and counts it then: in the order of backward."""
+    """Lets a piece keep the gradient at its node, and counts it then: in the order of backward."""
 
     def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:
         piece.arrived = arrived

@@ -135,7 +135,7 @@ class Stage:
         return self._back(leaves, lent)
 
     def backward_weights(self, microbatch: int) -> None:
-        """Adds to the gradients of parameters what `backward_inputs` has left.
+        """Adds the rest of `backward_inputs` to the gradients of parameters.
 
         Nothing keeps the memory of gradients and inputs afterwards.
         """

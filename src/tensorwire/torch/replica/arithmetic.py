@@ -234,7 +234,7 @@ class Arithmetic:
         step(self._optimizer)
 
     def tell(self) -> None:
-        """Tells the user what is done otherwise than it was asked for; worker 0 calls it."""
+        """Tells the user of differences to the requested arithmetic; worker 0 calls it."""
         cls = _name_of(self._optimizer)
         if ignored := ignored_options(self._optimizer):
             verb = "has no meaning" if len(ignored) == 1 else "have no meaning"

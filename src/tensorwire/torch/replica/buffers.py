@@ -96,7 +96,7 @@ class Buffers:
         return found
 
     def specs(self) -> list[TensorSpec]:
-        """Returns what the servers are told of the buffers."""
+        """Returns the description of the buffers for the servers."""
         kind = _KINDS[self.kind]
         specs = []
         for full, tensor in self._likes.items():
@@ -110,12 +110,12 @@ class Buffers:
 
     @property
     def mine(self) -> list[int]:
-        """The indices of those whose values come from this process."""
+        """The indices of the buffers whose values come from this process."""
         return [self.indices[name] for name, sends in self._sends.items() if sends]
 
     @property
     def here(self) -> list[int]:
-        """The indices of those that this process has."""
+        """The indices of the buffers that this process has."""
         return [self.indices[name] for _, _, name in self._owners]
 
     def values(self) -> Iterator[tuple[int, Bytes]]:
@@ -190,7 +190,7 @@ class Buffers:
         return [(name, flat_bytes(tensor.detach())) for name, tensor in found]
 
     def put(self, store: Store, own: Mapping[str, bytes]) -> None:
-        """Lets the buffers be what they were when these were their `own`."""
+        """Restores the buffers from the values saved by `own`."""
         if self.kind != "local":
             self.take(store)
         buffers = dict(self._model.named_buffers())

@@ -51,7 +51,7 @@ def declare_all(
     optimizer: torch.optim.Optimizer,
     others: Sequence[Holder],
 ) -> Declaration:
-    """Returns every parameter of the model, those of the optimizer first.
+    """Returns every parameter of the model, the optimizer's first.
 
     Args:
         model: of the optimizer.

@@ -53,7 +53,7 @@ class PackedBuffers:
         self._stream.to_host([(self._hosts[0], self._devices[0])]).synchronize()
 
     def push(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies values on the host to the device, ahead of what the current stream does next.
+        """Copies values on the host to the device, ahead of later work of the current stream.
 
         Returns:
             The copies; valid for what is given to the stream before the next call.

@@ -139,7 +139,7 @@ class DeviceGradients:
             self._copy()
 
     def _copy(self) -> None:
-        """Copies what waits. Calls for a stream cost as much as a small copy: some at a time."""
+        """Copies waiting gradients, some at a time, as calls for a stream take long."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         copies = [
             pair for index, each in waiting.items() for pair in self._targets[index].copies(each)

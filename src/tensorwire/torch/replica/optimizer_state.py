@@ -218,7 +218,7 @@ class OptimizerState:
         return found
 
     def _write(self, entries: Mapping[int, Entry]) -> None:
-        """Overwrites the store's state; what has no entry begins anew.
+        """Overwrites the store's state; parameters without an entry begin anew.
 
         Raises:
             ValueError: the optimizer makes its state when it is made, and some parameter has none;
@@ -330,7 +330,7 @@ class OptimizerState:
         return {**trained, **{i: each.clone() for i, each in self._frozen_averages.items()}}
 
     def _write_averages(self, averages: Mapping[int, torch.Tensor]) -> None:
-        """Overwrites all averages; what has none begins anew."""
+        """Overwrites all averages; parameters without one begin anew."""
         store = self._store
         data = np.zeros(store.layout.size_bytes, np.uint8)
         counts = np.zeros(len(store.layout.spec.tensors), np.int64)

@@ -51,7 +51,7 @@ class Replicated:
         return False
 
     def speaks_for(self, name: str) -> bool:
-        """Tells whether this process of a replica says what becomes of a tensor."""
+        """Tells whether this process of a replica decides about a tensor."""
         return True
 
     def declare(self, others: Sequence[Holder]) -> Declaration:

@@ -249,7 +249,7 @@ class Reducer:
         return found
 
     def _arrive(self) -> None:
-        """Waits for what has left a device, and pushes what is not where servers read it.
+        """Waits for gradients that left a device, and pushes them where servers cannot read.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.
@@ -369,7 +369,7 @@ class Reducer:
         )
 
     def _looks_different(self, state: GradientState, left: Left) -> bool:
-        """Compares bytes: what goes through `.grad.data` leaves no other trace."""
+        """Compares bytes: a change by way of `.grad.data` leaves no other trace."""
         if left.checksum is None:
             return False
         now = self._look_at(state, left.gradient)
@@ -416,7 +416,7 @@ class Reducer:
         return bytes(present), tuple(blocks)
 
     def watch(self, callback: Callable[[torch.Tensor], None]) -> None:
-        """Calls something when a gradient has come and is not yet added to what is there."""
+        """Calls something when a gradient has come and is not yet added."""
         self._hooks += [state.parameter.register_hook(callback) for state in self.states]
 
     def lying(self) -> tuple[bytes, tuple[int, ...]] | None:
@@ -449,7 +449,7 @@ class Reducer:
     def push_edited(
         self, averages: dict[int, tuple[torch.Tensor, Bytes]], spoiled: bool = False
     ) -> None:
-        """Sends those averaged gradients that the script has edited.
+        """Sends the averaged gradients that the script has edited.
 
         Args:
             averages: by index, `.grad` and its bytes as they were before.
@@ -515,7 +515,7 @@ class Reducer:
         return self.lacks or (self.waits and rejoin.repeated != self._waits_since)
 
     def check_repeated(self) -> None:
-        """Raises RuntimeError if gradients would have to be those of another process."""
+        """Raises RuntimeError if gradients would have to be another process's."""
         if self._differ and not self.sealed:
             raise RuntimeError(
                 f"worker {self._session.rank} was killed when one optimizer had stepped and "

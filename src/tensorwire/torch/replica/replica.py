@@ -288,12 +288,12 @@ class Replica:
         self.store.wait()
 
     def adopt(self) -> None:
-        """Lets parameters and buffers be what the store has."""
+        """Makes parameters and buffers equal to the store."""
         self._residency.adopt()
         self._adopted()
 
     def _adopted(self) -> None:
-        """Lets buffers be what the store has; the parameters are."""
+        """Makes buffers equal to the store; the parameters are."""
         self.buffers.take(self.store, published=True)
         self._residency.guard.remember()
         self._bytes_before = self.store.bytes_pushed

@@ -54,7 +54,7 @@ class Residency:
         self._names = names
 
     def adopt(self, part: range | None = None) -> None:
-        """Lets the parameters be the store's memory: all, or the first time those of a part."""
+        """Makes the store's memory the parameters': all, or the first time a part."""
         for index, parameter in self.parameters.items():
             if (part is None or index in part) and not self._is_on_device(index):
                 parameter.data = tensor_at(self._store.value(index), parameter)

@@ -8,7 +8,7 @@ from .arithmetic import Arithmetic
 
 
 class SameHyper:
-    """Compares those of one optimizer.
+    """Compares the hyper-parameters of one optimizer.
 
     Args:
         looks: there is something to be compared: the worker computes several slices, or may.
@@ -19,7 +19,7 @@ class SameHyper:
         self._first: tuple[Hyper, ...] = ()
 
     def check(self, turn: int, arithmetic: Arithmetic) -> None:
-        """Raises RuntimeError if they are not those of turn 0, or not for tables."""
+        """Raises RuntimeError if they differ from turn 0, or do not fit tables."""
         arithmetic.check_tables()
         hyper = arithmetic.hyper() if self._looks else ()
         if turn == 0:

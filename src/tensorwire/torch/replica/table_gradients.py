@@ -82,7 +82,7 @@ class TableGradients:
         self._waiting[state.index] = _Waiting(state, slice_index, found, current)
 
     def arrive(self) -> None:
-        """Brings what has left a device to the host, and pushes it."""
+        """Brings gradients that left a device to the host, and pushes them."""
         for group in _groups(list(self._waiting.values())):
             assert self._stream is not None
             gradients = [each.gradient for each in group]

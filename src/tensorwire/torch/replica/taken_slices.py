@@ -19,7 +19,7 @@ from .reducer import Reducer
 
 Present = tuple[bytes, tuple[int, ...]]
 Commit = Callable[[int, int, int, float, Present], None]
-"""Commits a slice: its index, the operation, flags, its weight, what a commit says of tensors."""
+"""Commits a slice: its index, the operation, flags, its weight, the entries of tensors."""
 
 
 class TakenSlices:

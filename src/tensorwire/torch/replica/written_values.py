@@ -15,7 +15,7 @@ from .optimizer_state import OptimizerState
 from .residency import Residency
 
 Commit = Callable[[int, int, int, float, tuple[bytes, tuple[int, ...]]], None]
-"""Commits a slice: its index, the operation, flags, its samples, what a commit says of tensors."""
+"""Commits a slice: its index, the operation, flags, its samples, the entries of tensors."""
 
 
 class WrittenValues:
