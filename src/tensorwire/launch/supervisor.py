@@ -498,8 +498,7 @@ class Supervisor:
     ) -> None:
         """Marks the job as failed: the other processes get their time, then they are ended.
 
-        A consequence may be seen before its cause, as on a busy machine: the cause is then to
-        blame.
+        A consequence may be seen before its cause, as on a busy machine. The cause is to blame.
         """
         if self._ending and not (self._seeks_cause and self._stop is None):
             return

@@ -154,7 +154,7 @@ class Takeovers:
 
     @property
     def rank(self) -> int:
-        """The lowest of `ranks`: this worker acts for it."""
+        """The lowest of `ranks`, so that a successor of worker 0 acts as worker 0."""
         return min(self.ranks)
 
     @property

@@ -91,7 +91,7 @@ class Step:
 
     @property
     def rescales(self) -> bool:
-        """Notes nothing more of a norm; the kept gradient is about to be changed by cells."""
+        """True if the norm was taken of the kept gradient, which is about to be changed."""
         return self.looks and self.journal is not None
 
     @property

@@ -77,7 +77,7 @@ def _dense_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def tell_of_model(model: nn.Module, slices: int) -> None:
-    """Tells the user, in worker 0, how the model differs here from its first place."""
+    """Tells the user, in worker 0, how the model behaves differently here."""
     if slices > 1 and any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
         print(
             "tensorwire: SyncBatchNorm takes its mean and variance over the samples of one slice "

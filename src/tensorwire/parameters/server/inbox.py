@@ -73,5 +73,5 @@ class SliceInbox(Gatherer):
         return self._contributors[index].rank
 
     def waits_in(self, rank: int, other: int) -> str:
-        """Counts a step, see `Gatherer`: a worker that steps here waits for nobody."""
+        """Returns nothing, see `Gatherer`: a worker that steps here waits for nobody."""
         return ""

@@ -249,7 +249,7 @@ class Reducer:
         return found
 
     def _arrive(self) -> None:
-        """Waits for gradients that left a device, and pushes them where servers cannot read.
+        """Waits for gradients that left a device; pushes the ones that servers do not see.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.

@@ -419,10 +419,7 @@ class Replica:
         self.session.stepped(result, repeated)
 
     def _hold(self, edits: bool = False) -> None:
-        """Notes gradients before this optimizer changes parameters; see `Held`.
-
-        With `edits` the change may be anywhere.
-        """
+        """Notes gradients before parameters change, see `Held`; `edits` may be anywhere."""
         if edits and not any(each.reducer.waits for each in self._others):
             return
         for each in self._others if self.session.notes else ():
