@@ -10,7 +10,7 @@
 #   make SEED=7 TRIALS=200 test-hostile     these trials; SEED=7 TRIAL=31 repeats one of them
 
 PYTHON ?= python3
-# The second torch, beside that of constraints.txt; docs/placement.md names the minors of both.
+# The second torch, beside that of constraints.txt; docs/internals/placement.md names the minors of both.
 TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000

@@ -1,4 +1,4 @@
-"""The wire protocol in plain Python, from docs/wire.md: for tests that speak it, and lie in it.
+"""Speaks the wire protocol of docs/internals/wire.md in plain Python, for tests; it can also lie.
 
 Nothing here uses tensorwire. Layouts are tables of (offset, size, field), which test_wire_layout
 compares with the document; everything is sent and received through them.

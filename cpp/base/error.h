@@ -9,7 +9,8 @@
 
 namespace tensorwire {
 
-// The values are part of the wire protocol (docs/wire.md) and of tensorwire.errors: append only.
+// The values are part of the wire protocol (docs/internals/wire.md) and of tensorwire.errors:
+// append only.
 enum class Code : uint16_t {
   kOk = 0,
   kClosed = 1,       // you closed it

@@ -12,7 +12,7 @@
 namespace tensorwire::fuzz {
 namespace {
 
-// What must not come out of check_header, read off docs/wire.md once more.
+// What must not come out of check_header, read off docs/internals/wire.md once more.
 bool well_formed(const Header& header) {
   const auto type = static_cast<uint8_t>(header.type);
   bool payload = type == 1 || type == 3, asks = type == 2;

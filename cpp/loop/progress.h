@@ -1,7 +1,7 @@
 // Progress: one epoll loop per Node that whoever waits drives, and a thread that drives it when
 // nobody waits. It knows descriptors, doorbells and conditions; no frames, no regions.
 //
-// Invariants (docs/threads.md explains them, models/wake.pml checks them):
+// Invariants (docs/internals/threads.md explains them, models/wake.pml checks them):
 //  - At most one thread drives: driver_ says who. Only it dispatches handlers, jobs and timers.
 //  - A waiter raises page.armed before its last look at its condition. A writer in another process
 //    stores its word, fences, and rings the doorbell if armed is not 0. So either the waiter sees
@@ -117,7 +117,8 @@ class Progress {
   // Waits until ready() or the deadline; true if ready. ready must be cheap, may be called often
   // and must only read. Any thread but not from a handler.
   // pace: of waits for the same, which says how long to poll.
-  // may_lead: see docs/threads.md; who does not, leaves the loop to the thread also afterwards.
+  // may_lead: see docs/internals/threads.md; a waiter that does not lead leaves the loop to the
+  // thread, also afterwards.
   template <class Ready>
   bool wait(const Ready& ready, Deadline deadline, Pace* pace = nullptr, bool may_lead = true) {
     if (ready()) {

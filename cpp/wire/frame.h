@@ -1,5 +1,5 @@
-// Frames: what travels on a stream after the handshake. Pure: no sockets, no regions. docs/wire.md
-// has the layout and the exchange as tables.
+// Frames: what travels on a stream after the handshake. Pure: no sockets, no regions.
+// docs/internals/wire.md has the layout and the exchange as tables.
 #pragma once
 
 #include <array>

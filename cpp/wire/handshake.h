@@ -1,5 +1,5 @@
 // The handshake: mutual challenge and response before any frame. Pure: bytes in, bytes out, no
-// sockets. docs/wire.md has the messages as tables and design of the proof.
+// sockets. docs/internals/wire.md has the messages as tables and design of the proof.
 //
 //   client                               server
 //   Hello (nonce, incarnation, ...)  ->

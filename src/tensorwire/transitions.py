@@ -2,9 +2,9 @@
 
 A row is one transition of one process: something is done, and then it is true. The processes run
 these rows (`Walk` binds each to a function), models/takeover.py and own_pace.py explore them, a
-failpoint of the same name follows each, and docs/fault-tolerance.md prints them. So a row is added
-in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is bound. It knows
-names and sentences only: no memory, no process.
+failpoint of the same name follows each, and `python -m tensorwire.transitions` prints them. So a
+row is added in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is
+bound. It knows names and sentences only: no memory, no process.
 """
 
 from __future__ import annotations
@@ -517,7 +517,7 @@ def rows_of(who: str) -> dict[str, Transition]:
 
 
 def page() -> str:
-    """Returns the tables of docs/fault-tolerance.md for `python -m tensorwire.transitions`."""
+    """Returns the tables that `python -m tensorwire.transitions` prints."""
     lines: list[str] = []
     for phase in PHASES:
         article = "The" if phase.who == "launcher" else "A"

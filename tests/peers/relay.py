@@ -1,6 +1,6 @@
 """A relay that passes a handshake on message by message, so that a test can stop it anywhere.
 
-The sizes are those of docs/wire.md.
+The sizes are those of docs/internals/wire.md.
 """
 
 import socket

@@ -6,7 +6,7 @@ from relay import MESSAGES, Relay
 
 from tensorwire import Node
 
-FRAME = 64  # bytes of a header, docs/wire.md
+FRAME = 64  # bytes of a header, docs/internals/wire.md
 
 
 def test_half_of_a_chunk_is_placed_before_the_other_half_has_come() -> None:

@@ -134,34 +134,39 @@ def test_transformer_learns(run: Callable[..., str]) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def program_of(repository: Path, page: str, folder: Path, language: str = "py") -> tuple[Path, int]:
-    """The blocks of a page in a language, which are one program; and how many there are."""
-    text = (repository / page).read_text()
-    found = list(re.finditer(FENCE.format(language), text, re.MULTILINE | re.DOTALL))
-    # Each block moved to its line, so that a traceback names the page's.
-    moved = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+def program_of(
+    repository: Path, pages: str, folder: Path, language: str = "py"
+) -> tuple[Path, int]:
+    """Writes the blocks of pages in a language as one program; returns also how many there are."""
+    runs = []
+    for page in pages.split():
+        text = (repository / page).read_text()
+        for match in re.finditer(FENCE.format(language), text, re.MULTILINE | re.DOTALL):
+            # Each block moved to its line, so that a traceback names the page's.
+            block = "\n" * text.count("\n", 0, match.start(1)) + match[1]
+            runs.append(f"exec(compile({block!r}, {page!r}, 'exec'))\n")
     program = folder / f"page_{language}.py"
-    program.write_text("".join(f"exec(compile({block!r}, {page!r}, 'exec'))\n" for block in moved))
-    return program, len(found)
+    program.write_text("".join(runs))
+    return program, len(runs)
+
+
+TRAINING = "docs/training.md docs/data.md docs/gradients.md docs/checkpoints.md"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "launch"),
-    [
-        ("README.md", "--workers 2"),
-        ("docs/training.md", None),
-        ("docs/training.md", "--workers 2"),
-    ],
+    ("pages", "launch"),
+    [("README.md", "--workers 2"), (TRAINING, None), (TRAINING, "--workers 2")],
+    ids=["readme", "training-alone", "training"],
 )
 def test_pages(
-    run: Callable[..., str], repository: Path, tmp_path: Path, page: str, launch: str | None
+    run: Callable[..., str], repository: Path, tmp_path: Path, pages: str, launch: str | None
 ) -> None:
-    """The `py` blocks of a page are one program, which runs as it stands."""
-    program, count = program_of(repository, page, tmp_path)
-    assert count == 1 if page == "README.md" else count > 5
+    """The `py` blocks of pages that go on from each other are one program."""
+    program, count = program_of(repository, pages, tmp_path)
+    assert count == 1 if pages == "README.md" else count == 15
     printed = run(launch, str(program))
-    epochs = 10 if page == "README.md" else 3
+    epochs = 10 if pages == "README.md" else 3
     assert f"epoch {epochs}/{epochs}: " in printed
     saved = torch.load(tmp_path / "checkpoint", weights_only=True)
     assert {"model", "optimizer"} <= set(saved)

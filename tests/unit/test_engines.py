@@ -164,7 +164,7 @@ def test_servers_and_other_jobs_get_no_ranks() -> None:
 
 
 def test_the_page_names_every_variable(repository: Path) -> None:
-    page = (repository / "docs" / "launch.md").read_text()
+    page = (repository / "docs" / "launchers.md").read_text()
     names = {*TORCH, *OPEN_MPI, *MPICH, "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
     names |= {name for _, *variables in _SIGNS for name in variables}
     assert not [name for name in names if name not in page]

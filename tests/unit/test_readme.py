@@ -41,16 +41,16 @@ def test_two_processes(repository: Path, tmp_path: Path) -> None:
 def test_memory_page(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transports: str
 ) -> None:
-    """All blocks are one program, in their order."""
+    """All blocks of both pages are one program, in their order."""
     monkeypatch.setenv("TENSORWIRE_TRANSPORTS", transports)
-    page = repository / "docs" / "memory.md"
-    found = blocks(page)
+    pages = [repository / "docs" / name for name in ("memory.md", "memory-advanced.md")]
+    found = [(page, block) for page in pages for block in blocks(page)]
     assert len(found) > 8
     if importlib.util.find_spec("torch") is None:
-        found = [block for block in found if "import torch" not in block]
+        found = [(page, block) for page, block in found if "import torch" not in block]
     program = tmp_path / "memory_page.py"
-    runs = "".join(f"exec(compile({block!r}, {str(page)!r}, 'exec'))\n" for block in found)
-    program.write_text(runs)
+    runs = [f"exec(compile({block!r}, {str(page)!r}, 'exec'))\n" for page, block in found]
+    program.write_text("".join(runs))
     printed = run(program)
     assert printed.startswith("499500.0\n")
     assert f"\n{transports} " in printed
@@ -103,7 +103,7 @@ def test_placement_page(
 ) -> None:
     """All blocks are one program; what it prints first is the table on the page."""
     monkeypatch.setenv("TENSORWIRE_TRANSPORTS", transports)
-    page = repository / "docs" / "placement.md"
+    page = repository / "docs" / "internals" / "placement.md"
     program = tmp_path / "placement_page.py"
     program.write_text("".join(blocks(page)))
     *table, last = run(program).splitlines()
@@ -121,8 +121,8 @@ def test_measured_place(repository: Path) -> None:
 
 def test_commands_exist(repository: Path) -> None:
     """Every `tensorwire ...` and `make ...` that a page mentions is a command or a verb."""
-    pages = {*repository.glob("*.md"), *repository.glob("docs/*.md"), *repository.glob("*/*.md")}
-    pages.remove(repository / "docs" / "wire.md")  # quotes text that is hashed
+    pages = {*repository.glob("*.md"), *repository.glob("*/*.md"), *repository.glob("docs/**/*.md")}
+    pages.remove(repository / "docs" / "internals" / "wire.md")  # quotes text that is hashed
     text = "\n".join(page.read_text() for page in pages)
     commands = set(re.findall(r"`tensorwire ([a-z]+)", text))
     assert commands

@@ -1,6 +1,8 @@
 """The protocol as data: who runs it, where it is printed, and how a phase is walked."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,14 @@ from tensorwire.transitions import PHASES, ROWS, Phase, Transition, page
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_documentation_prints_it() -> None:
-    text = (ROOT / "docs/fault-tolerance.md").read_text()
-    assert page() in text, "put there what `python -m tensorwire.transitions` prints"
+def test_the_command_of_the_documentation_prints_every_row() -> None:
+    command = "python -m tensorwire.transitions"
+    assert f"    {command}\n" in (ROOT / "docs/internals/fault-tolerance.md").read_text()
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:]], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == page(), done.stderr
+    assert re.findall(r"^\| `([a-z]+\.[a-z]+)` \|", done.stdout, re.MULTILINE) == list(ROWS)
 
 
 def test_names_are_names_of_one_row() -> None:

@@ -1,4 +1,4 @@
-"""docs/wire.md, the core, and the Python implementation in tests/wire.py say the same.
+"""docs/internals/wire.md, the core, and the Python implementation in tests/wire.py say the same.
 
 The document is parsed: its tables are compared with the declarations of the core, and with the
 layouts of wire.py, which then speaks to a real Node.
@@ -15,14 +15,14 @@ from tensorwire import Node, errors
 from tensorwire.memory import handle
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = (ROOT / "docs/wire.md").read_text()
+DOCUMENT = (ROOT / "docs/internals/wire.md").read_text()
 Row = dict[str, str]
 
 
 def section(heading: str) -> str:
     """The text below a heading, up to the next one of the same or a higher level."""
     found = re.search(rf"^(#+) {re.escape(heading)}$", DOCUMENT, re.MULTILINE)
-    assert found, f"docs/wire.md has no section {heading!r}"
+    assert found, f"docs/internals/wire.md has no section {heading!r}"
     rest = DOCUMENT[found.end() :]
     end = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.MULTILINE)
     return rest[: end.start()] if end else rest

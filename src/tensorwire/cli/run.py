@@ -124,7 +124,7 @@ class _Run(Command):
     type=int,
     metavar="N",
     help="In how many shares the parameters are dealt, at least S. The number of servers can then "
-    "be changed between 1 and N while the job runs: tensorwire scale --servers (docs/servers.md). "
+    "be changed between 1 and N while the job runs: tensorwire scale --servers (docs/elastic.md). "
     "It needs what --durable needs. Default: each server keeps what it has.",
 )
 @click.option(

@@ -110,7 +110,8 @@ def serve(
 
     It exits with 0 when all workers have said goodbye. The job ends, with the reason, when a worker
     fails with an error, when one that died does not come back in time, when processes die again and
-    again without a step between them, and when it is killed itself. docs/launch.md has the details.
+    again without a step between them, and when it is killed itself.
+    docs/launchers.md has the details.
     """  # noqa: D301 (\b is what click reads)
     names = None
     if transports is not None:

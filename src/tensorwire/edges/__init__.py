@@ -1,6 +1,6 @@
 """Moves tensors of a graph between machines under a plan, one-sidedly, without torch.
 
-Start with `Edges`. docs/placement.md is the guide.
+Start with `Edges`. docs/internals/placement.md is the guide.
 """
 
 from .edges import Edges

@@ -259,7 +259,7 @@ class JobOwner:
         """Changes the number of workers or servers, as `tensorwire scale`; returns when it is done.
 
         Args:
-            asked: see docs/launch.md.
+            asked: see docs/internals/launch.md.
             timeout_s: until it is done.
 
         Returns:

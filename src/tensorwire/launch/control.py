@@ -2,7 +2,7 @@
 
 A client gets a number that is used once, and proves with it that it knows the job's secret. It asks
 with one message, hears lines on the progress, and then the outcome or an error; the messages are in
-docs/launch.md. Knows no job: scaling.py carries out the requests; clients use
+docs/internals/launch.md. Knows no job: scaling.py carries out the requests; clients use
 `membership.ask_launcher`. Nothing here blocks.
 """
 
@@ -33,7 +33,7 @@ _LONGEST = 1 << 16
 
 
 class RequestPart(TypedDict, total=False):
-    """One part of a request; docs/launch.md has the content of each."""
+    """One part of a request; docs/internals/launch.md has the content of each."""
 
     count: int
     drain: list[int]

@@ -1,6 +1,6 @@
 """Keeps descriptors that a server or worker has handed to the launcher for its successor.
 
-The messages, JSON on a SOCK_SEQPACKET socket with descriptors beside it, are in docs/launch.md.
+docs/internals/launch.md has the messages: JSON on a SOCK_SEQPACKET socket, descriptors beside it.
 Knows no process and no policy: who is replaced, and when, is decided in restarts.py. Nothing here
 blocks.
 """
@@ -40,7 +40,7 @@ _CHANGES = {ChangeWord.AT, ChangeWord.SWITCHED, ChangeWord.READY, ChangeWord.JOI
 
 
 class _MemberSays(TypedDict, total=False):
-    """A message of a member; docs/launch.md has which keys go together."""
+    """A message of a member; docs/internals/launch.md has which keys go together."""
 
     keep: str
     about: Any

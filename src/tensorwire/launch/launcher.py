@@ -47,9 +47,10 @@ def run(
 
     The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
     is passed on to the workers; `Patience` has the times. A server or worker of a durable job that
-    is killed does not end it: another process takes its place (docs/launch.md, "A process that
-    dies"). A second Ctrl-C kills at once. If the caller is killed, the kernel kills the job. Must
-    be called in the main thread, whose handlers for these signals are back when it returns.
+    is killed does not end it: another process takes its place
+    (docs/fault-tolerance.md). A second Ctrl-C kills at once. If the caller is killed, the kernel
+    kills the job. Must be called in the main thread, whose handlers for these signals are back when
+    it returns.
 
     Args:
         command: what follows `python`: a script, or "-m" and a module, and its arguments.

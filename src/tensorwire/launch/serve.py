@@ -215,7 +215,7 @@ class ServeSupervisor(Supervisor):
                 self._awaited[rank] = time.monotonic() + self._return_s
 
     def _told(self) -> dict[str, str]:
-        """Returns the variables for a worker's environment; see docs/launch.md."""
+        """Returns the variables for a worker's environment; see docs/internals/launch.md."""
         told = {f"TENSORWIRE_{name}": self._environment.get(f"TENSORWIRE_{name}") for name in _TOLD}
         told["TENSORWIRE_WORKERS"] = str(self._job.workers)
         told["TENSORWIRE_SERVERS"] = ",".join(self._addresses)

@@ -162,7 +162,7 @@ class JobSpec:
             raise ValueError(
                 f"{start.told_by} say that {start.workers} processes run this command, and each "
                 "would be a job of its own: start it once, or let them run the script itself, as "
-                "docs/launch.md says"
+                "docs/launchers.md says"
             )
 
     @property

@@ -4,7 +4,7 @@ New workers are started first, and run their script to its first epoch while the
 all present workers are asked how many steps they have made, and wait before they go more than one
 step further; they are told after which step they change, and which places each has from there on.
 At that step the lowest worker notes where the script is, for the new ones; the leaving ones end.
-docs/elastic.md has the protocol, membership/takeovers.py the workers' part of it.
+docs/internals/fault-tolerance.md has the protocol, membership/takeovers.py the workers' part of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks the launcher of a running job for something; docs/launch.md has the messages.
+"""Asks the launcher of a running job for something; docs/internals/launch.md has the messages.
 
 The client gets a number that is used once, and proves with it that it knows the job's secret.
 """
@@ -85,7 +85,7 @@ def ask_launcher(
     Args:
         path: of its socket.
         secret: of the job.
-        message: what is asked for; see docs/launch.md.
+        message: what is asked for; see docs/internals/launch.md.
         timeout_s: until it is done.
         show: is given lines on how far it is.
         is_wanted: is called now and then.

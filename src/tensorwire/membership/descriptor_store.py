@@ -1,7 +1,7 @@
 """Hands descriptors of a member to its launcher, so that memory and socket outlive it.
 
 As systemd's FDSTORE: the launcher keeps them under a key and gives them to the successor of a
-server that was killed. The messages are in docs/launch.md.
+server that was killed. The messages are in docs/internals/launch.md.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DescriptorStore:
         self._send({"leave": in_order}, [])
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tells the launcher something else; docs/launch.md has the messages."""
+        """Tells the launcher something else; docs/internals/launch.md has the messages."""
         self._send(message, [])
 
     def hear(self, form: type[Told]) -> Told | None:

@@ -2,8 +2,8 @@
 
 The supervisor of a host listens on a unix socket. A worker says its rank and gets what
 `tensorwire run` would have put into its environment; the socket is then the one for its
-descriptors. Each of the two looks that the other is of the same user. docs/launch.md has the
-messages. Knows no torch and starts nothing.
+descriptors. Each of the two looks that the other is of the same user. The messages are in
+docs/internals/launch.md. Knows no torch and starts nothing.
 """
 
 from __future__ import annotations

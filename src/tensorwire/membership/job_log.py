@@ -2,7 +2,7 @@
 
 One JSON object per line, in a file of the user's runtime folder that nobody else can read and that
 is locked while the job's launcher lives. The launcher writes who has which term before it tells the
-successor; workers add what they save. docs/status.md has the lines.
+successor; workers add what they save. docs/internals/launch.md has the lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_BYTES = 4 << 20  # that are read of one
 
 
 class _LogLine(TypedDict, total=False):
-    """A line; docs/status.md has which keys go with which `what`."""
+    """A line; docs/internals/launch.md has which keys go with which `what`."""
 
     what: str
     time: float

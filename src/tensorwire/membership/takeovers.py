@@ -7,7 +7,7 @@ asks (`adopt`), between other things.
 A wanted change takes place at all workers between the same two steps. The launcher asks all of them
 how many steps they have made (`prepare`); from then on none goes more than one step further. It
 then tells all of them after which step they change (`plan`), and the places that each has from
-there on. docs/elastic.md has the messages.
+there on. docs/internals/fault-tolerance.md has the messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
 
 
 class _LauncherSays(TypedDict, total=False):
-    """A message of the launcher; docs/launch.md shows which keys go together."""
+    """A message of the launcher; docs/internals/launch.md shows which keys go together."""
 
     lost: list[int]
     number: int

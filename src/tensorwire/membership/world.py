@@ -1,6 +1,6 @@
 """Reads which worker this process is, of how many, and where the servers are.
 
-A launcher tells it in environment variables; docs/launch.md lists them.
+A launcher tells it in environment variables; docs/internals/launch.md lists them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tensorwire.errors import StaleHandleError
 ACCESS = {"none": (False, False), "r": (True, False), "w": (False, True), "rw": (True, True)}
 _ACCESS_NAMES = {grant: name for name, grant in ACCESS.items()}
 
-# docs/wire.md, "Handle", has this layout as a table.
+# docs/internals/wire.md, "Handle", has this layout as a table.
 _MAGIC = b"TWRH"
 _VERSION = 1
 _FIXED = struct.Struct("<4sBBBBBIQQQ")

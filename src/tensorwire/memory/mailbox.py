@@ -3,7 +3,7 @@
 A message is written into its place, and then the word is raised to its number: a reader that sees
 the number sees the whole message. Message n lies in place n modulo the number of places, until
 another one takes that place. The user of the mailbox decides when the sender may write on, and what
-a message says. docs/parameters.md has the layout.
+a message says. docs/internals/parameters.md has the layout.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A commit goes from a worker to every server, once per slice and version: what is to be done, and the
 hyper-parameters of this step. Where a pipeline computes a slice, each of its workers sends one. A
 result comes back from every server. Both travel in mailboxes, in which the version is the number of
-the message. docs/parameters.md has the tables.
+the message. docs/internals/parameters.md has the tables.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DisagreementError(ValueError):
 
 
 class Description(NamedTuple):
-    """A store as one worker wants it; docs/parameters.md tells of home, view and wants.
+    """A store as one worker wants it; docs/internals/parameters.md tells of home, view and wants.
 
     `durable`: it is to outlive the servers, where their memory does. `mode`: how the steps of
     workers follow each other. `device`: on which the model is, see `ModelDevice`; "": it is not on

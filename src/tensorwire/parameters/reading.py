@@ -1,7 +1,7 @@
 """Defines names, words and requests by which readers that are no workers read a store.
 
 Pure. `server/door.py` has the door at which they come and `server/lending.py` what lies there;
-`tensorwire.files` reads it. docs/files.md has the tables.
+`tensorwire.files` reads it. docs/internals/files.md has the tables.
 """
 
 from __future__ import annotations

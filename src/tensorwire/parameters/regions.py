@@ -1,7 +1,7 @@
 """Names the regions of a store and defines their sizes and layout.
 
 The one place that says so, for workers and servers; whatever will tell a region of an earlier term
-from one of a later belongs here. docs/parameters.md has the table with what the regions are for.
+from one of a later belongs here. docs/internals/parameters.md says what each region is for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans from a data-flow graph where every tensor that crosses machines lives.
 
-Pure: no memory, no processes, no torch. docs/placement.md is the guide.
+Pure: no memory, no processes, no torch. docs/internals/placement.md is the guide.
 """
 
 from .graph import DTYPES, Crossing, Graph, Operator, Size, Tensor, UpTo

@@ -1,7 +1,7 @@
 """Finds a worker's job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
 Where an engine has started the workers, the first one of every host starts a server beside it and
-tells the others its address through the store at which they meet. docs/launch.md has it all.
+tells the others its address through the store at which they meet. docs/launchers.md has it all.
 """
 
 from __future__ import annotations

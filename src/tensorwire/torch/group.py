@@ -129,7 +129,7 @@ def machine_name(rank: int) -> str:
 def machines() -> Machines:
     """Returns the processes that an engine started together, connected; one that is alone is alone.
 
-    The engine is torchrun or another one of docs/launch.md. Not `tensorwire run`, whose servers
+    The engine is torchrun or another one of docs/launchers.md. Not `tensorwire run`, whose servers
     wait for workers that join.
 
     Raises:

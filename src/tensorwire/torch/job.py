@@ -458,7 +458,7 @@ class Job:
             self.session.begin_behind(loaded.epochs, loaded.position)
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Reports where the time of this worker's steps went; see docs/training.md.
+        """Reports where the time of this worker's steps went; see docs/status.md.
 
         Args:
             path: also write it there as JSON.

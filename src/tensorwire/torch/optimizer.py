@@ -52,7 +52,7 @@ def DistributedOptimizer(
 
     Every worker calls it with the same model and optimizer; worker 0's values win. Parameters,
     buffers and frozen parameters move into the job's memory; `model` and `optimizer` stay the
-    objects they are. `docs/training.md` tells what differs from DistributedDataParallel.
+    objects they are. `docs/from-ddp.md` tells what differs from DistributedDataParallel.
 
     An optimizer that has all parameters which an earlier one trains takes its place: that one is
     closed, and its state is gone. So a notebook's cell can be run again.

@@ -2,7 +2,7 @@
 
 It is the store of the default process group if there is one; else worker 0 keeps one at MASTER_ADDR
 and MASTER_PORT, which `init_process_group` may share, before or after. Through it workers claim
-their ranks, tell on which host they are, and get the job's secret. docs/launch.md has the trust.
+their ranks, tell on which host they are, and get the job's secret. docs/launchers.md has the trust.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Readers look at a word before and after they read: it is odd while values are changed. A copy is
 made between two versions, by the door's thread while the store waits for commits, or else by the
 store's thread before it changes what shall be copied; it lies in memory of the door. Nothing here
-waits for a reader. docs/files.md has the tables.
+waits for a reader. docs/internals/files.md has the tables.
 """
 
 from __future__ import annotations

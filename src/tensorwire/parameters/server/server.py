@@ -1,7 +1,7 @@
 """Parameter server: serves the shards of a job's stores to workers that read and write memory.
 
 The main thread opens stores, watches the members and, when something fails, tells every worker why;
-a thread per store makes its versions. docs/parameters.md has the regions and words.
+a thread per store makes its versions. docs/internals/parameters.md has the regions and words.
 """
 
 from __future__ import annotations
