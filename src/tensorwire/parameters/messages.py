@@ -3,7 +3,7 @@
 A commit goes from a worker to every server, once per slice and version: what is to be done, and the
 hyper-parameters of this step. Where a pipeline computes a slice, each of its workers sends one. A
 result comes back from every server. Both travel in mailboxes, in which the version is the number of
-the message. docs/internals/parameters.md has the tables.
+the message.
 """
 
 from __future__ import annotations
