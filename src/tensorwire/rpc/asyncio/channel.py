@@ -349,7 +349,7 @@ class AioRpcChannel(grpc.aio.Channel):
         carried = None
         if share.carries:
             read = partial(_read, self, reader)
-            carried = AioMethod(arity, serializer, read, self.sender.ended, share.owner)
+            carried = AioMethod(arity, serializer, read, self.sender.end, share.owner)
         direct, intercepted = _METHODS[arity]
         if arity in self._intercepted:
             return intercepted(self, inner, carried)

@@ -9,44 +9,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from ..attach.marks import SmallCall
-from ..attach.sharing import ChannelShare
-from ..attach.terms import MARK
-from ..payload.envelope import mark
+from ..attach.marks import Sender, SmallCall, call_is_confirmed
 from ..payload.fields import may_have_tensors
-from ..payload.janitor import JANITOR
-from ..payload.outgoing import AGAIN, CallLink, SentMessage, always, at_once
+from ..payload.outgoing import AGAIN, CallLink, SentMessage, at_once
 from ..payload.tensors import delivered
-from ..threads.calls import is_refused
-from ..threads.methods import call_is_confirmed
 from .calls import LATER, WrittenCall, late_error
 from .runtime_client import METHOD
 
-_PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""What a server says that cannot parse an envelope."""
 
-
-class AioSender:
+class AioSender(Sender):
     """What the calls of a channel share.
 
-    Args:
-        share: of an attachment.
+    Args: as of `Sender`.
 
     Attributes:
         inner: the channel of grpcio.
-        share: as given.
     """
 
     inner: grpc.aio.Channel
-
-    def __init__(self, share: ChannelShare) -> None:
-        self.share = share
+    proof = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN
+    ends_at_once = False  # perhaps by a collector, in a thread that has the locks
 
     async def _carry(self, details: Any, request: Any) -> Any:
         """A call that has begun by the runtime; None: it is for grpcio."""
@@ -57,15 +45,11 @@ class AioSender:
 
     def _begin(self, details: Any) -> tuple[CallLink, Any]:
         """The link of a new call, and its details with the mark of its attachment."""
-        attachment = self.share.ready
-        call = None if attachment is None else attachment.begin_call()
-        if attachment is None or call is None:
-            return self.share.plain, details
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
-        link = CallLink(attachment, call, at_once, always)
-        link.foreign = link.unsure = self.share.retries  # an envelope is of use once
-        link.patience_s = 0.0  # who gives memory back may be in this event loop
-        return link, details._replace(metadata=metadata)
+        link, metadata = self.begin(details.metadata, at_once)
+        if link.attachment is not None:
+            link.patience_s = 0.0  # who gives memory back may be in this event loop
+            details = details._replace(metadata=grpc.aio.Metadata(*metadata))
+        return link, details
 
     def watch(self, call: Any, link: CallLink, outgoing: SentMessage | None = None) -> None:
         """Takes back what nobody has seen when the call has ended.
@@ -95,98 +79,58 @@ class AioSender:
     def _ended(self, link: CallLink, outgoing: SentMessage | None, call: Any) -> None:
         code = _code_now(call)
         ok = code is grpc.StatusCode.OK
-        self.ended(link, ok, code)
+        self.end(link, ok, code)
         if ok and outgoing is not None and outgoing.tickets:
             delivered(outgoing.tickets)
 
-    def ended(self, link: CallLink, ok: bool, code: Any) -> None:
-        """The call is over: what it sent and nobody has seen is taken back."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self.share.disconnected()
-        if link.attachment is not None:
-            link.ended = True
-            end = partial(link.attachment.end_call, link.call, link.leases, ok)
-            if ok:
-                end()
-            else:  # perhaps by a collector, in a thread that has the locks
-                JANITOR.soon(end)
-
-    async def _is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
-        """Of a call that has ended: whether its payload went ahead to somebody else."""
-        if not outgoing.ahead:
-            return False
-        if is_refused(await call.trailing_metadata()):
-            self.share.pause()
-            return True
-        if await call.code() in _PROOF and not call_is_confirmed(outgoing.link):
-            self.share.pause()
-            return True
-        return False
-
     # Calls of each arity. `make` makes a call of grpcio, of details and a request.
 
-    async def unary_unary(self, make: Any, details: Any, request: Any) -> Any:
+    async def _unary(self, make: Any, details: Any, request: Any, *, streams: bool) -> Any:
         """A call that has begun, or that has ended if it may have to be made again."""
         carried = await self._carry(details, request)
         if carried is not None:
-            if await carried.settled():
+            if streams or await carried.settled():
                 return carried
             details = details._replace(timeout=carried.time_remaining())
         until = None if details.timeout is None else time.monotonic() + details.timeout
         link, marked = self._begin(details)
-        outgoing = SentMessage(request, link, last=False).with_arrays()
-        call = await make(marked, outgoing)
-        self.watch(call, link, outgoing)
+        call, outgoing = await self._made(make, marked, request, link)
         if link.attachment is None:
             return call
         try:
-            await call  # a call that could not even begin fails here, and never has a code
+            # A call that could not even begin fails here, and never has a code.
+            await (call.wait_for_connection() if streams else call)
         except asyncio.CancelledError:
-            if not call.done():
+            if streams or not call.done():
                 call.cancel()
                 raise
         except grpc.aio.AioRpcError:
             pass  # which the user gets from the call
-        if await call.code() is not grpc.StatusCode.OK:
-            if await self._is_to_be_sent_again(outgoing, call):
-                return await self._make_again(make, details, request, until)
-        return call
-
-    async def unary_stream(self, make: Any, details: Any, request: Any) -> Any:
-        """A call that has begun, and will not have to be made again."""
-        carried = await self._carry(details, request)
-        if carried is not None:
-            return carried
-        until = None if details.timeout is None else time.monotonic() + details.timeout
-        link, marked = self._begin(details)
-        outgoing = SentMessage(request, link, last=False).with_arrays()
-        call = await make(marked, outgoing)
-        self.watch(call, link, outgoing)
-        if link.attachment is None:
+        if not outgoing.ahead:
             return call
-        try:
-            await call.wait_for_connection()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        except grpc.aio.AioRpcError:
-            pass  # which the user gets from the call
-        if outgoing.ahead:
-            await call.initial_metadata()
-            if not call_is_confirmed(link) or call.done():
-                if await self._is_to_be_sent_again(outgoing, call):
-                    return await self._make_again(make, details, request, until)
-        return call
-
-    async def _make_again(self, make: Any, details: Any, request: Any, until: float | None) -> Any:
+        await call.initial_metadata()
+        if call_is_confirmed(link) and not call.done():
+            return call
+        code, trailing = await call.code(), await call.trailing_metadata()
+        if not self.is_to_be_sent_again(outgoing, code, trailing):
+            return call
         if until is not None:
             details = details._replace(timeout=until - time.monotonic())
             if details.timeout <= 0:
                 raise late_error()
-        outgoing = SentMessage(request, AGAIN, last=False).with_arrays()
+        return (await self._made(make, details, request, AGAIN))[0]
+
+    unary_unary: Any = partialmethod(_unary, streams=False)
+    unary_stream: Any = partialmethod(_unary, streams=True)
+
+    async def _made(
+        self, make: Any, details: Any, request: Any, link: CallLink
+    ) -> tuple[Any, SentMessage]:
+        """Returns a call of grpcio that has begun, and its request."""
+        outgoing = SentMessage(request, link, last=False).with_arrays()
         call = await make(details, outgoing)
-        self.watch(call, AGAIN, outgoing)
-        return call
+        self.watch(call, link, outgoing)
+        return call, outgoing
 
     async def stream(self, make: Any, details: Any, requests: Any) -> Any:
         """A call that has begun, with an iterable of requests; None: they will be written."""
@@ -196,9 +140,7 @@ class AioSender:
         link, marked = self._begin(details)
         if link.attachment is None:
             return await make(marked, requests)
-        link.must_confirm = True
-        if link.attachment is not None:
-            link.window = link.attachment.window()
+        link.must_confirm, link.window = True, link.attachment.window()
         call = await make(marked, None if requests is None else self._requests(requests, link))
         self.watch(call, link)
         return call if requests is not None else WrittenCall(call, partial(self._sent, link))

@@ -43,10 +43,11 @@ class CallLink:
         attachment: of the call; None: everything travels inside.
         call: its number.
         remaining: seconds to its deadline, None if it has none.
-        needed: whether the call goes on.
+        needed: tells whether the call goes on.
 
     Attributes:
-        attachment, call, needed: as given.
+        attachment, call: as given.
+        goes_on: tells whether the call goes on, as far as its end was not noticed here.
         leases: what was sent in the call, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
@@ -80,8 +81,12 @@ class CallLink:
     ) -> None:
         self.attachment = attachment  # CarriedLink sets these too
         self.call = call
-        self.needed = needed
+        self.goes_on = needed
         self._remaining = remaining
+
+    def needed(self) -> bool:
+        """Returns whether anybody still needs what is sent in the call."""
+        return not self.ended and self.goes_on()
 
     def waits(self) -> bool:
         """Returns whether a message may still wait for its receiver."""

@@ -208,7 +208,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         if began is None:
             return None
         client, call, link, entries = began
-        link.needed = lambda: not outflow.closed
+        link.goes_on = lambda: not outflow.closed
         if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, None, streams=self._takes_stream)
@@ -244,7 +244,7 @@ class CarriedLink(CallLink):
         # As the base does, whose call of its own takes longer than that.
         self.attachment = attachment
         self.call = number
-        self.needed = needed
+        self.goes_on = needed
         self._remaining = remaining
         self._ended = ended
         self.traced = traced

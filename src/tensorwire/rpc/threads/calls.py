@@ -10,20 +10,18 @@ says of the call later changes nothing.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from .. import logs
-from ..attach.terms import REFUSED
+from ..runtime.call import RuntimeCall
 from ..runtime.callbacks import Callbacks, call_all
 from ..runtime.deadlines import DEADLINES, Deadline
 from ..runtime.engine import TIME_IS_OVER, call_weakly
@@ -40,63 +38,24 @@ _KEPT: set[Resent] = set()
 """Those with a callback that is still to be called; their callers may have forgotten them."""
 
 
-class Overdue(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
+class Overdue(RuntimeCall):
     """A call that has met its deadline: what is raised, or stands for a call that grpcio keeps."""
 
+    finished = True
+    deadline = 0.0
+    _initial = ()
+    _code = grpc.StatusCode.DEADLINE_EXCEEDED
+    _details = TIME_IS_OVER
+
     def __init__(self) -> None:
-        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, TIME_IS_OVER)
+        """Makes one without a client, which a call that is over does not need."""
 
-    def is_active(self) -> bool:
-        return False
-
-    def time_remaining(self) -> float:
-        return 0.0
-
-    def cancel(self) -> bool:
-        return False
+    def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
+        """See `RuntimeCall`."""
+        return True
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return False
-
-    def initial_metadata(self) -> Any:
-        return ()
-
-    def trailing_metadata(self) -> Any:
-        return ()
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-
-    def details(self) -> str:
-        return TIME_IS_OVER
-
-    def debug_error_string(self) -> str:
-        """What grpcio's objects have too: the status once more."""
-        return f"tensorwire: {TIME_IS_OVER}"
-
-    def cancelled(self) -> bool:
-        return False
-
-    def running(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> NoReturn:
-        raise self
-
-    def exception(self, timeout: float | None = None) -> Any:
-        return self
-
-    def traceback(self, timeout: float | None = None) -> TracebackType | None:
-        try:
-            raise self
-        except grpc.RpcError:
-            return sys.exc_info()[2]
-
-    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
-        fn(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -105,12 +64,6 @@ class Overdue(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
         raise self
 
     next = __next__
-
-    def __repr__(self) -> str:
-        text = f"<{type(self).__name__} of RPC that terminated with:\n\tstatus = {self.code()}\n"
-        return f'{text}\tdetails = "{TIME_IS_OVER}"\n>'
-
-    __str__ = __repr__
 
 
 def outcome(call: Any, left_s: float | None, *, with_call: bool = False) -> Any:
@@ -139,8 +92,8 @@ def outcome(call: Any, left_s: float | None, *, with_call: bool = False) -> Any:
     return (answer, call) if with_call else answer
 
 
-class Resent(grpc.Call, grpc.RpcError):
-    """What a call knows, of the attempt that counts.
+class Resent(grpc.Call, grpc.RpcError, grpc.Future):
+    """What `future` gives back: what a call knows, of the attempt that counts.
 
     Args:
         first: grpcio's object of the first attempt.
@@ -275,10 +228,6 @@ class Resent(grpc.Call, grpc.RpcError):
 
     __str__ = __repr__
 
-
-class ResentFuture(Resent, grpc.Future):
-    """What `future` gives back."""
-
     def cancelled(self) -> bool:
         return bool(self._call.cancelled())
 
@@ -307,7 +256,7 @@ class ResentFuture(Resent, grpc.Future):
         return self._call
 
 
-class ResentStream(ResentFuture):
+class ResentStream(Resent):
     """What a call with a stream of answers gives back."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -337,8 +286,3 @@ def explain(error: BaseException) -> tuple[str, str]:
         return "unknown method", "the server has no tensorwire"
     kind = "unreachable" if error.code() is grpc.StatusCode.UNAVAILABLE else "other"
     return kind, f"{error.code().name}: {error.details()}"
-
-
-def is_refused(metadata: Any) -> bool:
-    """Whether the trailing metadata say that the servicer did not run."""
-    return any(key == REFUSED for key, _ in metadata or ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ import grpc
 from ..attach.sharing import ChannelShare
 from ..payload.attachment import RpcAttachment
 from ..payload.janitor import JANITOR
-from .methods import StreamStream, StreamUnary, UnaryStream, UnaryUnary
+from .methods import METHODS
 
 _CLOSE_S = 1.0
 
@@ -74,45 +75,21 @@ class RpcChannel(grpc.Channel):
     def unsubscribe(self, callback: Any) -> None:
         self.inner.unsubscribe(callback)
 
-    def unary_unary(
+    def _method(
         self,
+        arity: str,
         method: str,
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
-    ) -> grpc.UnaryUnaryMultiCallable:
-        return UnaryUnary(self, "unary_unary", method, request_serializer,
-                           response_deserializer, _registered_method)  # fmt: skip
+    ) -> Any:
+        given = request_serializer, response_deserializer, _registered_method
+        return METHODS[arity](self, arity, method, *given)
 
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.UnaryStreamMultiCallable:
-        return UnaryStream(self, "unary_stream", method, request_serializer,
-                            response_deserializer, _registered_method)  # fmt: skip
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.StreamUnaryMultiCallable:
-        return StreamUnary(self, "stream_unary", method, request_serializer,
-                            response_deserializer, _registered_method)  # fmt: skip
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.StreamStreamMultiCallable:
-        return StreamStream(self, "stream_stream", method, request_serializer,
-                             response_deserializer, _registered_method)  # fmt: skip
+    unary_unary: Any = partialmethod(_method, "unary_unary")
+    unary_stream: Any = partialmethod(_method, "unary_stream")
+    stream_unary: Any = partialmethod(_method, "stream_unary")
+    stream_stream: Any = partialmethod(_method, "stream_stream")
 
     def _get_registered_call_handle(self, method: str) -> Any:
         # What the static methods of generated services, grpcio's experimental ones, ask a channel.

@@ -10,37 +10,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from tensorwire.errors import TensorwireError
-
 from .. import logs
-from ..attach.marks import SmallCall, SmallRequests
+from ..attach.marks import Sender, SmallCall, SmallRequests, call_is_confirmed
 from ..attach.sharing import ChannelShare
-from ..attach.terms import MARK
 from ..payload.attachment import RpcAttachment
 from ..payload.encode import as_sent
-from ..payload.envelope import MAGIC, mark
+from ..payload.envelope import MAGIC
 from ..payload.incoming import Reader
-from ..payload.outgoing import AGAIN, CallLink, SentMessage, always, is_kept
+from ..payload.outgoing import AGAIN, CallLink, SentMessage, is_kept
 from ..payload.tensors import delivered
 from ..runtime.call import RuntimeCall
 from ..runtime.carry import CarriedMethod
-from .calls import Overdue, ResentFuture, ResentStream, is_refused, outcome
-
-
-class OfMethods(Protocol):
-    """What methods need of their channel.
-
-    Attributes:
-        inner: of grpcio.
-        share: of an attachment.
-    """
-
-    inner: grpc.Channel
-    share: ChannelShare
+from .calls import Overdue, Resent, ResentStream, outcome
 
 
 class CallOptions:
@@ -82,7 +67,7 @@ class CallOptions:
         )  # fmt: skip
 
 
-class _Answers:
+class _Answers(Sender):
     """How calls of a method end: their responses, and what of them is taken back.
 
     Calls have it, and it has the channel, which stays alive as long as one of them does. It does
@@ -94,15 +79,15 @@ class _Answers:
         reader: of its responses.
     """
 
-    def __init__(self, channel: OfMethods, reader: Reader) -> None:
+    def __init__(self, channel: Any, reader: Reader) -> None:
+        super().__init__(channel.share)
         self._channel = channel
-        self._share = channel.share
         self._reader = reader
 
     def of_grpcio(self) -> Callable[[bytes], Any]:
         """The deserializer of grpcio's calls."""
         plain, read = self._reader.plain, self.read
-        least_bytes, notice = self._share.least_bytes, self._share.notice
+        least_bytes, notice = self.share.least_bytes, self.share.notice
 
         def deserialize(data: bytes) -> Any:
             if data.startswith(MAGIC):
@@ -119,30 +104,24 @@ class _Answers:
             plain = self._reader.plain
             return data if plain is None else plain(data)
         needed = None if link is None else link.awaits_messages
-        return self._reader.read(data, self._share.find, needed=needed)
-
-    def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
-        """The call is over: what it sent and nobody has seen is taken back."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self._share.disconnected()
-        elif link.foreign and not link.unsure:
-            self._share.pause()
-        attachment = link.attachment
-        if attachment is None:
-            return
-        link.ended = True  # before the leases are looked at: see `SentMessage`
-        attachment.end_call(link.call, link.leases, ok)
+        return self._reader.read(data, self.share.find, needed=needed)
 
 
 class Method:
     """One method of a channel: its inner callable, and what every call of it does.
 
     The channel stays alive as long as a stub has its methods, as in grpcio.
+
+    Args:
+        channel: the `RpcChannel`.
+        arity: "unary_unary" and so on.
+        method: its full name.
+        request_serializer, response_deserializer, registered: the user's, as for grpcio.
     """
 
     def __init__(
         self,
-        channel: OfMethods,
+        channel: Any,
         arity: str,
         method: str,
         request_serializer: Any,
@@ -150,8 +129,9 @@ class Method:
         registered: bool | None,
     ) -> None:
         self._channel = channel
-        self._share = channel.share
-        answers = _Answers(channel, Reader(response_deserializer, streams=arity.endswith("stream")))
+        self._share: ChannelShare = channel.share
+        reader = Reader(response_deserializer, streams=arity.endswith("stream"))
+        self._answers = answers = _Answers(channel, reader)
         self._serializer = request_serializer
         self._end = answers.end
         self._reading = answers.of_grpcio()
@@ -161,9 +141,6 @@ class Method:
             self._reading,
             registered,
         )
-        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
-        watched = hasattr(self._inner, "_tensorwire_trace")
-        self._small = SmallRequests(channel.share, request_serializer, watched=watched)
         self._carried = CarriedMethod(
             arity, method, request_serializer, answers.read, answers.end, self._share.owner
         )
@@ -174,57 +151,44 @@ class Method:
             return None
         return self._share.carrier
 
-    def _begin(self, options: CallOptions) -> tuple[CallLink, Any]:
-        """The link of a new call, and its metadata with the mark of its attachment."""
-        attachment = self._share.ready
-        call = None if attachment is None else attachment.begin_call()
-        if attachment is None or call is None:
-            return self._share.plain, options.metadata
-        link = CallLink(attachment, call, lambda: options.timeout, always)
-        link.foreign = link.unsure = self._share.retries  # an envelope is of use once
-        return link, (*(options.metadata or ()), (MARK, mark(attachment.id, *call)))
+    def _carry(
+        self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
+    ) -> RuntimeCall | None:
+        """Begins a call with one request by the runtime; None: by grpcio."""
+        attachment = self._carrier(options.credentials, options.compression)
+        return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
 
-    def _when_ended(
-        self, call: Any, end: Callable[[bool, Any], None], tickets: Sequence[int] = ()
-    ) -> None:
-        # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
-        state = weakref.ref(call)
-        ended = partial(_ended, end, tickets, state)
-        if not call.add_callback(ended):
-            ended()
+    def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
+        """Returns what is handed to grpcio in the place of the user's request or requests.
+
+        Args:
+            request: the user's.
+            link: of the call.
+            waits: the caller waits for the only response.
+        """
+        if not waits and link.attachment is not None:
+            link.never_waits()
+        return SentMessage(request, link, last=False, keeps_body=not waits)
 
     def _is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
-        """Whether the payload of a request went ahead to somebody who has not got the call.
-
-        Either the server says so, or it cannot even parse an envelope: then it is none of ours, and
-        no server of ours has confirmed the call.
-        """
+        """Returns whether a call that has ended is to be made once more."""
         if not outgoing.ahead or call.code() is None:
             return False
-        if is_refused(call.trailing_metadata()):
-            self._share.pause()
-            return True
-        if call.code() is grpc.StatusCode.INTERNAL and not call_is_confirmed(outgoing.link):
-            self._share.pause()
-            return True
-        return False
+        return self._answers.is_to_be_sent_again(outgoing, call.code(), call.trailing_metadata())
 
-
-class _UnaryRequest(Method):
-    """What calls with one request have in common."""
+    # Calls of grpcio.
 
     def _blocking(self, request: Any, options: CallOptions, *, with_call: bool) -> Any:
-        link, marked = self._begin(options)
-        outgoing = SentMessage(request, link, last=False)
+        link, marked = self._answers.begin(options.metadata, lambda: options.timeout)
+        outgoing = self._sent(request, link, waits=True)
         try:
             answer = self._answer(outgoing, marked, options, with_call=with_call)
-        except grpc.RpcError as error:
-            self._end(link, False, error.code())
-            if not self._is_to_be_sent_again(outgoing, error):
+        except BaseException as error:
+            call: Any = error if isinstance(error, grpc.Call) else None
+            self._end(link, False, None if call is None else call.code())
+            if call is None or not self._is_to_be_sent_again(outgoing, call):
                 raise
-        except BaseException:
-            self._end(link, False)
-            raise
+            del call
         else:
             self._end(link, True)
             if outgoing.tickets:
@@ -236,7 +200,7 @@ class _UnaryRequest(Method):
         return answer
 
     def _answer(
-        self, outgoing: SentMessage, metadata: Any, options: CallOptions, *, with_call: bool
+        self, outgoing: Any, metadata: Any, options: CallOptions, *, with_call: bool
     ) -> Any:
         """Makes a call of grpcio and waits for it. It ends at its deadline, if it has one."""
         if options.timeout is None:
@@ -255,16 +219,14 @@ class _UnaryRequest(Method):
         request: Any,
         options: CallOptions,
     ) -> Any:
-        link, marked = self._begin(options)
-        if link.attachment is not None:
-            link.never_waits()
-        outgoing = SentMessage(request, link, last=False, keeps_body=True)
+        link, marked = self._answers.begin(options.metadata, lambda: options.timeout)
+        outgoing = self._sent(request, link, waits=False)
         try:
             first = self._started(call, outgoing, marked, options)
         except BaseException:
             self._end(link, False)
             raise
-        self._when_ended(first, partial(self._end, link), outgoing.tickets)
+        _when_ended(first, partial(self._end, link), outgoing.tickets)
         if not outgoing.ahead:
             return wrap(first, options.timeout) if outgoing.is_kept else first
 
@@ -278,14 +240,13 @@ class _UnaryRequest(Method):
         return wrap(first, options.timeout, again, partial(call_is_confirmed, link))
 
     def _started(
-        self, call: Callable[..., Any], outgoing: SentMessage, metadata: Any, options: CallOptions
+        self, call: Callable[..., Any], outgoing: Any, metadata: Any, options: CallOptions
     ) -> Any:
         """Begins a call of grpcio, if its time is not over."""
-        if options.timeout is None:
-            return call(*options.behind(outgoing, metadata))
-        outgoing.prepare(self._serializer)
-        if options.is_over:  # while the server was waited for, which does not get it another way
-            return Overdue()
+        if options.timeout is not None:
+            outgoing.prepare(self._serializer)
+            if options.is_over:  # while the server was waited for, which gets it no other way
+                return Overdue()
         return call(*options.behind(outgoing, metadata))
 
 
@@ -303,13 +264,11 @@ def _in_time(inner: Any, given: tuple[Any, ...], is_kept: bool, *, with_call: bo
     return outcome(inner.future(*given), given[1], with_call=with_call)
 
 
-def call_is_confirmed(link: CallLink) -> bool:
-    """Whether the attachment's server has the call. True if nobody can know any more."""
-    attachment = link.attachment
-    try:
-        return attachment is None or attachment.lost or attachment.confirmed(link.call)
-    except TensorwireError:
-        return True
+def _when_ended(call: Any, end: Callable[[bool, Any], None], tickets: Sequence[int] = ()) -> None:
+    # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
+    ended = partial(_ended, end, tickets, weakref.ref(call))
+    if not call.add_callback(ended):
+        ended()
 
 
 def _ended(end: Callable[[bool, Any], None], tickets: Sequence[int], state: Any) -> None:
@@ -325,18 +284,14 @@ def _ended(end: Callable[[bool, Any], None], tickets: Sequence[int], state: Any)
         logs.OWN.exception("ending a call failed")
 
 
-class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
+class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
     """See `grpc.UnaryUnaryMultiCallable`."""
 
-    def _carry(
-        self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
-    ) -> RuntimeCall | None:
-        """Begins a call by the runtime; None: by grpcio."""
-        attachment = self._carrier(options.credentials, options.compression)
-        return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
-
-    def __init__(self, channel: OfMethods, arity: str, method: str, *given: Any) -> None:
+    def __init__(self, channel: Any, arity: str, method: str, *given: Any) -> None:
         super().__init__(channel, arity, method, *given)
+        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+        watched = hasattr(self._inner, "_tensorwire_trace")
+        self._small = SmallRequests(channel.share, self._serializer, watched=watched)
         self._stock = channel.inner.unary_unary(method, None, self._reading, given[-1])
 
     def __call__(
@@ -413,23 +368,22 @@ class UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
             except BaseException:
                 small.end(False)
                 raise
-            self._when_ended(first, partial(self._end_small, small))
+            _when_ended(first, partial(self._end_small, small))
             if options.timeout is None or not is_kept(small.body):
                 return first
-            return ResentFuture(first, options.timeout)
+            return Resent(first, options.timeout)
         request = request if small is None else small
-        again = partial(self._nowait, self._inner.future, ResentFuture)
+        again = partial(self._nowait, self._inner.future, Resent)
         call = self._carry(request, options, lambda sent: again(sent, options))
         return again(request, options) if call is None else call
 
 
-class UnaryStream(_UnaryRequest, grpc.UnaryStreamMultiCallable):
+class UnaryStream(Method, grpc.UnaryStreamMultiCallable):
     """See `grpc.UnaryStreamMultiCallable`."""
 
     def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        attachment = self._carrier(options.credentials, options.compression)
-        call = self._carried.begin(attachment, request, options.timeout, options.metadata)
+        call = self._carry(request, options)
         return self._nowait(self._inner, ResentStream, request, options) if call is None else call
 
 
@@ -440,73 +394,31 @@ class _StreamRequest(Method):
     confirmed the call. Whoever else has it gets plain messages.
     """
 
-    def _start(self, options: CallOptions, needed: Callable[[], bool]) -> tuple[CallLink, Any]:
-        """As `_begin`; `needed` tells whether the call goes on."""
-        link, marked = self._begin(options)
+    def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
         if link.attachment is not None:
-            link.must_confirm, link.needed = True, needed
-            link.window = link.attachment.window()
-        return link, marked
+            link.must_confirm, link.window = True, link.attachment.window()
+        return _Requests(request, link)
 
-    def _carry(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
+    def _carry_all(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
         """Begins a call by the runtime; None: by grpcio, and nothing of it was sent."""
         attachment = self._carrier(options.credentials, options.compression)
         return self._carried.begin_stream(
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
-    def _blocking(self, requests: Iterator[Any], options: CallOptions, *, with_call: bool) -> Any:
-        ended = False
-        link, marked = self._start(options, lambda: not ended)
-        given = options.behind(_Requests(requests, link), marked)
-        try:
-            if options.timeout is None:
-                answer = (self._inner.with_call if with_call else self._inner)(*given)
-            else:  # grpcio may keep the thread that waits in there
-                future = self._inner.future
-                answer = outcome(future(*given), options.timeout, with_call=with_call)
-        except BaseException as error:
-            ended = True
-            self._end(link, False, error.code() if isinstance(error, grpc.Call) else None)
-            raise
-        ended = True
-        self._end(link, True)
-        return answer
-
-    def _nowait(
-        self,
-        call: Callable[..., Any],
-        wrap: Callable[..., Any],
-        requests: Iterator[Any],
-        options: CallOptions,
-    ) -> Any:
-        over: list[bool] = []
-        link, marked = self._start(options, lambda: not over)
-        try:
-            first = call(*options.behind(_Requests(requests, link), marked))
-        except BaseException:
-            self._end(link, False)
-            raise
-        if link.attachment is None:
-            self._when_ended(first, partial(self._end, link))
-        else:
-            state, end = weakref.ref(first), partial(self._end, link)
-
-            def ended() -> None:
-                over.append(True)
-                _ended(end, (), state)
-
-            if not first.add_callback(ended):
-                ended()
-        return first if options.timeout is None else wrap(first, options.timeout)
-
 
 class _Requests:
-    """The user's requests, each with its link."""
+    """The user's requests, each with its link, with the interface of one `SentMessage`."""
+
+    ahead, is_kept, tickets = False, False, ()
 
     def __init__(self, requests: Iterator[Any], link: CallLink) -> None:
         self._requests = requests
         self._link = link
+
+    def prepare(self, serializer: Any) -> None:
+        """Takes note that their call has a deadline: grpcio may keep it beyond that."""
+        self.is_kept = True
 
     def __iter__(self) -> _Requests:
         return self
@@ -520,7 +432,7 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        call = self._carry(request_iterator, options, waits=True)
+        call = self._carry_all(request_iterator, options, waits=True)
         if call is not None:
             call.wait_blocking()
             return call.result()
@@ -528,7 +440,7 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
 
     def with_call(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        call = self._carry(request_iterator, options, waits=True)
+        call = self._carry_all(request_iterator, options, waits=True)
         if call is not None:
             call.wait_blocking()
             return call.result(), call
@@ -536,10 +448,10 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
 
     def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        call = self._carry(request_iterator, options, waits=False)
+        call = self._carry_all(request_iterator, options, waits=False)
         if call is not None:
             return call
-        return self._nowait(self._inner.future, ResentFuture, request_iterator, options)
+        return self._nowait(self._inner.future, Resent, request_iterator, options)
 
 
 class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
@@ -547,7 +459,16 @@ class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        call = self._carry(request_iterator, options, waits=False)
+        call = self._carry_all(request_iterator, options, waits=False)
         if call is not None:
             return call
         return self._nowait(self._inner, ResentStream, request_iterator, options)
+
+
+METHODS: dict[str, type[Method]] = {
+    "unary_unary": UnaryUnary,
+    "unary_stream": UnaryStream,
+    "stream_unary": StreamUnary,
+    "stream_stream": StreamStream,
+}
+"""By their arities."""
