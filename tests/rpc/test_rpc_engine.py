@@ -69,7 +69,7 @@ def test_an_answer_ends_a_call_once() -> None:
     call.message(piece(b"b"))
     assert not call.done()
     call.answered(end())
-    assert (call._response, call._code, ended) == (b"AB", grpc.StatusCode.OK, [call._code])
+    assert (call._ending.response, ended) == (b"AB", [grpc.StatusCode.OK])
     assert client.forgotten == [call]
     assert not call.cancel()
     assert client.sent == []
@@ -92,7 +92,7 @@ def test_a_response_that_is_too_long_ends_the_call() -> None:
     call.message(piece(b"ab", MORE))
     call.message(piece(b"cd", MORE))
     assert ended == [grpc.StatusCode.RESOURCE_EXHAUSTED]
-    assert call._details == "CLIENT: Received message larger than max (4 vs. 3)"
+    assert call._ending.details == "CLIENT: Received message larger than max (4 vs. 3)"
     assert client.sent == [CANCELLED]
 
 

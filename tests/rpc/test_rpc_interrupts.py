@@ -58,6 +58,8 @@ class Ring:
     """Reader, writer, node and memory of a line whose other end is the test."""
 
     def __init__(self) -> None:
+        self.node = self.memory = self.peer = self
+        self.reader = self.writer = lambda: self
         self._changed = threading.Condition()
         self._arrived: deque[frames.Frame] = deque()
         self._taken: deque[frames.Frame] = deque()
@@ -113,12 +115,10 @@ def over(slot: int, size: int = 1) -> frames.Frame:
 
 
 class Setting:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         ring: Any = Ring()
         self.ring = ring
-        monkeypatch.setattr(line, "line_reader", lambda *_: ring)
-        monkeypatch.setattr(line, "line_writer", lambda *_: ring)
-        self.client = client.RuntimeClient(ring, ring, ring, ring, Limits())  # type: ignore[arg-type]
+        self.client = client.RuntimeClient(ring, Limits())  # type: ignore[arg-type]
         self.reader = self.client.reader
 
     def begin(self, slot: int) -> call.RuntimeCall:
@@ -226,11 +226,9 @@ def frames_of_others(s: Setting, at: int) -> Interrupt:
     [a_leader_ends, a_follower_ends, answers_of_others, a_large_response, frames_of_others],
     ids=lambda each: each.__name__,
 )
-def test_interrupts(
-    what: Callable[[Setting, int], Interrupt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts(what: Callable[[Setting, int], Interrupt]) -> None:
     """Named for bugs: the turn was lost with a thread, or an answer, or what it was to make."""
     at = 1
-    while what(Setting(monkeypatch), at).where:
+    while what(Setting(), at).where:
         at += 1
     assert at > 5

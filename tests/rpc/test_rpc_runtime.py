@@ -30,7 +30,7 @@ from test_death import SCRIPT, TYPES
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import Node, rpc
-from tensorwire.rpc.attach import negotiation, registry
+from tensorwire.rpc.attach import memory, negotiation, registry
 from tensorwire.rpc.payload import tensors
 from tensorwire.rpc.payload.attachment import LAST_GENERATION, RpcAttachment
 from tensorwire.rpc.payload.outgoing import CallLink, always, no_deadline
@@ -869,10 +869,9 @@ def test_a_cancelled_call_that_waits_for_a_thread_keeps_no_request(both: Ends) -
 
 
 def test_callbacks_after_the_last_one() -> None:
-    """Of a call that went on by grpcio when its line was over; no thread stays for it."""
+    """No thread stays for it."""
     callbacks, called = Callbacks(), threading.Event()
     threads: list[threading.Thread] = []
-    callbacks.stop()
     callbacks.call([lambda: threads.append(threading.current_thread()), called.set])
     assert called.wait(LONG_S)
     threads[0].join(LONG_S)
@@ -910,20 +909,22 @@ def test_a_ring_of_another_size(
     both: Ends, side: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no attachment then, and nothing of one stays."""
-    inner = registry.make_ring
+    made = []
 
-    def make_ring(node: Node) -> Any:
-        return node.allocate(size, name=ring.RING)
+    class Memory(memory.OwnMemory):
+        def __init__(self, node: Node, *, runs: bool) -> None:
+            super().__init__(node, runs=False)
+            self._ring, self._words = (node.allocate(size, name=ring.RING),) * 2
+            made.append(node)
 
-    monkeypatch.setattr(registry if side == "server" else negotiation, "make_ring", make_ring)
+    monkeypatch.setattr(registry if side == "server" else negotiation, "OwnMemory", Memory)
     for module in (registry, negotiation):
         monkeypatch.setattr(module, "CONNECT_S", 1.0)
-    assert (registry.make_ring is inner) == (side == "client")
     both.methods = {"/t/way": UU(way)}
     channel = both.serve().channel()
     there = both.server._registry
     assert channel.unary_unary("/t/way")(b"") == b"grpcio"
-    wait_for(lambda: not there._waiting and not there.attachments)
+    wait_for(lambda: bool(made) and not there._waiting and not there.attachments)
 
 
 @pytest.mark.parametrize("how", ["call", "future", "callback"])

@@ -21,7 +21,7 @@ from ends import ALONE, attached_channel  # noqa: E402
 from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
-from tensorwire.rpc.attach import registry  # noqa: E402
+from tensorwire.rpc.attach import memory, registry  # noqa: E402
 from tensorwire.rpc.attach.registry import DeclinedError, Registry  # noqa: E402
 from tensorwire.rpc.attach.terms import Terms, encode  # noqa: E402
 from tensorwire.rpc.payload import janitor  # noqa: E402
@@ -98,7 +98,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
         if what == "thread":
             patched.setattr(registry, "threading", SimpleNamespace(Thread=Thread))
         else:
-            patched.setattr(registry, "make_board", no_memory)
+            patched.setattr(memory, "make_board", no_memory)
         for _ in range(3):
             with pytest.raises(DeclinedError, match=r"no room for it: (can.t start|none is left)"):
                 found.open(request, encrypted=False)

@@ -67,11 +67,6 @@ class TracedMethod:
         self._count("sent", data, serializer, perf_counter_ns() - began, protocol)
         return data
 
-    def sent(self, message: Any, data: Any, took_ns: int, protocol: str) -> None:
-        """Counts a message whose bytes have been made in so long, as `serialize` does."""
-        protocol = "again" if _is_again(message) else protocol
-        self._count("sent", data, self, took_ns, protocol)
-
     def deserialize(self, deserializer: Any, data: Any, protocol: str = "grpc") -> Any:
         """Returns the message in some bytes; without a deserializer they are the message."""
         if deserializer is None:
@@ -186,7 +181,7 @@ class Tracer:
                 for name in ("__call__", "with_call", "future"):
                     if name in vars(each):
                         waits = name != "future" and arity.endswith("unary")
-                        (_patch_blocking if waits else _patch_nowait)(each, name)
+                        _patch(each, name, _count_blocking if waits else _count_nowait)
 
     def _patch_factory(self, channel: Any, arity: str) -> None:
         make = getattr(channel, arity)
@@ -270,7 +265,8 @@ class Tracer:
         module.Server.__init__ = begun
 
 
-def _patch_blocking(kind: Any, name: str) -> None:
+def _patch(kind: Any, name: str, count: Any) -> None:
+    """Has a method of a class of grpcio called by `count`, where somebody counts its calls."""
     call = getattr(kind, name)
 
     @functools.wraps(call)
@@ -278,42 +274,37 @@ def _patch_blocking(kind: Any, name: str) -> None:
         watched = vars(self).get(_TRACE)
         if watched is None:
             return call(self, *args, **named)
-        began, code = watched.begin(), "OK"
-        try:
-            return call(self, *args, **named)
-        except BaseException as error:
-            code = _code_of(error)
-            raise
-        finally:
-            watched.ended(began, code)
+        return count(watched, functools.partial(call, self, *args, **named))
 
     setattr(kind, name, called)
 
 
-def _patch_nowait(kind: Any, name: str) -> None:
-    call = getattr(kind, name)
+def _count_blocking(watched: TracedMethod, call: Callable[[], Any]) -> Any:
+    began, code = watched.begin(), "OK"
+    try:
+        return call()
+    except BaseException as error:
+        code = _code_of(error)
+        raise
+    finally:
+        watched.ended(began, code)
 
-    @functools.wraps(call)
-    def called(self: Any, *args: Any, **named: Any) -> Any:
-        watched = vars(self).get(_TRACE)
-        if watched is None:
-            return call(self, *args, **named)
-        began = watched.begin()
-        try:
-            made = call(self, *args, **named)
-        except BaseException:
-            watched.not_begun()
-            raise
-        state = weakref.ref(made)  # one that is dropped is cancelled, so nothing here holds it
 
-        def ended() -> None:
-            watched.ended(began, _code_of(state()))
+def _count_nowait(watched: TracedMethod, call: Callable[[], Any]) -> Any:
+    began = watched.begin()
+    try:
+        made = call()
+    except BaseException:
+        watched.not_begun()
+        raise
+    state = weakref.ref(made)  # one that is dropped is cancelled, so nothing here holds it
 
-        if not hasattr(made, "add_callback") or not made.add_callback(ended):
-            ended()
-        return made
+    def ended() -> None:
+        watched.ended(began, _code_of(state()))
 
-    setattr(kind, name, called)
+    if not hasattr(made, "add_callback") or not made.add_callback(ended):
+        ended()
+    return made
 
 
 def _code_of(call: Any) -> str:

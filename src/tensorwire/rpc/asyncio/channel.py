@@ -22,14 +22,13 @@ from tensorwire.errors import TensorwireError
 from .. import logs
 from ..attach.marks import SmallCall, SmallRequests
 from ..attach.terms import Terms
-from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader
-from ..payload.janitor import JANITOR
-from ..payload.limits import Limits, given_limits
+from ..payload.limits import Limits
 from ..payload.outgoing import CallLink, SentMessage, is_kept
 from ..runtime.options import kept, offer
+from ..threads.channel import AttachedChannel
 from ..threads.factories import (
     channel_terms,
     chosen_transports,
@@ -47,7 +46,7 @@ __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
 
 def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
     """The user's message that came by the runtime, in a call that keeps its channel."""
-    find = channel.sender.share.find
+    find = channel.share.find
     return reader.read(data, find, needed=link.awaits_messages)
 
 
@@ -101,29 +100,33 @@ class _Direct(_Method):
         self._later = LATER[arity]
         self._make = getattr(channel.sender, "stream" if self._streams else arity)
 
-    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        metadata, credentials, wait_for_ready, compression = given
-        if self._channel.is_plain(credentials):
-            return self._plain(request, timeout, *given)
-        details = grpc.aio.ClientCallDetails(
-            self._method, timeout, metadata, credentials, wait_for_ready
-        )
+    def _call(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        given = self._method, timeout, metadata, credentials, wait_for_ready
+        return self._begin(request, grpc.aio.ClientCallDetails(*given), compression)
+
+    def _begin(self, request: Any, details: Any, compression: Any) -> Any:
+        if self._channel.is_plain(details.credentials):
+            return self._plain(request, details, compression)
         making = self._make(partial(self._of_grpcio, compression), details, request)
-        call = self._told(compression, partial(self._later, making, timeout))
+        call = self._told(compression, partial(self._later, making, details.timeout))
         self._channel.live.add(call)
         return call
 
-    def _plain(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        outgoing = None
+    def _plain(self, request: Any, details: Any, compression: Any) -> Any:
+        outgoing, plain = None, self._channel.share.plain
         if not self._streams:
-            plain = self._channel.sender.share.plain
             outgoing = SentMessage(request, plain, last=False).with_arrays()
-        names = ("metadata", "credentials", "wait_for_ready", "compression")
-        named = dict(zip(names, given, strict=True))
-        sender = self._channel.sender
-        call = self._inner(outgoing or request, timeout=timeout, **named)
-        sender.watch(call, sender.share.plain, outgoing)
-        return self._in_time(call, timeout)
+        call = self._inner(outgoing or request, **_named(details, compression))
+        self._channel.sender.watch(call, plain, outgoing)
+        return self._in_time(call, details.timeout)
 
     def _in_time(self, call: Any, timeout: float | None) -> Any:
         """A call of grpcio that has begun; one that has a deadline ends when that has passed."""
@@ -134,88 +137,54 @@ class _Direct(_Method):
         return self._later(made, timeout)
 
     async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
-        return self._inner(
-            request,
-            timeout=details.timeout,
-            metadata=details.metadata,
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-            compression=compression,
-        )
+        return self._inner(request, **_named(details, compression))
+
+
+def _named(details: Any, compression: Any) -> dict[str, Any]:
+    """Returns what methods of grpcio take besides the request."""
+    named = {**details._asdict(), "compression": compression}
+    del named["method"]
+    return named
 
 
 class _OneRequest(_Direct):
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        return self._call(request, timeout, metadata, credentials, wait_for_ready, compression)
+    def __call__(self, request: Any, **named: Any) -> Any:
+        return self._call(request, **named)
 
 
 class _ManyRequests(_Direct):
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        return self._call(
-            request_iterator, timeout, metadata, credentials, wait_for_ready, compression
-        )
+    def __call__(self, request_iterator: Any = None, *given: Any, **named: Any) -> Any:
+        return self._call(request_iterator, *given, **named)
 
 
 class _Small(_OneRequest):
     """A method whose calls with small requests are grpcio's own, without anything of ours.
 
     Args:
-        channel, inner, carried, arity, method: as of `_Direct`.
         small: its requests that need nothing of ours.
         stock: of grpcio's channel, takes the bytes of a request.
+        given: as of `_Direct`.
     """
 
-    def __init__(
-        self,
-        channel: AioRpcChannel,
-        inner: Any,
-        carried: AioMethod | None,
-        arity: str,
-        method: Any,
-        small: SmallRequests,
-        stock: Any,
-    ) -> None:
-        super().__init__(channel, inner, carried, arity, method)
+    def __init__(self, small: SmallRequests, stock: Any, *given: Any) -> None:
+        super().__init__(*given)
         self._small = small
         self._stock = stock
 
-    def _call(self, request: Any, timeout: float | None, *given: Any) -> Any:
-        metadata, credentials, wait_for_ready, compression = given
+    def _begin(self, request: Any, details: Any, compression: Any) -> Any:
         # The request of another call is encoded where it is made.
-        small = self._small.begin(request, metadata) if self._channel.is_connected else None
+        connected = self._channel.is_connected
+        small = self._small.begin(request, details.metadata) if connected else None
         if type(small) is not SmallCall:
-            return super()._call(request if small is None else small, timeout, *given)
+            return super()._begin(request if small is None else small, details, compression)
+        named = _named(details, compression)
         try:
-            call = self._stock(
-                small.body,
-                timeout=timeout,
-                metadata=small.metadata,
-                credentials=credentials,
-                wait_for_ready=wait_for_ready,
-                compression=compression,
-            )
+            call = self._stock(small.body, **{**named, "metadata": small.metadata})
         except BaseException:
             small.end(False)
             raise
         self._channel.sender.watch_small(call, small)
-        return self._in_time(call, timeout) if is_kept(small.body) else call
+        return self._in_time(call, details.timeout) if is_kept(small.body) else call
 
 
 def _of(arity: str, kind: type[_Method]) -> Any:
@@ -236,7 +205,7 @@ _METHODS = {
 """By their arities, of calls that no interceptor of the user's sees, and of the others."""
 
 
-class AioRpcChannel(grpc.aio.Channel):
+class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
     """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`.
 
     Args:
@@ -268,33 +237,13 @@ class AioRpcChannel(grpc.aio.Channel):
         # A line that stays would be a task of an event loop that is to end.
         lingers = terms.runtime.limits is None
         share = share_of(terms, name, *given, world=world, new_client=AioClient, lingers=lingers)
+        super().__init__(share)
         self.sender = AioSender(share)
         chain, self._intercepted = chained(interceptors or (), self.sender)
         self.inner = self.sender.inner = make("aio." + name, *given, chain or None)
         self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
         self._encrypted = encrypted
         self._closed = False
-        # In whatever thread has the last of it, with whatever lock.
-        weakref.finalize(self, JANITOR.soon, share.close).atexit = False
-
-    @property
-    def payload(self) -> str:
-        """As of `tensorwire.rpc.insecure_channel`."""
-        attachment = self.attachment
-        return f"inside: {self.sender.share.reason}" if attachment is None else attachment.transport
-
-    @property
-    def runtime(self) -> str:
-        """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
-        attachment = self.attachment
-        if attachment is not None and attachment.runtime is not None:
-            return attachment.transport
-        return f"grpcio: {self.sender.share.carried_reason}"
-
-    @property
-    def attachment(self) -> RpcAttachment | None:
-        """Returns what joins this channel with its server, None if nothing does."""
-        return self.sender.share.ready
 
     @property
     def is_connected(self) -> bool:
@@ -305,7 +254,7 @@ class AioRpcChannel(grpc.aio.Channel):
         """Tells whether a call that begins now is grpcio's alone, and asks for no attachment."""
         if self._closed or (credentials is not None and not self._encrypted):
             return True  # grpcio says what is wrong
-        share = self.sender.share
+        share = self.share
         if (share.carrier if share.carries else share.ready) is not None:
             return False
         if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
@@ -321,7 +270,7 @@ class AioRpcChannel(grpc.aio.Channel):
         _registered_method: Any = False,
     ) -> Any:
         reader = Reader(response_deserializer, streams=arity.endswith("stream"))
-        serializer, share = request_serializer, self.sender.share
+        serializer, share = request_serializer, self.share
 
         def serialize(outgoing: Any) -> Any:
             if type(outgoing) is not SentMessage:  # of a stream without an attachment
@@ -338,7 +287,7 @@ class AioRpcChannel(grpc.aio.Channel):
                 share.notice(len(data))
             try:
                 # Each call keeps the channel, without whose attachment an answer cannot be read.
-                return reader.read(data, self.sender.share.find)
+                return reader.read(data, self.share.find)
             except (RefusedError, TensorwireError) as error:
                 if arity.endswith("stream"):
                     return Unreadable(error)
@@ -358,7 +307,7 @@ class AioRpcChannel(grpc.aio.Channel):
             watched = hasattr(inner, "_tensorwire_trace")
             small = SmallRequests(share, serializer, watched=watched)
             stock = self.inner.unary_unary(method, None, deserialize, _registered_method)
-            return direct(self, inner, carried, arity, method, small, stock)
+            return direct(small, stock, self, inner, carried, arity, method)
         return direct(self, inner, carried, arity, method)
 
     unary_unary: Any = partialmethod(_method, "unary_unary")
@@ -368,7 +317,7 @@ class AioRpcChannel(grpc.aio.Channel):
 
     async def attach(self, timeout_s: float = 5.0) -> bool:
         """As of `RpcChannel`."""
-        return await asyncio.to_thread(self.sender.share.attach, timeout_s)
+        return await asyncio.to_thread(self.share.attach, timeout_s)
 
     async def __aenter__(self) -> AioRpcChannel:
         return self
@@ -391,7 +340,7 @@ class AioRpcChannel(grpc.aio.Channel):
         if grace is not None:
             grace = max(until - time.monotonic(), 0.0)
         await self.inner.close(grace)
-        self.sender.share.close()
+        self.share.close()
 
     def get_state(self, try_to_connect: bool = False) -> Any:
         return self.inner.get_state(try_to_connect)
@@ -422,9 +371,8 @@ def insecure_channel(
         return plain(target, options, compression, interceptors)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms, options = channel_terms(
-        target, options, given_limits(limits), chosen_transports(transports, ("shm",)), offered
-    )
+    transports = chosen_transports(transports, ("shm",))
+    terms, options = channel_terms(target, options, limits, transports, offered)
     given = target, options, compression
     return AioRpcChannel("insecure_channel", given, interceptors, terms, encrypted=False)
 
@@ -444,8 +392,7 @@ def secure_channel(
         return plain(  # type: ignore[no-any-return]
             target, credentials, options, compression, interceptors
         )
-    terms, options = channel_terms(
-        target, kept(options), given_limits(limits), secure_transports(plaintext_transports)
-    )
+    transports = secure_transports(plaintext_transports)
+    terms, options = channel_terms(target, kept(options), limits, transports)
     given = target, credentials, options, compression
     return AioRpcChannel("secure_channel", given, interceptors, terms, encrypted=True)

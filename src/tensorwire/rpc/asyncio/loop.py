@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -56,34 +56,27 @@ async def taken(take: Callable[[Callable[[], Waiter]], bytes | Waiter | None]) -
     return found
 
 
+async def each_of(iterable: Any) -> AsyncIterator[Any]:
+    """Iterates over what is an iterable of asyncio, or a plain one."""
+    if hasattr(iterable, "__aiter__"):
+        async for each in iterable:
+            yield each
+    else:
+        for each in iterable:
+            yield each
+
+
 async def wait_each(waiters: Any) -> None:
     """Waits for one `LoopWaiter` after the other, while what yields them goes on."""
     for each in waiters:
         await each.wait()
 
 
-class LoopDeadline:
-    """As a `Deadline`, of an event loop.
-
-    Args:
-        loop: calls the action.
-        at: a time of time.monotonic.
-        action: done then.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, at: float, action: Callable[[], object]
-    ) -> None:
-        self._handle = loop.call_later(max(at - time.monotonic(), 0.0), action)
-
-    @property
-    def action(self) -> Callable[[], object] | None:
-        """None takes it back."""
-        return None
-
-    @action.setter
-    def action(self, action: Callable[[], object] | None) -> None:
-        self._handle.cancel()
+def alarm(
+    loop: asyncio.AbstractEventLoop, at: float, action: Callable[[], object]
+) -> asyncio.TimerHandle:
+    """Has a loop do something at a time of time.monotonic; see `Deadlines.add`."""
+    return loop.call_later(max(at - time.monotonic(), 0.0), action)
 
 
 class LoopCallbacks:
@@ -95,9 +88,6 @@ class LoopCallbacks:
     def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Has them called one after the other, soon. Any thread."""
         in_loop(self._loop, lambda: call_all(callbacks))
-
-    def stop(self) -> None:
-        """Nothing is to be stopped."""
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None:

@@ -15,16 +15,14 @@ import grpc
 import grpc.aio
 
 from .. import logs
-from ..payload.attachment import RpcAttachment
 from ..payload.envelope import is_pushed
 from ..payload.inbox import RefusedError
 from ..payload.outgoing import CallLink, SentMessage
 from ..payload.tensors import Holding, drop
 from ..runtime.behavior import AnyPerformance, Performance, refuse_payload
-from ..runtime.context import Caller
 from ..runtime.flow import Waiter
 from ..runtime.leaving import lenient
-from ..runtime.served import IncomingCall
+from ..runtime.served import Handled, IncomingCall, Receiver
 from .encoding import encode, finish
 from .loop import LoopWaiter, in_thread, taken, wait_each
 from .runtime_context import AioContext
@@ -67,8 +65,7 @@ class AioPerformance(_Unexpected):
     """One call and its asynchronous servicer, in the event loop.
 
     Args:
-        attachment, call, handled, traced, most_bytes: as of `AnyPerformance`.
-        caller: the client.
+        end, call, handled: as of `AnyPerformance`.
 
     Attributes:
         context: for the servicer.
@@ -76,16 +73,14 @@ class AioPerformance(_Unexpected):
 
     context: AioContext
 
-    def __init__(
-        self, attachment: RpcAttachment, caller: Caller, call: IncomingCall, *given: Any
-    ) -> None:
-        super().__init__(attachment, call, AioContext(caller, call, self), *given)
+    def __init__(self, end: Receiver, call: IncomingCall, handled: Handled) -> None:
+        super().__init__(end, call, AioContext(end.caller, call, self), handled)
         self._serializer = lenient(self.handled.serializer, text=True)
         self._turn = asyncio.Lock()
         self._rest: asyncio.Task[None] | None = None
 
-    def _link(self) -> CallLink:
-        link = super()._link()
+    def link(self) -> CallLink:
+        link = super().link()
         link.patience_s = 0.0  # of the event loop
         link.in_loop = True
         return link
@@ -176,9 +171,7 @@ class AioPerformance(_Unexpected):
 
     async def _serialize(self, response: Any) -> tuple[bytes, SentMessage | None]:
         """The bytes of a response, and what is to `finish` when they have been sent."""
-        data, message = await encode(
-            self._attachment, self._link, self._serializer, self._traced, response, last=True
-        )
+        data, message = await encode(self, self._serializer, response, last=True)
         if self._is_too_long(data):
             raise _EndedError
         return data, message

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..runtime.context import AnyContext, CallContext, Caller
-from ..runtime.served import IncomingCall
+from ..runtime.context import AnyContext, CallContext
+from ..runtime.served import Caller, IncomingCall
 
 _Code = grpc.StatusCode
 

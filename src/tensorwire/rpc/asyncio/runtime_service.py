@@ -11,13 +11,12 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..runtime import observed
 from ..runtime.context import CallDetails
 from ..runtime.line import MOST_BACKLOG
 from ..runtime.options import MessageLimits
 from ..runtime.served import Handled, IncomingCall
 from ..runtime.server import AnyService, ServerEnd
-from .loop import LoopCallbacks, LoopDeadline, in_loop, taken
+from .loop import LoopCallbacks, alarm, in_loop, taken
 from .runtime_behavior import AioPerformance, SyncPerformance
 from .runtime_context import SyncContext
 
@@ -30,7 +29,7 @@ class AioServerEnd(ServerEnd):
     Args: as of `ServerEnd`.
     """
 
-    def __init__(self, service: AioService, *given: Any) -> None:
+    def __init__(self, service: Any, *given: Any) -> None:
         super().__init__(service, *given, patient=False)
         assert service.loop is not None
         self._loop = service.loop
@@ -66,6 +65,8 @@ class AioService(AnyService):
         interceptors: the user's, outermost first.
     """
 
+    kind_of_end = AioServerEnd
+
     def __init__(
         self,
         pool: Any,
@@ -79,10 +80,6 @@ class AioService(AnyService):
         self._interceptors = interceptors
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def new_end(self, *given: Any) -> ServerEnd:
-        """See `AnyService`."""
-        return AioServerEnd(self, *given)
-
     @property
     def active(self) -> int:
         """Calls under way, and their servicers that are not done yet."""
@@ -94,7 +91,7 @@ class AioService(AnyService):
             return
         assert self.loop is not None
         if call.deadline is not None:
-            call.alarm = LoopDeadline(self.loop, call.deadline, call.deadline_passed)
+            call.alarm = alarm(self.loop, call.deadline, call.deadline_passed)
         task = self.loop.create_task(self._serve(end, call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,15 +125,11 @@ class AioService(AnyService):
             if call.first is None:
                 call.lacks_request()
                 return
-        traced = observed.watched("server", handled.arity, call.method)
-        began_ns = 0 if traced is None else traced.begin()
-        more = handled, traced, self.limits.send_bytes
         performance: SyncPerformance | AioPerformance
         if _is_asynchronous(handled.behavior):
-            performance = AioPerformance(end.attachment, end.caller, call, *more)
+            performance = AioPerformance(end, call, handled)
         else:
-            context = SyncContext(end.caller, call)
-            performance = SyncPerformance(end.attachment, call, context, *more)
+            performance = SyncPerformance(end, call, SyncContext(end.caller, call), handled)
         try:
             if not call.is_active():
                 return
@@ -146,9 +139,7 @@ class AioService(AnyService):
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self.pool, performance.run)
         finally:
-            if traced is not None:
-                outcome = "answered" if performance.answered else "not answered"
-                traced.ended(began_ns, "over" if handled.gives_stream else outcome)
+            performance.ended()
 
     async def _look_up(self, interceptors: Sequence[Any], details: Any) -> Any:
         if interceptors:

@@ -20,6 +20,7 @@ from ..payload.fields import may_have_tensors
 from ..payload.outgoing import AGAIN, CallLink, SentMessage, at_once
 from ..payload.tensors import delivered
 from .calls import LATER, WrittenCall, late_error
+from .loop import each_of
 from .runtime_client import METHOD
 
 
@@ -67,14 +68,7 @@ class AioSender(Sender):
 
     def watch_small(self, call: Any, small: SmallCall) -> None:
         """As `watch`, for a call with a small request."""
-
-        def ended(call: Any) -> None:
-            code = _code_now(call)
-            if code is grpc.StatusCode.UNAVAILABLE:
-                self.share.disconnected()
-            small.end(code is grpc.StatusCode.OK)
-
-        call.add_done_callback(ended)
+        call.add_done_callback(lambda call: self.end_small(small, _code_now(call)))
 
     def _ended(self, link: CallLink, outgoing: SentMessage | None, call: Any) -> None:
         code = _code_now(call)
@@ -147,12 +141,8 @@ class AioSender(Sender):
 
     async def _requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
         """The user's requests, each with its link."""
-        if hasattr(requests, "__aiter__"):
-            async for each in requests:
-                yield await self._sent(link, each)
-        else:
-            for each in requests:
-                yield await self._sent(link, each)
+        async for each in each_of(requests):
+            yield await self._sent(link, each)
 
     async def _sent(self, link: CallLink, request: Any) -> SentMessage:
         if link.must_confirm and not link.foreign and link.attachment is not None:

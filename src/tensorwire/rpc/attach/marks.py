@@ -25,91 +25,6 @@ from .sharing import ChannelShare
 from .terms import MARK, REFUSED
 
 
-class Sender:
-    """Begins and ends the calls of a channel by grpcio, in whichever world.
-
-    Args:
-        share: of an attachment.
-
-    Attributes:
-        share: as given.
-        proof: what a server says that cannot parse an envelope.
-        ends_at_once: the thread in which a call fails may wait for locks.
-    """
-
-    proof: tuple[grpc.StatusCode, ...] = (grpc.StatusCode.INTERNAL,)
-    ends_at_once = True
-
-    def __init__(self, share: ChannelShare) -> None:
-        self.share = share
-
-    def begin(self, metadata: Any, remaining: Callable[[], float | None]) -> tuple[CallLink, Any]:
-        """Returns the link of a new call, and its metadata with the mark of its attachment.
-
-        Args:
-            metadata: the user's.
-            remaining: see `CallLink`.
-        """
-        attachment = self.share.ready
-        call = None if attachment is None else attachment.begin_call()
-        if attachment is None or call is None:
-            return self.share.plain, metadata
-        link = CallLink(attachment, call, remaining, always)
-        link.foreign = link.unsure = self.share.retries  # an envelope is of use once
-        return link, (*(metadata or ()), (MARK, mark(attachment.id, *call)))
-
-    def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
-        """Takes back what a call has sent and nobody has seen, as it is over.
-
-        Args:
-            link: of the call.
-            ok: it has ended well.
-            code: of its end, None if that is not known.
-        """
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self.share.disconnected()
-        elif link.foreign and not link.unsure:
-            self.share.pause()
-        attachment = link.attachment
-        if attachment is None:
-            return
-        link.ended = True  # before the leases are looked at: see `SentMessage`
-        end = partial(attachment.end_call, link.call, link.leases, ok)
-        if ok or self.ends_at_once:
-            end()
-        else:
-            JANITOR.soon(end)
-
-    def is_to_be_sent_again(
-        self, outgoing: SentMessage, code: grpc.StatusCode, trailing: Any
-    ) -> bool:
-        """Returns whether the payload of a request went ahead to somebody who has not got the call.
-
-        Either the server says so, or it cannot even parse an envelope: then it is none of ours, and
-        no server of ours has confirmed the call.
-
-        Args:
-            outgoing: the request.
-            code: of the call.
-            trailing: metadata of the call.
-        """
-        if any(key == REFUSED for key, _ in trailing or ()) or (
-            code in self.proof and not call_is_confirmed(outgoing.link)
-        ):
-            self.share.pause()
-            return True
-        return False
-
-
-def call_is_confirmed(link: CallLink) -> bool:
-    """Whether the attachment's server has the call. True if nobody can know any more."""
-    attachment = link.attachment
-    try:
-        return attachment is None or attachment.lost or attachment.confirmed(link.call)
-    except TensorwireError:
-        return True
-
-
 class SmallCall:
     """A call with a small request, as grpcio takes it.
 
@@ -185,3 +100,94 @@ class SmallRequests:
             marked = ((MARK, shared.mark),)
             self._marked = shared, marked
         return SmallCall(found, (*metadata, *marked) if metadata else marked, tickets, shared)
+
+
+class Sender:
+    """Begins and ends the calls of a channel by grpcio, in whichever world.
+
+    Args:
+        share: of an attachment.
+
+    Attributes:
+        share: as given.
+        proof: what a server says that cannot parse an envelope.
+        ends_at_once: the thread in which a call fails may wait for locks.
+    """
+
+    proof: tuple[grpc.StatusCode, ...] = (grpc.StatusCode.INTERNAL,)
+    ends_at_once = True
+
+    def __init__(self, share: ChannelShare) -> None:
+        self.share = share
+
+    def begin(self, metadata: Any, remaining: Callable[[], float | None]) -> tuple[CallLink, Any]:
+        """Returns the link of a new call, and its metadata with the mark of its attachment.
+
+        Args:
+            metadata: the user's.
+            remaining: see `CallLink`.
+        """
+        attachment = self.share.ready
+        call = None if attachment is None else attachment.begin_call()
+        if attachment is None or call is None:
+            return self.share.plain, metadata
+        link = CallLink(attachment, call, remaining, always)
+        link.foreign = link.unsure = self.share.retries  # an envelope is of use once
+        return link, (*(metadata or ()), (MARK, mark(attachment.id, *call)))
+
+    def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
+        """Takes back what a call has sent and nobody has seen, as it is over.
+
+        Args:
+            link: of the call.
+            ok: it has ended well.
+            code: of its end, None if that is not known.
+        """
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self.share.disconnected()
+        elif link.foreign and not link.unsure:
+            self.share.pause()
+        attachment = link.attachment
+        if attachment is None:
+            return
+        link.ended = True  # before the leases are looked at: see `SentMessage`
+        end = partial(attachment.end_call, link.call, link.leases, ok)
+        if ok or self.ends_at_once:
+            end()
+        else:
+            JANITOR.soon(end)
+
+    def end_small(self, small: SmallCall, code: Any) -> None:
+        """As `end`, of a call with a small request; its code is None if that is not known."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self.share.disconnected()
+        small.end(code is grpc.StatusCode.OK)
+
+    def is_to_be_sent_again(
+        self, outgoing: SentMessage, code: grpc.StatusCode, trailing: Any
+    ) -> bool:
+        """Returns whether the payload of a request went ahead to somebody who has not got the call.
+
+        Either the server says so, or it cannot even parse an envelope: then it is none of ours, and
+        no server of ours has confirmed the call.
+
+        Args:
+            outgoing: the request.
+            code: of the call.
+            trailing: metadata of the call.
+        """
+        if any(key == REFUSED for key, _ in trailing or ()) or (
+            code in self.proof and not call_is_confirmed(outgoing.link)
+        ):
+            self.share.pause()
+            return True
+        return False
+
+
+def call_is_confirmed(link: CallLink) -> bool:
+    """Whether the attachment's server has the call. True if nobody can know any more."""
+    attachment = link.attachment
+    try:
+        return attachment is None or attachment.lost or attachment.confirmed(link.call)
+    except TensorwireError:
+        return True

@@ -15,35 +15,35 @@ import weakref
 from collections.abc import Callable
 
 from tensorwire.errors import TensorwireError, UnavailableError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory import Node, Peer
 from tensorwire.memory.handle import join_address, split_address
 
-from ..payload.attachment import CallCarrier, RpcAttachment, make_board, make_push_board
+from ..payload.attachment import CallCarrier, RpcAttachment
 from ..payload.host import SCARCE, descriptors_are_scarce, host_id, tell_scarce
 from ..payload.inbox import SenderGoneError
 from ..payload.janitor import JANITOR
 from ..payload.route import least_threshold
 from ..runtime.client import AnyClient, RuntimeClient
 from ..runtime.options import MessageLimits
-from ..runtime.ring import RING, checked, make_ring
+from ..runtime.ring import Rings
+from .memory import OwnMemory
 from .terms import (
     ATTACHMENT_VERSION,
     CONNECT_S,
     READY,
     RUNTIME_VERSION,
     Terms,
+    agreed,
     as_list,
     decode,
     encode,
-    limits_beside,
-    whole_number,
 )
 
 _LONGEST_PAUSE_S = 60.0
 _FOR_EVER = float("inf")
 
 
-NewClient = Callable[[Node, Region, RemoteRegion, Peer, MessageLimits], CallCarrier]
+NewClient = Callable[[Rings, MessageLimits], CallCarrier]
 """Makes the client's end of a line."""
 
 
@@ -92,21 +92,13 @@ def connect(
     )
     runs = limits is not None and answer.get("runtime") == RUNTIME_VERSION
     try:
-        board = make_board(node)
-        ring = make_ring(node) if runs else None
-        words = make_push_board(node) if runs else None
+        own = OwnMemory(node, runs=runs)
         peer = _reach(node, str(answer.get("address")), terms.host, least_s)
-        lent_bytes = whole_number(answer, "pool_bytes")
-        beside = limits_beside(terms.messages, answer)
-        attachment = RpcAttachment(
-            id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True, **beside
-        )
+        attachment = own.join(peer, terms, agreed(terms.messages, answer), is_client=True)
         peer.wait_region(READY, timeout_s=least_s)
-        if ring is not None and limits:
-            other = checked(peer.region(RING, timeout_s=least_s))
-            attachment.runtime = new_client(node, ring, other, peer, limits)
-            if words is not None:
-                attachment.add_pushing(words)
+        rings = own.rings(attachment, least_s)
+        if rings is not None and limits is not None:
+            attachment.runtime = new_client(rings, limits)
         return attachment
     except BaseException:
         node.close()

@@ -7,33 +7,26 @@ import threading
 from dataclasses import replace
 
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Node, Region
+from tensorwire.memory import Node
 
-from ..payload.attachment import (
-    CALLS,
-    LAST_GENERATION,
-    RpcAttachment,
-    make_board,
-    make_push_board,
-)
+from ..payload.attachment import CALLS, LAST_GENERATION, RpcAttachment
 from ..payload.envelope import read_mark
 from ..payload.host import descriptors_are_scarce, host_id, no_way
 from ..payload.janitor import JANITOR
 from ..payload.limits import Limits
-from ..runtime.context import Caller
-from ..runtime.ring import RING, checked, make_ring
+from ..runtime.served import Caller
 from ..runtime.server import AnyService
+from .memory import OwnMemory
 from .terms import (
     ATTACHMENT_VERSION,
     CONNECT_S,
     READY,
     RUNTIME_VERSION,
     Terms,
+    agreed,
     as_list,
     decode,
     encode,
-    limits_beside,
-    whole_number,
 )
 
 _NO_ROOM = TensorwireError, MemoryError, RuntimeError, OSError
@@ -103,8 +96,7 @@ class Registry:
             ValueError: the request says nothing that can be understood.
         """
         asked = decode(request)
-        lent_bytes = whole_number(asked, "pool_bytes")
-        beside = limits_beside(self._terms.messages, asked)
+        numbers = agreed(self._terms.messages, asked)
         wanted = asked.get("transports")
         if ATTACHMENT_VERSION not in as_list(asked.get("versions")):
             raise DeclinedError(f"this server knows version {ATTACHMENT_VERSION}")
@@ -149,14 +141,12 @@ class Registry:
                 raise DeclinedError(f"the server has no room for it: {error}") from error
             self._waiting[id] = node
         try:
-            board = make_board(node)
             runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
             service = self._service if runs and caller is not None else None
-            ring = None if service is None else make_ring(node)
-            words = None if service is None else make_push_board(node)
+            own = OwnMemory(node, runs=service is not None)
             threading.Thread(
                 target=self._complete, name="tensorwire-rpc-attachment", daemon=True,
-                args=(id, node, board, lent_bytes, beside, service, ring, caller, words),
+                args=(id, own, numbers, service, caller),
             ).start()  # fmt: skip
         except BaseException as error:
             self._give_up(id, node)
@@ -178,44 +168,28 @@ class Registry:
     def _complete(
         self,
         id: bytes,
-        node: Node,
-        board: Region,
-        lent_bytes: int,
-        beside: dict[str, int],
+        own: OwnMemory,
+        numbers: dict[str, int],
         service: AnyService | None,
-        ring: Region | None,
         caller: Caller | None,
-        words: Region | None,
     ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
-            attachment = RpcAttachment(
-                id,
-                node,
-                board,
-                node.accept(CONNECT_S),
-                self._terms.limits,
-                lent_bytes=lent_bytes,
-                is_client=False,
-                **beside,
-            )
-            if service and ring and caller:
-                peer = attachment.peer
-                other = checked(peer.wait_region(RING, timeout_s=CONNECT_S))
-                if words is not None:
-                    attachment.add_pushing(words)
-                end = service.attach(attachment, caller, node, ring, other, peer)
-                attachment.runtime = end
+            peer = own.node.accept(CONNECT_S)
+            attachment = own.join(peer, self._terms, numbers, is_client=False)
+            rings = own.rings(attachment, CONNECT_S)
+            if service is not None and caller is not None and rings is not None:
+                attachment.runtime = end = service.attach(attachment, caller, rings)
                 end.start()
             with self._lock:
                 self._waiting.pop(id, None)
                 if not self._closed:
                     self._attachments[id] = attachment
-                    node.allocate(8, name=READY)
+                    own.node.allocate(8, name=READY)
                     return
         except _NO_ROOM:
             pass  # the client gets plain gRPC
-        self._give_up(id, node)
+        self._give_up(id, own.node)
 
     def _give_up(self, id: bytes, node: Node) -> None:
         with self._lock:

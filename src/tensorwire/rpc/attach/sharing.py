@@ -143,10 +143,6 @@ class ChannelShare:
             return
         self.closed = True
         self._keeper.end_calls_of(self._token)
-        self.drop()
-
-    def drop(self) -> None:
-        """Gives the share up of a channel that has no calls."""
         self._shared.leave(self._token)
 
 

@@ -83,32 +83,28 @@ def decode(data: bytes) -> dict[str, Any]:
     return parse_json(data, dict[str, Any], _MOST_BYTES)
 
 
-def whole_number(values: dict[str, Any], name: str) -> int:
-    """A field of a message that is a number from 0 up; ValueError if it is none."""
+def _number(values: dict[str, Any], name: str, least: int) -> int:
     value = values.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 62:
+    if type(value) is not int or not least <= value < 1 << 62:
         raise ValueError(f"{name} is {value!r}")
     return value
 
 
-def read_limit(values: dict[str, Any], name: str) -> int:
-    """Reads a limit of the other end, -1 for none; ValueError if it is no limit."""
-    value = values.get(name)
-    if type(value) is not int or not -1 <= value < 1 << 62:
-        raise ValueError(f"{name} is {value!r}")
-    return value
-
-
-def limits_beside(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
-    """Returns how long messages may be whose payload travels beside, for `RpcAttachment`.
+def agreed(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
+    """Returns what two ends have agreed on, for `RpcAttachment`.
 
     Args:
-        own: of this end.
-        values: what the other end tells, in `beside_bytes` the longest that it takes.
+        own: limits of messages of this end.
+        values: what the other end tells: in `pool_bytes` how much memory this end may write into,
+            in `beside_bytes` how long a message it takes whose payload travels beside, -1 for any.
+
+    Raises:
+        ValueError: a number is none.
     """
-    other = read_limit(values, "beside_bytes") if "beside_bytes" in values else -1
+    beside = _number(values, "beside_bytes", -1) if "beside_bytes" in values else -1
     return {
-        "sent_bytes": least_limit(own.send_bytes, other),
+        "lent_bytes": _number(values, "pool_bytes", 0),
+        "sent_bytes": least_limit(own.send_bytes, beside),
         "taken_bytes": own.receive_bytes,
     }
 

@@ -19,69 +19,63 @@ from ..payload.inbox import RefusedError, StalledError
 from ..payload.incoming import find_only
 from ..payload.outgoing import CallLink, SentMessage, no_deadline
 from ..payload.tensors import Holding, drop
+from . import frames, observed
 from .context import CallContext
 from .flow import Waiter
-from .frames import (
-    PIECE_BYTES,
-    Metadatum,
-    as_metadata,
-    end_frames,
-    excess,
-    plain_end_frame,
-)
 from .leaving import leaving
-from .served import Handled, IncomingCall
+from .served import Handled, IncomingCall, Receiver
 
 _Code = grpc.StatusCode
-_REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
+_REFUSED_PAYLOAD = frames.Metadatum("tensorwire-refused", "1")
 
 
 class AnyPerformance:
     """One call and its servicer, in a thread or a task.
 
     Args:
-        attachment: of the line.
+        end: of the line that it came by.
         call: what came.
         context: for the servicer.
         handled: the user's handler.
-        traced: what counts messages, None if nobody does.
-        most_bytes: of a response; negative for no limit.
 
     Attributes:
         answered: it has a response.
+        attachment: of the line.
+        traced: what counts messages, None if nobody does.
     """
 
     answered = False
     _own_link: CallLink | None = None
 
-    def __init__(
-        self,
-        attachment: RpcAttachment,
-        call: IncomingCall,
-        context: Any,
-        handled: Handled,
-        traced: Any,
-        most_bytes: int,
-    ) -> None:
-        self._attachment = attachment
+    def __init__(self, end: Receiver, call: IncomingCall, context: Any, handled: Handled) -> None:
+        self.attachment = end.attachment
         self.call = call
         self.context = context
         self.handled = handled
         self._serializer = handled.serializer
-        self._traced = traced
-        self._most_bytes = most_bytes
+        self._most_bytes = end.limits.send_bytes
+        self.traced = None
+        if observed.OBSERVER is not None:
+            self.traced = observed.watched("server", handled.arity, call.method)
+        self._began_ns = 0 if self.traced is None else self.traced.begin()
 
-    def _link(self) -> CallLink:
+    def ended(self) -> None:
+        """Counts the call, which is over, if somebody counts."""
+        if self.traced is not None:
+            outcome = "answered" if self.answered else "not answered"
+            self.traced.ended(self._began_ns, "over" if self.handled.gives_stream else outcome)
+
+    def link(self) -> CallLink:
         """For what travels beside the call, or may."""
         if self._own_link is None:
             call = self.call
             remaining = no_deadline if call.deadline is None else self.context.time_remaining
-            self._own_link = CallLink(self._attachment, call.number, remaining, call.is_active)
+            self._own_link = CallLink(self.attachment, call.number, remaining, call.is_active)
             self._own_link.by_runtime = True
         return self._own_link
 
     def _find(self, id: bytes) -> RpcAttachment | None:
-        return find_only(self._attachment, id)
+        return find_only(self.attachment, id)
 
     def _decode(self, data: bytes, holdings: list[Holding] | None) -> Any:
         """Returns the user's request.
@@ -91,20 +85,18 @@ class AnyPerformance:
             Exception: what the deserializer raises.
         """
         reader = self.handled.reader
-        if self._traced is not None:
+        if self.traced is not None:
             read = partial(
                 reader.read, find=self._find, holdings=holdings, needed=self.call.is_active
             )
-            return self._traced.deserialize(read, data, protocol="runtime")
+            return self.traced.deserialize(read, data, protocol="runtime")
         if data.startswith(MAGIC):
             return reader.read(data, self._find, holdings, needed=self.call.is_active)
         return data if reader.plain is None else reader.plain(data)
 
     def _encode(self, response: Any) -> tuple[Any, SentMessage | None]:
         """Returns what travels of a response, see `leaving`; raises what the serializer does."""
-        return leaving(
-            response, self._attachment, self._link, self._serializer, self._traced, last=True
-        )
+        return leaving(response, self, self._serializer, last=True)
 
     def _is_too_long(self, data: bytes) -> bool:
         """Ends the call, if a response is longer than it may be; True if so."""
@@ -121,9 +113,27 @@ class AnyPerformance:
         message: bytes | None = None,
         rest: Callable[[], None] | None = None,
     ) -> None:
-        """Ends the call as its servicer has said, or else with a status."""
+        """Ends the call as its servicer has said, or says what is wrong with that.
+
+        Args:
+            code: where the servicer has named none.
+            details: likewise.
+            message: the only response, None if there is none or it has left.
+            rest: sends what is left of the message.
+        """
         number, text = self.context.status(code, details)
-        finish(self.call, number, text, self.context.trailing_metadata(), message, rest)
+        if number == 0:
+            text = b""  # as in gRPC, whose client gets none of OK
+        trailing = frames.as_metadata(self.context.trailing_metadata(), reserved=True)
+        if trailing is None:
+            number, trailing = _Code.INTERNAL.value[0], ()
+            text = b"the trailing metadata of the servicer are not valid"
+        if (trailing or text) and (excess := frames.excess(trailing, text)):
+            number, text, trailing = _Code.RESOURCE_EXHAUSTED.value[0], excess.encode(), ()
+        if number != 0:
+            message = rest = None
+        end = frames.end_frames(self.call.number, number, text, (), trailing, message)
+        self.call.finish(end, rest=rest)
 
 
 class Performance(AnyPerformance):
@@ -231,8 +241,8 @@ class Performance(AnyPerformance):
             self.finish(_Code.OK, "")
         else:
             rest = None if message is None or message.staging is None else message.finish
-            if self.context.plain and len(data) <= PIECE_BYTES:  # as nearly all small ones
-                self.call.finish((plain_end_frame(self.call.number, data),), rest=rest)
+            if self.context.plain and len(data) <= frames.PIECE_BYTES:  # as nearly all small ones
+                self.call.finish((frames.plain_end_frame(self.call.number, data),), rest=rest)
             else:
                 self.finish(_Code.OK, "", data, rest)
         self.answered = True
@@ -283,39 +293,8 @@ def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
         return
     text = f"payload that is not where the message says: {error}"
     code = (_Code.UNAVAILABLE if stalled else _Code.INVALID_ARGUMENT).value[0]
-    frames = end_frames(call.number, code, text.encode(), trailing=(_REFUSED_PAYLOAD,))
-    call.finish(frames, cancelled=True)
-
-
-def finish(
-    call: IncomingCall,
-    number: int,
-    details: bytes,
-    trailing: Any,
-    message: bytes | None,
-    rest: Callable[[], None] | None = None,
-) -> None:
-    """Ends a call as its servicer wants, or says what is wrong with that.
-
-    Args:
-        call: it ends.
-        number: of the code.
-        details: of the status.
-        trailing: metadata, as the servicer has named them.
-        message: the only response, None if there is none or it has left.
-        rest: sends what is left of the message.
-    """
-    if number == 0:
-        details = b""  # as in gRPC, whose client gets none of OK
-    metadata = as_metadata(trailing, reserved=True)
-    if metadata is None:
-        number, metadata = _Code.INTERNAL.value[0], ()
-        details = b"the trailing metadata of the servicer are not valid"
-    if (metadata or details) and (text := excess(metadata, details)):
-        number, details, metadata = _Code.RESOURCE_EXHAUSTED.value[0], text.encode(), ()
-    if number != 0:
-        message = rest = None
-    call.finish(end_frames(call.number, number, details, (), metadata, message), rest=rest)
+    end = frames.end_frames(call.number, code, text.encode(), trailing=(_REFUSED_PAYLOAD,))
+    call.finish(end, cancelled=True)
 
 
 class RequestIterator:

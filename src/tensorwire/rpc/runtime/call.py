@@ -10,35 +10,25 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
+from .client import RuntimeClient
 from .deadlines import DEADLINES
-from .engine import CallClient, CallState, StreamState
+from .engine import CallState, Ending, StreamState, cancelled
 from .flow import Waiter
 from .frames import EndBody
-from .line import SharedReader
 
 _LOOK_S = 0.005
 _Code = grpc.StatusCode
 _OK = _Code.OK
 
 
-class ClientEnd(CallClient, Protocol):
-    """What calls need of their client.
-
-    Attributes:
-        reader: lets them wait.
-    """
-
-    reader: SharedReader
-
-
 class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
     """A call with one response: what `future` and `with_call` give back, and what is raised."""
 
-    _client: ClientEnd
+    _client: RuntimeClient
     _again: Callable[[], Any] | None = None
     _second: Any = None
     _unattended = False
@@ -78,7 +68,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         try:
             second = again()
         except Exception as error:
-            self.conclude(_Code.UNAVAILABLE, f"the channel is closed: {error}")
+            self.conclude(Ending(_Code.UNAVAILABLE, f"the channel is closed: {error}"))
             return
         self._second = second
         if not self._endings:
@@ -89,19 +79,13 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
     def _take_over(self, second: Any) -> None:
         code = second.code()
         response = second.result() if code is _OK else None
-        self.conclude(
-            code,
-            second.details(),
-            second.initial_metadata(),
-            second.trailing_metadata(),
-            response,
-            cancelled=second.cancelled(),
-        )
+        given = second.details(), second.initial_metadata(), second.trailing_metadata()
+        self.conclude(Ending(code, *given, response, second.cancelled()))
 
-    def end_here(self, code: grpc.StatusCode, details: str, *, cancelled: bool = False) -> bool:
+    def end_here(self, ending: Ending) -> bool:
         if self._second is None:
-            return super().end_here(code, details, cancelled=cancelled)
-        if not self.conclude(code, details, cancelled=cancelled):
+            return super().end_here(ending)
+        if not self.conclude(ending):
             return False
         self._second.cancel()
         return True
@@ -146,14 +130,14 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
                 while not self.finished:  # it is ending at this moment
                     self.wait(1.0)
         except BaseException:
-            self.end_here(_Code.CANCELLED, "the caller was interrupted", cancelled=True)
+            self.end_here(cancelled("the caller was interrupted"))
             raise
         return not self.refused
 
     # grpc.RpcContext, grpc.Call
 
     def is_active(self) -> bool:
-        return self._code is None
+        return not self.done()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         with self._client.mutex:
@@ -174,15 +158,15 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
 
     def trailing_metadata(self) -> Any:
         self.wait()
-        return self._trailing
+        return self._ending.trailing
 
     def code(self) -> Any:
         self.wait()
-        return self._code
+        return self._ending.code
 
     def details(self) -> Any:
         self.wait()
-        return self._details
+        return self._ending.details
 
     def debug_error_string(self) -> str:
         """What grpcio's objects have too: the status once more."""
@@ -192,25 +176,22 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
     # grpc.Future
 
     def cancelled(self) -> bool:
-        return self._cancelled
+        return self._ending.cancelled
 
     def running(self) -> bool:
-        return self._code is None
+        return not self.done()
 
     def _outcome(self, timeout: float | None) -> Any:
         if not self.finished and not self.wait(timeout):
             raise grpc.FutureTimeoutError()
-        if self._cancelled:
+        if self._ending.cancelled:
             raise grpc.FutureCancelledError()
-        return None if self._code is _OK else self
+        return None if self._ending.code is _OK else self
 
     def result(self, timeout: float | None = None) -> Any:
-        if self.finished and self._code is _OK:
-            return self._response
-        error = self._outcome(timeout)
-        if error is None:
-            return self._response
-        raise error
+        if self._ending.code is not _OK and (error := self._outcome(timeout)) is not None:
+            raise error
+        return self._ending.response
 
     def exception(self, timeout: float | None = None) -> Any:
         return self._outcome(timeout)
@@ -229,10 +210,11 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
             fn(self)
 
     def __repr__(self) -> str:
-        if self._code is None:
+        code, details, *_ = self._ending
+        if code is None:
             return f"<{type(self).__name__} object>"
-        text = f"<{type(self).__name__} of RPC that terminated with:\n\tstatus = {self._code}\n"
-        return f'{text}\tdetails = "{self._details}"\n>'
+        text = f"<{type(self).__name__} of RPC that terminated with:\n\tstatus = {code}\n"
+        return f'{text}\tdetails = "{details}"\n>'
 
     __str__ = __repr__
 
@@ -250,7 +232,7 @@ class StreamCall(StreamState, RuntimeCall):
             taken = self._inflow.take()
         if taken is None:
             self.wait()
-            if self._code is _OK:
+            if self._ending.code is _OK:
                 raise StopIteration
             raise self
         response = self._message_of(taken)

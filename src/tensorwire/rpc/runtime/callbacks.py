@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Protocol
 
 from .. import logs
-
-_Queue = SimpleQueue[Sequence[Callable[[], object]] | None]
+from ..payload.threads import THREADS
 
 
 class Calling(Protocol):
@@ -18,50 +17,35 @@ class Calling(Protocol):
     def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Has them called one after the other, soon."""
 
-    def stop(self) -> None:
-        """Nothing is called any more that comes later."""
-
 
 class Callbacks:
-    """The thread, which starts with the first callback. Any thread may use it."""
+    """Calls them in one thread, which is there while there are any. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handler of a signal may end a call in here
-        self._queue: _Queue | None = None
-        self._stopped = False
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._running = False
 
     def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Has them called one after the other, soon."""
         with self._lock:
-            queue = self._queue
-            if queue is None:
-                queue = SimpleQueue()
-                if not self._stopped:
-                    self._queue = queue
-                threading.Thread(
-                    target=_run, args=(queue,), name="tensorwire-rpc-callbacks", daemon=True
-                ).start()
-            queue.put(callbacks)
-            if self._queue is None:  # of a call that went on elsewhere: nobody ends the thread
-                queue.put(None)
+            self._waiting.extend(callbacks)
+            start, self._running = not self._running, True
+        if start:
+            THREADS.run(self._run)
 
-    def stop(self) -> None:
-        """Ends the thread when it has called what it has been given."""
-        with self._lock:
-            self._stopped = True
-            queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.put(None)
-
-
-def _run(queue: _Queue) -> None:
-    while (callbacks := queue.get()) is not None:
-        for each in callbacks:
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._running = bool(self._waiting)
+                if not self._running:
+                    return
+                callback = self._waiting.popleft()
             try:
-                call_all((each,))
+                call_all((callback,))
             except BaseException:  # sys.exit(): there are callbacks of other calls
                 logs.OWN.exception("a callback of a call failed")
-        del callbacks, each
+            del callback
 
 
 def call_all(callbacks: Sequence[Callable[[], object]]) -> None:

@@ -17,7 +17,7 @@ from ..payload.tensors import delivered
 from ..payload.threads import THREADS
 from . import observed
 from .call import RuntimeCall, StreamCall
-from .engine import TIME_IS_OVER, CallState
+from .engine import OVERDUE, CallState, Ending
 from .flow import Outflow
 from .frames import Metadata, as_metadata
 from .leaving import leaving
@@ -25,6 +25,9 @@ from .requests import RequestSender
 
 LONGEST_S = 1e9
 """Of a timeout; grpcio takes what is longer."""
+
+NOT_SERIALIZED = Ending(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+_INTERRUPTED = Ending(grpc.StatusCode.CANCELLED, "the caller was interrupted")
 
 Ended = Callable[[CallLink, bool, grpc.StatusCode | None], None]
 
@@ -61,7 +64,10 @@ class AnyMethod(Generic[_Call]):
         self._serializer = serializer
         self._deserialize = deserialize
         self._ended = ended
-        self._takes_stream = arity.endswith("stream")
+        self._sends_stream, self._takes_stream = (
+            arity.startswith("stream"),
+            arity.endswith("stream"),
+        )
 
     def _new(
         self,
@@ -69,7 +75,6 @@ class AnyMethod(Generic[_Call]):
         method: str,
         timeout: float | None,
         metadata: Any,
-        outflow: Outflow | None = None,
     ) -> tuple[Any, _Call, CarriedLink, Metadata] | None:
         """Returns client, call, link and metadata of a call to begin; None: it is for grpcio.
 
@@ -78,7 +83,6 @@ class AnyMethod(Generic[_Call]):
             method: its full name.
             timeout: in seconds.
             metadata: the user's.
-            outflow: of its requests, if they are a stream.
         """
         client: Any = None if attachment is None else attachment.runtime
         if attachment is None or client is None or not client.usable:
@@ -101,6 +105,7 @@ class AnyMethod(Generic[_Call]):
         if traced is not None:
             deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
         kind = self.kinds[self._takes_stream]
+        outflow = Outflow() if self._sends_stream else None
         call = kind(client, number, deadline, deserialize, link.tell, outflow)
         call.owner = self._owner
         return client, call, link, entries
@@ -143,7 +148,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
         """
         began = self._new(attachment, self._method, timeout, metadata)
-        if began is None or attachment is None:
+        if began is None:
             return None
         client, call, link, entries = began
         if again is not None or self._takes_stream:
@@ -152,22 +157,21 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         data: Any = None
         try:
             data, outgoing = leaving(
-                request, attachment, lambda: link, self._serializer, link.traced, last=False,
-                keeps_body=again is not None,
-            )  # fmt: skip
+                request, link, self._serializer, last=False, keeps_body=again is not None
+            )
         except Exception:
             logs.COMMON.exception("Exception serializing message!")
         except BaseException:
-            call.conclude(grpc.StatusCode.CANCELLED, "the caller was interrupted")
+            call.conclude(_INTERRUPTED)
             raise
         if not isinstance(data, bytes):
             if data is not None and self._serializer is None:
                 call.leave_to_grpcio()
                 return None  # grpcio says that it takes bytes
-            call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+            call.conclude(NOT_SERIALIZED)
             raise call
         if link.left_s(1.0) <= 0:  # while it waited for memory: it does not go another way now
-            call.conclude(grpc.StatusCode.DEADLINE_EXCEEDED, TIME_IS_OVER)
+            call.conclude(OVERDUE)
             return call
         if again is not None:
             sent = as_sent(request, data if outgoing is None else outgoing.body)
@@ -181,7 +185,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             try:
                 outgoing.finish()
             except BaseException:
-                call.end_here(grpc.StatusCode.CANCELLED, "the caller was interrupted")
+                call.end_here(_INTERRUPTED)
                 raise
         return call
 
@@ -203,16 +207,15 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             metadata: as there.
             waits: the caller waits for the only response.
         """
-        outflow = Outflow()
-        began = self._new(attachment, self._method, timeout, metadata, outflow)
+        began = self._new(attachment, self._method, timeout, metadata)
         if began is None:
             return None
         client, call, link, entries = began
-        link.goes_on = lambda: not outflow.closed
+        sender = RequestSender(client, call)
+        link.goes_on = sender.goes_on
         if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, None, streams=self._takes_stream)
-        sender = RequestSender(client, call)
         THREADS.run(partial(sender.run, requests, link, self._serializer, link.traced))
         return call
 
@@ -229,6 +232,7 @@ class CarriedLink(CallLink):
         traced: as given.
     """
 
+    attachment: RpcAttachment
     by_runtime = True
     _tickets: Sequence[int] = ()
 
@@ -249,6 +253,10 @@ class CarriedLink(CallLink):
         self._ended = ended
         self.traced = traced
         self._began_ns = 0 if traced is None else traced.begin()
+
+    def link(self) -> CallLink:
+        """Returns itself; see `OfCall`."""
+        return self
 
     def leaves(self, request: SentMessage) -> None:
         """The bytes of the request are there. It is not kept: it has this link, and the payload."""

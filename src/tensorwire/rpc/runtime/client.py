@@ -10,30 +10,16 @@ from collections.abc import Sequence
 import grpc
 
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from . import frames
 from .callbacks import Callbacks, Calling
-from .engine import CallState
-from .frames import (
-    CANCEL,
-    CREDIT,
-    END,
-    GOAWAY,
-    HEAD,
-    MESSAGE,
-    NO_DEADLINE,
-    Frame,
-    FrameError,
-    Metadata,
-    call_frames,
-    parse_credit,
-    parse_head,
-    short_frame,
-)
+from .engine import CallState, Ending
+from .frames import Frame, FrameError, Metadata, short_frame
 from .line import Line, SharedReader
 from .options import MessageLimits
+from .ring import Rings
 
-_CHANNEL_CLOSED = "Channel closed!"
+_CHANNEL_CLOSED = Ending(grpc.StatusCode.CANCELLED, "Channel closed!")
 
 
 class AnyClient:
@@ -46,23 +32,14 @@ class AnyClient:
         callbacks: calls them.
 
     Args:
-        node, memory, other, peer, patient: as for `Line`.
+        rings, patient: as for `Line`.
         limits: of messages.
     """
 
     callbacks: Calling
 
-    def __init__(
-        self,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
-        limits: MessageLimits,
-        *,
-        patient: bool = True,
-    ) -> None:
-        self.line = Line(node, memory, other, peer, self, patient=patient)
+    def __init__(self, rings: Rings, limits: MessageLimits, *, patient: bool = True) -> None:
+        self.line = Line(rings, self, patient=patient)
         self.limits = limits
         self.mutex = threading.RLock()
         self._calls: dict[int, weakref.ref[CallState]] = {}
@@ -98,20 +75,17 @@ class AnyClient:
             streams: it takes any number of responses.
         """
         self._calls[call.number[0]] = weakref.ref(call)
-        timeout_us = NO_DEADLINE
+        timeout_us = frames.NO_DEADLINE
         if call.deadline is not None:
             left_us = int(max(call.deadline - time.monotonic(), 0.0) * 1e6)
-            timeout_us = min(left_us, NO_DEADLINE - 1)
+            timeout_us = min(left_us, frames.NO_DEADLINE - 1)
         most = self.limits.send_bytes
         if message is not None and 0 <= most < len(message):
-            call.conclude(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"CLIENT: Sent message larger than max ({len(message)} vs. {most})",
-            )
+            text = f"CLIENT: Sent message larger than max ({len(message)} vs. {most})"
+            call.conclude(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
             return
-        self.line.send(
-            call_frames(call.number, method, timeout_us, metadata, message, streams=streams)
-        )
+        given = call.number, method, timeout_us, metadata, message
+        self.line.send(frames.call_frames(*given, streams=streams))
         if self.line.is_over:  # and has perhaps not seen this call
             self._conclude(call, "the connection is over")
 
@@ -135,14 +109,14 @@ class AnyClient:
 
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
-        if frame.kind == GOAWAY:
+        if frame.kind == frames.GOAWAY:
             self._going_away = True
             return
         known = self._calls.get(frame.number[0])
         call = None if known is None else known()
         if call is None or call.number != frame.number:
             return
-        if frame.kind == END:
+        if frame.kind == frames.END:
             try:
                 call.answered(frame)
             except (FrameError, TensorwireError):
@@ -150,12 +124,12 @@ class AnyClient:
             except BaseException as error:  # it may be forgotten, and `over` does not find it then
                 self._conclude(call, f"a thread was interrupted that read for all: {error!r}")
                 raise
-        elif frame.kind == MESSAGE:
+        elif frame.kind == frames.MESSAGE:
             call.message(frame)
-        elif frame.kind == CREDIT:
-            call.granted(parse_credit(frame.body))
-        elif frame.kind == HEAD:
-            call.head(parse_head(frame.body))
+        elif frame.kind == frames.CREDIT:
+            call.granted(frames.parse_credit(frame.body))
+        elif frame.kind == frames.HEAD:
+            call.head(frames.parse_head(frame.body))
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a client")
 
@@ -172,15 +146,13 @@ class AnyClient:
         for known in list(self._calls.values()):
             call = known()
             if call is not None and call.owner is owner:
-                if call.conclude(grpc.StatusCode.CANCELLED, _CHANNEL_CLOSED):
-                    self.send((short_frame(CANCEL, call.number),))
+                if call.conclude(_CHANNEL_CLOSED):
+                    self.send((short_frame(frames.CANCEL, call.number),))
 
     def _conclude(self, call: CallState, reason: str) -> None:
         """Ends a call because the line is over."""
-        if self._closed:
-            call.conclude(grpc.StatusCode.CANCELLED, _CHANNEL_CLOSED)
-        else:
-            call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
+        gone = Ending(grpc.StatusCode.UNAVAILABLE, reason)
+        call.conclude(_CHANNEL_CLOSED if self._closed else gone)
 
     def close(self, *, lost: bool) -> None:
         """Ends all calls; calling it again does nothing. Any thread.
@@ -201,10 +173,8 @@ class RuntimeClient(AnyClient):
     Args: as of `AnyClient`.
     """
 
-    def __init__(
-        self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, limits: MessageLimits
-    ) -> None:
-        super().__init__(node, memory, other, peer, limits)
+    def __init__(self, rings: Rings, limits: MessageLimits) -> None:
+        super().__init__(rings, limits)
         self.reader = SharedReader(self.line)
         self.callbacks = Callbacks()
 
@@ -212,4 +182,3 @@ class RuntimeClient(AnyClient):
         """See `LineEnd`."""
         super().over(reason)
         self.reader.stop()
-        self.callbacks.stop()

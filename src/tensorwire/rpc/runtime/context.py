@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import grpc
 
 from .. import logs
 from .frames import Metadata, as_metadata
+from .served import Caller, IncomingCall
 
 _OK = grpc.StatusCode.OK
 _NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 _END_OF_TIME_S = float((1 << 63) // 10**9)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The client of a line, as grpcio saw it when the line was asked for.
-
-    Attributes:
-        peer, auth_context, identities, identity_key: of its `ServicerContext`.
-        user_agent: what its channel says of itself.
-    """
-
-    peer: str
-    auth_context: Mapping[str, Sequence[bytes]]
-    identities: Sequence[bytes] | None
-    identity_key: str | None
-    user_agent: Metadata
-
-    @classmethod
-    def of(cls, context: grpc.ServicerContext) -> Caller:
-        """The client of a call by grpcio."""
-        agent = [each for each in context.invocation_metadata() or () if each[0] == "user-agent"]
-        return cls(
-            context.peer(),
-            dict(context.auth_context()),
-            context.peer_identities(),
-            context.peer_identity_key(),
-            as_metadata(agent, reserved=True) or (),
-        )
 
 
 class CallDetails(NamedTuple):
@@ -54,30 +26,6 @@ class CallDetails(NamedTuple):
 
 class AbortedError(Exception):
     """`abort` ends the servicer by it, as grpcio does by a bare Exception."""
-
-
-class Served(Protocol):
-    """A call at its server.
-
-    Attributes:
-        metadata: of the call.
-        deadline: of time.monotonic, None if it has none.
-    """
-
-    metadata: Metadata
-    deadline: float | None
-
-    def is_active(self) -> bool:
-        """Whether the call goes on."""
-
-    def send_head(self, initial: Metadata) -> bool:
-        """Sends initial metadata; False if the call does not go on."""
-
-    def cancel(self) -> None:
-        """Ends the call."""
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has something called when the call has ended; False if it has."""
 
 
 class AnyContext:
@@ -95,7 +43,7 @@ class AnyContext:
     _code: Any = None
     _trailing: Any = None
 
-    def __init__(self, caller: Caller, call: Served) -> None:
+    def __init__(self, caller: Caller, call: IncomingCall) -> None:
         self._caller = caller
         self._call = call
 
@@ -147,7 +95,7 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
     aborted = False
     _details: bytes | None = None
 
-    def __init__(self, caller: Caller, call: Served) -> None:
+    def __init__(self, caller: Caller, call: IncomingCall) -> None:
         super().__init__(caller, call)
         self.given_up: list[BaseException] = []
 

@@ -16,9 +16,10 @@ _KEPT = 1000
 
 
 class Alarm(Protocol):
-    """What happens at a deadline; its `action` set to None, nothing happens."""
+    """What happens at a deadline."""
 
-    action: Callable[[], object] | None
+    def cancel(self) -> None:
+        """Takes it back."""
 
 
 class Deadline:
@@ -33,29 +34,27 @@ class Deadline:
     def __init__(self, action: Callable[[], object]) -> None:
         self.action: Callable[[], object] | None = action
 
+    def cancel(self) -> None:
+        """Takes it back."""
+        self.action = None
+
 
 class Deadlines:
     """All deadlines of a process. Any thread may use it; the thread starts with the first one."""
 
     def __init__(self) -> None:
-        self._begin()
+        self.forked()
 
-    def _begin(self) -> None:
+    def forked(self) -> None:
+        """Begins; again in a forked child, where the thread is not."""
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, Deadline]] = []
         self._numbers = itertools.count()
         self._compact_at = _KEPT
         self._started = False
 
-    def forked(self) -> None:
-        """In a forked child, where the thread is not."""
-        self._begin()
-
     def add(self, at: float, action: Callable[[], object]) -> Deadline:
-        """Has something done at a time of time.monotonic, in the thread: it must not block.
-
-        To take it back, set its `action` to None.
-        """
+        """Has something done at a time of time.monotonic, in the thread: it must not block."""
         deadline = Deadline(action)
         with self._changed:
             heap = self._heap

@@ -1,8 +1,8 @@
 """Keeps the protocol of a client's call, without I/O: what may arrive, and what ends it.
 
 Frames that arrive change the state of a call, which may send some in turn. Knows neither threads
-nor event loops: `call.py` has calls that threads wait for, `asyncio/runtime_call.py` has calls that
-tasks wait for. What becomes of a call is decided once, by what ends it first: its answer, its
+nor event loops: `call.py` has calls that threads wait for, and `asyncio/runtime_client.py` those
+that tasks wait for. What becomes of a call is decided once, by what ends it first: its answer, its
 deadline, a cancellation or the end of the line.
 """
 
@@ -12,34 +12,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
 from .. import logs
 from ..payload.envelope import MAGIC
-from ..payload.inbox import RefusedError
+from ..payload.inbox import GivenUpError, RefusedError, SenderGoneError
 from ..payload.janitor import JANITOR
+from . import frames
 from .callbacks import Calling
 from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
-from .frames import (
-    CANCEL,
-    MORE,
-    PLAIN_END,
-    REFUSED,
-    WHOLE,
-    EndBody,
-    Frame,
-    FrameError,
-    Metadata,
-    Number,
-    credit_frame,
-    parse_end,
-    short_frame,
-)
+from .frames import MORE, PLAIN_END, WHOLE, EndBody, Frame, FrameError, Metadata, Number
 from .options import MessageLimits
-from .outcome import NoResponse, failure_of, status_of
 
 PLAIN_END_BYTES = len(PLAIN_END)
 TIME_IS_OVER = "Deadline Exceeded"
@@ -47,11 +33,40 @@ TIME_IS_OVER = "Deadline Exceeded"
 LOCALLY = "Locally cancelled by application!"
 
 _Code = grpc.StatusCode
+_CODES = {code.value[0]: code for code in _Code}
 _OK = _Code.OK
 _LARGE_BYTES = 1 << 16
 """Of a response whose making holds up others too long, as does one that travelled beside."""
+
+
+class Ending(NamedTuple):
+    """How a call ends, as its client sees it.
+
+    Attributes:
+        code: None while it goes on.
+        details: of the status.
+        initial, trailing: metadata; what came ahead of the end counts.
+        response: the user's, of a call that has one.
+        cancelled: it was cancelled here.
+    """
+
+    code: Any
+    details: str
+    initial: Metadata = ()
+    trailing: Metadata = ()
+    response: Any = None
+    cancelled: bool = False
+
+
+def cancelled(details: str) -> Ending:
+    """Returns how a call ends that is cancelled here."""
+    return Ending(_Code.CANCELLED, details, cancelled=True)
+
+
+GOES_ON = Ending(None, "")
+OVERDUE = Ending(_Code.DEADLINE_EXCEEDED, TIME_IS_OVER)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
-_NOT_READ = NoResponse(_Code.INTERNAL, "Exception deserializing response!")
+_NOT_READ = Ending(_Code.INTERNAL, "Exception deserializing response!")
 _ENDED: dict[int, object] = {0: None}
 
 
@@ -97,7 +112,8 @@ class CallState(Waiter):
         owner: the channel that has begun it.
         kept: its client keeps it, until it has ended.
         refused: it has ended because the server refuses to carry it out here.
-        unparsed: the response in the place of one that cannot be deserialized.
+        unparsed: the response in the place of one that cannot be deserialized; an `Ending` ends the
+            call.
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
@@ -108,16 +124,12 @@ class CallState(Waiter):
     unparsed: Any = _NOT_READ
     _client: Any
     _endings: dict[int, object] = _ENDED  # of one that could not be made
+    _ending = GOES_ON
     _bytes = 0
     _whole = False
     _has_ended = False
     _forgotten = False
     _initial: Metadata | None = None
-    _trailing: Metadata = ()
-    _code: grpc.StatusCode | None = None
-    _details = ""
-    _response: Any = None
-    _cancelled = False
     _alarm: Alarm | None = None
 
     def __init__(
@@ -173,12 +185,12 @@ class CallState(Waiter):
         return True
 
     def _too_long(self, size: int) -> None:
-        self.end_here(*self._excess(size))
+        self.end_here(self._excess(size))
 
-    def _excess(self, size: int) -> NoResponse:
+    def _excess(self, size: int) -> Ending:
         most = self._client.limits.receive_bytes
         text = f"CLIENT: Received message larger than max ({size} vs. {most})"
-        return NoResponse(_Code.RESOURCE_EXHAUSTED, text)
+        return Ending(_Code.RESOURCE_EXHAUSTED, text)
 
     def granted(self, size_bytes: int) -> None:
         """The server has taken so much of the requests."""
@@ -189,10 +201,10 @@ class CallState(Waiter):
         """The server has ended the call."""
         if frame.flags == WHOLE and not self._pieces and self._answered_plainly(frame.body):
             return
-        if frame.flags & REFUSED:
+        if frame.flags & frames.REFUSED:
             self._refused()
             return
-        body = parse_end(frame.body)
+        body = frames.parse_end(frame.body)
         code, details = status_of(body)
         if frame.flags & WHOLE and not self._whole:
             if not self._piece(body.piece):
@@ -210,7 +222,7 @@ class CallState(Waiter):
             return
         if code is _OK:
             code, details = _Code.INTERNAL, "the server sent no response"
-        self.conclude(code, details, body.initial, body.trailing)
+        self.conclude(Ending(code, details, body.initial, body.trailing))
 
     def _answered_plainly(self, body: bytes) -> bool:
         """Ends the call, if it is the end of nearly all small ones: OK, a response, and no more."""
@@ -236,7 +248,7 @@ class CallState(Waiter):
         try:
             self._conclude_with(body, self._message_of(self._data()))
         except BaseException:
-            self.end_here(_Code.CANCELLED, "the thread was interrupted", cancelled=True)
+            self.end_here(cancelled("the thread was interrupted"))
             raise
 
     def _data(self) -> bytes:
@@ -245,14 +257,15 @@ class CallState(Waiter):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _conclude_with(self, body: EndBody, response: Any) -> None:
-        """Ends the call, which has the given response, or a `NoResponse`."""
-        code, details = _OK, body.details
-        if isinstance(response, NoResponse):
-            (code, details), response = response, None
-        self.conclude(code, details, body.initial, body.trailing, response)
+        """Ends the call, which has the given response, or an `Ending` instead."""
+        if isinstance(response, Ending):
+            ending = response._replace(initial=body.initial, trailing=body.trailing)
+        else:
+            ending = Ending(_OK, body.details, body.initial, body.trailing, response)
+        self.conclude(ending)
 
     def _message_of(self, data: bytes) -> Any:
-        """Returns the user's response, or a `NoResponse`."""
+        """Returns the user's response, or how the call ends without one."""
         response = None
         try:
             response = self._deserialize(data)
@@ -266,49 +279,27 @@ class CallState(Waiter):
 
     # How it ends.
 
-    def conclude(
-        self,
-        code: grpc.StatusCode,
-        details: str,
-        initial: Metadata = (),
-        trailing: Metadata = (),
-        response: Any = None,
-        *,
-        cancelled: bool = False,
-    ) -> bool:
+    def conclude(self, ending: Ending) -> bool:
         """Ends the call; False if it had ended. What interrupts that comes behind the end."""
-        ending = code, details, initial, trailing, response, cancelled
         try:
             if self._endings.setdefault(0, ending) is not ending:
                 return False
-            self._conclude(*ending)
+            self._conclude(ending)
         except BaseException:
             if self._endings.get(0) is ending:
-                self._conclude(*ending)  # what was done already is not done again
+                self._conclude(ending)  # what was done already is not done again
             raise
         return True
 
-    def _conclude(
-        self,
-        code: grpc.StatusCode,
-        details: str,
-        initial: Metadata,
-        trailing: Metadata,
-        response: Any,
-        cancelled: bool,
-    ) -> None:
+    def _conclude(self, ending: Ending) -> None:
         if not self._forgotten:
             self._client.forget(self)
         if self._initial is None:
-            self._initial = initial
-        self._trailing, self._response, self._cancelled = trailing, response, cancelled
-        self._details = details
+            self._initial = ending.initial
         self._pieces = []
         self._let_go()
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended(code)
-        self._code = code
+        self._tell(ending.code)
+        self._ending = ending
         with self._client.mutex:
             callbacks, self._callbacks = self._callbacks, None
         self.finish()
@@ -321,7 +312,7 @@ class CallState(Waiter):
         """The call has ended: lets go of what only a call needs that goes on."""
         self._deserialize = _nothing
         if self._alarm is not None:
-            self._alarm.action = None
+            self._alarm.cancel()
         if self.outflow is not None:
             self.outflow.close()
 
@@ -333,7 +324,7 @@ class CallState(Waiter):
     def _refused(self) -> None:
         """The server does not carry it out here: it has to be made by grpcio, if it can."""
         if self.outflow is not None:  # requests cannot be sent again
-            self.conclude(_Code.UNAVAILABLE, "the server refuses the call")
+            self.conclude(Ending(_Code.UNAVAILABLE, "the server refuses the call"))
             return
         mine = object()
         if self._endings.setdefault(0, mine) is not mine:
@@ -346,11 +337,11 @@ class CallState(Waiter):
         if self.kept:
             self._client.unkeep(self)
 
-    def end_here(self, code: grpc.StatusCode, details: str, *, cancelled: bool = False) -> bool:
-        """Ends the call at this end, and tells the server."""
-        if not self.conclude(code, details, cancelled=cancelled):
+    def end_here(self, ending: Ending) -> bool:
+        """Ends the call at this end, and tells the server; False if it had ended."""
+        if not self.conclude(ending):
             return False
-        self._client.send((short_frame(CANCEL, self.number),))
+        self._client.send((frames.short_frame(frames.CANCEL, self.number),))
         return True
 
     def leave_to_grpcio(self) -> None:
@@ -371,17 +362,17 @@ class CallState(Waiter):
 
     def deadline_passed(self) -> None:
         """Ends the call because its time is over."""
-        self.end_here(_Code.DEADLINE_EXCEEDED, TIME_IS_OVER)
+        self.end_here(OVERDUE)
 
     # What calls of both worlds say in the same way.
 
     def cancel(self) -> bool:
         """Ends the call; False if it had ended."""
-        return self.end_here(_Code.CANCELLED, LOCALLY, cancelled=True)
+        return self.end_here(cancelled(LOCALLY))
 
     def done(self) -> bool:
         """The call has ended."""
-        return self._code is not None
+        return self._ending.code is not None
 
     def time_remaining(self) -> float | None:
         """Seconds to the deadline, None if there is none."""
@@ -389,7 +380,7 @@ class CallState(Waiter):
 
     def _error_string(self) -> str:
         """What grpcio's objects have too: the status once more."""
-        return "" if self._code is _OK else f"tensorwire: {self._details}"
+        return "" if self._ending.code is _OK else f"tensorwire: {self._ending.details}"
 
 
 class StreamState(CallState):
@@ -398,7 +389,7 @@ class StreamState(CallState):
     Args: as of `CallState`.
     """
 
-    _end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None
+    _end: Ending | None = None
 
     def __init__(self, client: CallClient, *given: Any, **named: Any) -> None:
         super().__init__(client, *given, **named)
@@ -421,52 +412,46 @@ class StreamState(CallState):
 
     def _credit(self, size_bytes: int) -> None:
         if size_bytes:
-            self._client.send((credit_frame(self.number, size_bytes),))
+            self._client.send((frames.credit_frame(self.number, size_bytes),))
 
     def _too_long(self, size: int) -> None:
         # Behind the responses that came before it, as in grpcio.
         if self._end is None:
-            self._client.send((short_frame(CANCEL, self.number),))
-            self._ends_with(*self._excess(size))
+            self._client.send((frames.short_frame(frames.CANCEL, self.number),))
+            self._ends_with(self._excess(size))
 
     def answered(self, frame: Frame) -> None:
         """The server has ended the call."""
         if self._end is not None:
             return  # on its way when a response was too long
-        body = parse_end(frame.body)
+        body = frames.parse_end(frame.body)
         code, details = status_of(body)
-        if frame.flags & REFUSED:
+        if frame.flags & frames.REFUSED:
             code, details = _Code.UNAVAILABLE, "the server refuses the call"
         elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
             return
         self.head(body.initial)
-        self._ends_with(code, details, body.initial, body.trailing)
+        self._ends_with(Ending(code, details, body.initial, body.trailing))
 
-    def _ends_with(
-        self,
-        code: grpc.StatusCode,
-        details: str,
-        initial: Metadata = (),
-        trailing: Metadata = (),
-    ) -> None:
+    def _ends_with(self, ending: Ending) -> None:
         """Ends the call when all that came before its end is taken, as in grpcio."""
-        self._end = code, details, initial, trailing
+        self._end = ending
         if self._inflow.close(drop=False):
-            self.conclude(*self._end)
+            self.conclude(ending)
 
     def _let_go(self) -> None:
         super()._let_go()
         self._inflow.close()
 
     def _settle(self, response: Any) -> bool:
-        """Settles a response that was taken; False if it is a `NoResponse`, which ends the call."""
+        """Settles a response that was taken; False if it is an `Ending`, which ends the call."""
         credit, was_last = self._inflow.settle()
-        if isinstance(response, NoResponse):
-            self.end_here(*response)
+        if isinstance(response, Ending):
+            self.end_here(response)
             return False
         self._credit(credit)
         if was_last and self._end is not None:
-            self.conclude(*self._end)
+            self.conclude(self._end)
         return True
 
 
@@ -478,3 +463,20 @@ def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
     """Calls a method of an object that is still there."""
     if (strong := method()) is not None:
         strong()
+
+
+def failure_of(error: Exception) -> Ending | None:
+    """What became of a response that was to be read; None if it is that it cannot be parsed."""
+    if isinstance(error, GivenUpError):  # unless the call has ended already
+        return OVERDUE
+    if isinstance(error, SenderGoneError):
+        return Ending(_Code.UNAVAILABLE, str(error))
+    return None
+
+
+def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:
+    """The code and the details of an END."""
+    code = _CODES.get(body.code)
+    if code is None:
+        return _Code.UNKNOWN, f"the server sent the unknown code {body.code}"
+    return code, body.details

@@ -95,7 +95,34 @@ def open_latch(latch: threading.Lock) -> None:
 NewWaiter = Callable[[], Waiter]
 
 
-class Outflow:
+class _Direction:
+    """One direction of a call, and what is waited for until it goes on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiter: Waiter | None = None
+
+    def _goes_on(self) -> bool:
+        """Nobody has to wait."""
+        raise NotImplementedError
+
+    def _awaited(self, new: NewWaiter) -> Waiter:
+        """Returns what is waited for; with the lock."""
+        if self._waiter is None or self._waiter.finished:
+            made = new()  # a handler of a signal may come in there
+            if self._goes_on():
+                made.finished = True  # to be asked for again
+                return made
+            self._waiter = made
+        return self._waiter
+
+    def _wake(self) -> None:
+        """Wakes who waits; without the lock."""
+        if (waiter := self._waiter) is not None and not waiter.finished:
+            waiter.finish()
+
+
+class Outflow(_Direction):
     """What may be sent in one direction of a call. Any thread may use it.
 
     Args:
@@ -103,10 +130,9 @@ class Outflow:
     """
 
     def __init__(self, *, limited: bool = True) -> None:
-        self._lock = threading.RLock()
+        super().__init__()
         self._left = WINDOW_BYTES
         self._limited = limited
-        self._waiter: Waiter | None = None
         self._closed = False
 
     @property
@@ -114,19 +140,16 @@ class Outflow:
         """The call is over."""
         return self._closed
 
+    def _goes_on(self) -> bool:
+        return self._left > 0 or self._closed or not self._limited
+
     def reserve(self, size_bytes: int, new: NewWaiter = Waiter) -> Waiter | None:
         """Takes room for a frame; None: it is taken, else what to wait for before asking again."""
         with self._lock:
-            if self._left > 0 or self._closed or not self._limited:
-                self._left -= size_bytes + _OVERHEAD_BYTES
-                return None
-            if self._waiter is None or self._waiter.finished:
-                made = new()  # a handler of a signal may come in there
-                if self._left > 0 or self._closed:
-                    made.finished = True  # to be asked for again
-                    return made
-                self._waiter = made
-            return self._waiter
+            if not self._goes_on():
+                return self._awaited(new)
+            self._left -= size_bytes + _OVERHEAD_BYTES
+            return None
 
     def grant(self, size_bytes: int) -> None:
         """The other end has taken so much.
@@ -140,9 +163,7 @@ class Outflow:
                 raise FrameError(f"a credit of {size_bytes} bytes for what was not sent")
             if self._left <= 0:
                 return
-            waiter = self._waiter
-        if waiter is not None and not waiter.finished:
-            waiter.finish()
+        self._wake()
 
     def lots(
         self, frames: Iterable[bytes], new: NewWaiter = Waiter
@@ -176,12 +197,10 @@ class Outflow:
         """Nobody waits any more: the call is over."""
         with self._lock:
             self._closed = True
-            waiter = self._waiter
-        if waiter is not None and not waiter.finished:
-            waiter.finish()
+        self._wake()
 
 
-class Inflow:
+class Inflow(_Direction):
     """The messages that have arrived in one direction of a call, until they are taken.
 
     Any thread may use it; one takes at a time.
@@ -191,7 +210,7 @@ class Inflow:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._lock = threading.RLock()
+        super().__init__()
         self._most_bytes = most_bytes
         self._messages: deque[tuple[list[bytes], int]] = deque()
         self._pieces: list[bytes] = []
@@ -199,11 +218,13 @@ class Inflow:
         self._cost = 0
         self._open = WINDOW_BYTES
         self._owed = 0
-        self._waiter: Waiter | None = None
         self._ended = False
         self._discards = False
         self._begun = False
         self._taking = False
+
+    def _goes_on(self) -> bool:
+        return self._ended or bool(self._messages)
 
     def add(self, data: bytes, flags: int) -> int:
         """What has arrived: a piece of a message, or LAST.
@@ -217,7 +238,6 @@ class Inflow:
         """
         if flags not in (MORE, WHOLE, LAST):
             raise FrameError(f"a piece of a stream with the flags {flags}")
-        waiter = None
         with self._lock:
             if self._ended and not self._discards:
                 raise FrameError("a message behind the last one")
@@ -225,7 +245,6 @@ class Inflow:
                 if self._pieces or data:
                     raise FrameError("a stream that ends in the middle of a message")
                 self._ended = True
-                waiter = self._waiter
             else:
                 if self._open <= 0:
                     raise FrameError("more of a stream than there was credit for")
@@ -245,12 +264,11 @@ class Inflow:
                 if flags == WHOLE:
                     self._messages.append((self._pieces, self._cost))
                     self._pieces, self._bytes, self._cost = [], 0, 0
-                    waiter = self._waiter
                 elif not self._messages:  # it is the next one in turn, however long it is
                     self._owed, self._cost = self._owed + self._cost, 0
             credit = self._credit()
-        if waiter is not None and not waiter.finished:
-            waiter.finish()
+        if flags != MORE:
+            self._wake()
         return credit
 
     def take(self, new: NewWaiter = Waiter) -> bytes | Waiter | None:
@@ -268,13 +286,7 @@ class Inflow:
             elif self._ended:
                 return None
             else:
-                if self._waiter is None or self._waiter.finished:
-                    made = new()  # a handler of a signal may come in there
-                    if self._ended or self._messages:
-                        made.finished = True  # to be asked for again
-                        return made
-                    self._waiter = made
-                return self._waiter
+                return self._awaited(new)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def settle(self) -> tuple[int, bool]:
@@ -313,8 +325,6 @@ class Inflow:
             if drop:
                 self._messages.clear()
             self._pieces = []
-            waiter = self._waiter
             drained = not self._messages and not self._taking
-        if waiter is not None and not waiter.finished:
-            waiter.finish()
+        self._wake()
         return drained

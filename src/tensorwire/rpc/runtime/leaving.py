@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..payload.attachment import RpcAttachment
 from ..payload.encode import Serializer
@@ -13,24 +13,30 @@ from ..payload.outgoing import CallLink, SentMessage
 from . import observed
 
 
+class OfCall(Protocol):
+    """What is known of the call that a message leaves in.
+
+    Attributes:
+        attachment: of the call.
+        traced: what counts its messages, None if nobody does.
+    """
+
+    attachment: RpcAttachment
+    traced: Any
+
+    def link(self) -> CallLink:
+        """Returns the link of the call."""
+
+
 def leaving(
-    message: Any,
-    attachment: RpcAttachment,
-    link: Callable[[], CallLink],
-    serializer: Serializer,
-    traced: Any,
-    *,
-    last: bool,
-    keeps_body: bool = False,
+    message: Any, call: OfCall, serializer: Serializer, *, last: bool, keeps_body: bool = False
 ) -> tuple[Any, SentMessage | None]:
     """What travels of a message, and whose `finish` follows; None: it is small, and all there.
 
     Args:
         message: the user's.
-        attachment: of its call.
-        link: gives that of its call.
+        call: that it leaves in.
         serializer: the user's.
-        traced: what counts messages, None if nobody does.
         last: as for `SentMessage`.
         keeps_body: likewise.
 
@@ -40,15 +46,15 @@ def leaving(
     Raises:
         Exception: as `SentMessage.serialize`.
     """
-    if traced is not None or may_have_tensors(type(message)):
-        sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
-        return observed.serialize(traced, sent, serializer), sent
+    if call.traced is not None or may_have_tensors(type(message)):
+        sent = SentMessage(message, call.link(), last=last, keeps_body=keeps_body)
+        return observed.serialize(call.traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
     # What is small can only travel inside, in frames.
-    least = attachment.runtime_threshold_bytes
+    least = call.attachment.runtime_threshold_bytes
     if type(data) is bytes and len(data) < least and not data.startswith(MAGIC):
         return data, None
-    sent = SentMessage(message, link(), last=last, keeps_body=keeps_body)
+    sent = SentMessage(message, call.link(), last=last, keeps_body=keeps_body)
     return sent.serialize(lambda _: data), sent
 
 

@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .. import logs
 from ..payload.threads import THREADS
 from .flow import Waiter, open_latch
 from .frames import Frame, FrameError
-from .ring import line_reader, line_writer
+from .ring import Rings
 
 _Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17
@@ -60,10 +59,7 @@ class Line:
     """One end of a line of frames between two processes. Any thread may send.
 
     Args:
-        node: of this end; closed if the other end sends what cannot be.
-        memory: this end's ring.
-        other: the other end's.
-        peer: the other end.
+        rings: the memory; the node of this end is closed if the other end sends what cannot be.
         end: gets what arrives.
         patient: whoever sends may wait a millisecond for what was sent before.
 
@@ -73,21 +69,11 @@ class Line:
         writer: the thread that writes what it sends, 0 if none does.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
-        end: LineEnd,
-        *,
-        patient: bool = True,
-    ) -> None:
-        self._node = node
-        self._word = memory.word(0)
-        self._peer = peer
-        self._reader = line_reader(node, memory, other, peer)
-        self._writer = line_writer(node, memory, other, peer)
+    def __init__(self, rings: Rings, end: LineEnd, *, patient: bool = True) -> None:
+        self._node = rings.node
+        self._word = rings.memory.word(0)
+        self._peer = rings.peer
+        self._reader, self._writer = rings.reader(), rings.writer()
         self._patient = patient
         self._batch_bytes = _BATCH_BYTES if patient else _LOOP_BATCH_BYTES
         self._end = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from ..payload.outgoing import SentMessage
@@ -20,8 +19,4 @@ def serialize(traced: Any, message: SentMessage, serializer: Any) -> Any:
     """The bytes of a message that leaves; counted, if `watched` says by what."""
     if traced is None:
         return message.serialize(serializer)
-    return traced.serialize(partial(_serialize, serializer), message, protocol="runtime")
-
-
-def _serialize(serializer: Any, message: SentMessage) -> bytes:
-    return message.serialize(serializer)
+    return traced.serialize(lambda sent: sent.serialize(serializer), message, protocol="runtime")

@@ -50,9 +50,17 @@ class Offer:
     reason: str = ""
 
 
-def retries(options: Iterable[tuple[str | bytes, Any]] | None) -> bool:
+Options = Iterable[tuple[str | bytes, Any]] | None
+
+
+def named(options: Options) -> dict[str, Any]:
+    """Returns the values of options by their names; the last of a name counts."""
+    return {n.decode() if isinstance(n, bytes) else n: value for n, value in options or ()}
+
+
+def retries(options: Options) -> bool:
     """Whether a channel's requests are sent again by grpcio, as its service config says."""
-    given = {n.decode() if isinstance(n, bytes) else n: value for n, value in options or ()}
+    given = named(options)
     config = given.get("grpc.service_config", "")
     config = config.decode(errors="replace") if isinstance(config, bytes) else str(config)
     return '"retryPolicy"' in config and given.get("grpc.enable_retries", 1) != 0
@@ -63,16 +71,14 @@ def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
 
-def roomy(
-    options: Iterable[tuple[str | bytes, Any]] | None, pool_bytes: int
-) -> tuple[tuple[str | bytes, Any], ...]:
+def roomy(options: Options, pool_bytes: int) -> tuple[tuple[str | bytes, Any], ...]:
     """Returns options under which grpcio takes messages as long as what may travel beside.
 
     So it makes no difference whether a message comes before the attachment is there. A limit that
     the user has named stays.
     """
     given = tuple(options or ())
-    if any(name in (_RECEIVE, _RECEIVE.encode()) for name, _ in given):
+    if _RECEIVE in named(given):
         return given
     most = min(max(pool_bytes, _DEFAULT_RECEIVE_BYTES), _MOST_BYTES)
     return *given, (_RECEIVE, most)
@@ -95,14 +101,11 @@ def wanted(runtime: bool | None) -> bool:
     return value == "runtime"
 
 
-def named_limits(options: Iterable[tuple[str | bytes, Any]] | None) -> MessageLimits:
+def named_limits(options: Options) -> MessageLimits:
     """Returns the limits of messages that a user has named; what is not named has none."""
-    found = {_SEND: -1, _RECEIVE: -1}
-    for name, value in options or ():
-        key = name.decode() if isinstance(name, bytes) else name
-        if key in found and isinstance(value, int):  # of others grpcio says what is wrong
-            found[key] = value
-    return MessageLimits(found[_SEND], found[_RECEIVE])
+    found = [named(options).get(name) for name in (_SEND, _RECEIVE)]
+    # What is no number grpcio complains of.
+    return MessageLimits(*(each if isinstance(each, int) else -1 for each in found))
 
 
 def _is_gevent() -> bool:
@@ -114,11 +117,7 @@ def _is_gevent() -> bool:
     return bool(getattr(cython, "g_gevent_activated", False))
 
 
-def offer(
-    runtime: bool | None,
-    options: Iterable[tuple[str | bytes, Any]] | None,
-    compression: Any,
-) -> Offer:
+def offer(runtime: bool | None, options: Options, compression: Any) -> Offer:
     """What an end offers whose user gave these options.
 
     Raises:
@@ -129,17 +128,11 @@ def offer(
     if compression is not None:
         return Offer(None, "messages are to be compressed")
     if _is_gevent():
-        return Offer(
-            None,
-            "gevent has patched this process, and a call that waits would stop all its greenlets",
-        )
-    send, receive = -1, _DEFAULT_RECEIVE_BYTES
-    for name, value in options or ():
-        key = name.decode() if isinstance(name, bytes) else name
-        if key == _SEND:
-            send = int(value)
-        elif key == _RECEIVE:
-            receive = int(value)
-        elif not key.startswith(_OF_CONNECTIONS):
+        text = "gevent has patched this process, and a call that waits would stop all its greenlets"
+        return Offer(None, text)
+    given = named(options)
+    for key in given:
+        if key not in (_SEND, _RECEIVE) and not key.startswith(_OF_CONNECTIONS):
             return Offer(None, f"it does not know the option {key}")
-    return Offer(MessageLimits(send, receive))
+    send, receive = given.get(_SEND, -1), given.get(_RECEIVE, _DEFAULT_RECEIVE_BYTES)
+    return Offer(MessageLimits(int(send), int(receive)))

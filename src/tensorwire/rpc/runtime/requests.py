@@ -15,11 +15,9 @@ from .. import logs
 from ..payload.encode import Serializer
 from ..payload.outgoing import CallLink, SentMessage
 from . import observed
-from .engine import CallState
+from .engine import CallState, Ending
 from .flow import Outflow, Waiter
 from .frames import Number, last_frame, message_frames
-
-_Code = grpc.StatusCode
 
 
 class RequestSender:
@@ -49,7 +47,7 @@ class RequestSender:
         most = self._client.limits.send_bytes
         if 0 <= most < len(data):
             text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
-            self.abort(_Code.RESOURCE_EXHAUSTED, text)
+            self._abort(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
             return
         for lot in self._outflow.lots(message_frames(self._number, data), new):
             if isinstance(lot, Waiter):
@@ -59,13 +57,13 @@ class RequestSender:
             else:
                 self._client.send(lot)
 
-    def is_over(self) -> bool:
-        """The call has ended."""
-        return self._outflow.closed
+    def goes_on(self) -> bool:
+        """The call has not ended."""
+        return not self._outflow.closed
 
     def send_last(self) -> None:
         """Says that there are no more requests."""
-        if not self.is_over():
+        if self.goes_on():
             self._client.send((last_frame(self._number),))
 
     def run(
@@ -79,16 +77,16 @@ class RequestSender:
             serializer: the user's.
             traced: what counts messages, None if nobody does.
         """
-        while not self.is_over():
+        while self.goes_on():
             try:
                 request = next(requests)
             except StopIteration:
                 break
             except Exception:
                 logs.CHANNEL.exception("Exception iterating requests!")
-                self.abort(_Code.UNKNOWN, "Exception iterating requests!")
+                self._abort(Ending(grpc.StatusCode.UNKNOWN, "Exception iterating requests!"))
                 return
-            if self.is_over():
+            if not self.goes_on():
                 return
             message = SentMessage(request, link, last=True)
             try:
@@ -97,7 +95,7 @@ class RequestSender:
                 logs.COMMON.exception("Exception serializing message!")
                 data = None
             if not isinstance(data, bytes):
-                self.abort(_Code.INTERNAL, "Exception serializing request!")
+                self._abort(Ending(grpc.StatusCode.INTERNAL, "Exception serializing request!"))
                 return
             for waiter in self.send(data):
                 self._client.reader.wait(waiter, None)
@@ -105,8 +103,7 @@ class RequestSender:
             del request, data, message
         self.send_last()
 
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        """Ends the call."""
+    def _abort(self, ending: Ending) -> None:
         call = self._call()
         if call is not None:
-            call.end_here(code, details)
+            call.end_here(ending)

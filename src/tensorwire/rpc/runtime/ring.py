@@ -5,6 +5,8 @@ The core reads and writes them, see cpp/rpc/line.h. Here is how its readers and 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tensorwire._core import rpc as core
 from tensorwire.errors import UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
@@ -33,25 +35,26 @@ def checked(other: RemoteRegion) -> RemoteRegion:
     return other
 
 
-def line_reader(node: Node, memory: Region, other: RemoteRegion, peer: Peer) -> core.LineReader:
-    """What arrives, as `Frame`s. One thread at a time.
+class Rings(NamedTuple):
+    """The memory of a line, as one end has it.
 
-    Args:
-        node: of the memory.
-        memory: of `make_ring`.
-        other: the other end's, where it is told how far this one has read.
+    Attributes:
+        node: of this end.
+        memory: this end's ring, of `make_ring`. There the other end tells how far it has read.
+        other: the other end's, which is written into. There it is told how far this one has read.
         peer: the other end.
     """
-    return core.LineReader(core_of(node), core_of(memory), core_of(other), core_of(peer), Frame)
 
+    node: Node
+    memory: Region
+    other: RemoteRegion
+    peer: Peer
 
-def line_writer(node: Node, memory: Region, other: RemoteRegion, peer: Peer) -> core.LineWriter:
-    """What leaves. One thread at a time.
+    def reader(self) -> core.LineReader:
+        """Returns what takes what arrives, as `Frame`s. One thread at a time."""
+        node, memory, other, peer = map(core_of, self)
+        return core.LineReader(node, memory, other, peer, Frame)
 
-    Args:
-        node: as for `line_reader`.
-        memory: this end's ring, where the other end tells how far it has read.
-        other: the other end's, which is written into.
-        peer: as for `line_reader`.
-    """
-    return core.LineWriter(core_of(node), core_of(memory), core_of(other), core_of(peer))
+    def writer(self) -> core.LineWriter:
+        """Returns what writes what leaves. One thread at a time."""
+        return core.LineWriter(*map(core_of, self))

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
+from ..payload.attachment import RpcAttachment
 from ..payload.incoming import Reader
+from . import frames
 from .callbacks import Calling, call_all
-from .context import Caller
 from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
-from .frames import (
-    LAST,
-    NO_DEADLINE,
-    WHOLE,
-    CallBody,
-    Metadata,
-    Number,
-    credit_frame,
-    end_frames,
-    excess,
-    head_frame,
-    message_frames,
-)
+from .frames import CallBody, Metadata, Number
 from .options import MessageLimits
 
 _Code = grpc.StatusCode
@@ -44,11 +34,6 @@ def arity_of(handler: Any) -> str:
     return ARITIES[bool(handler.request_streaming), bool(handler.response_streaming)]
 
 
-def behavior_of(handler: Any) -> Any:
-    """The user's function; AttributeError if the handler has none of its arity."""
-    return getattr(handler, arity_of(handler))
-
-
 class Handled:
     """What is known of a user's handler; made once for those that are asked for again and again.
 
@@ -57,7 +42,8 @@ class Handled:
 
     Attributes:
         handler: as given.
-        arity, behavior: as `arity_of` and `behavior_of` say.
+        arity: as `arity_of` says.
+        behavior: the user's function.
         takes_stream, gives_stream: requests and responses are streams.
         reader: of its requests.
         serializer: of its responses.
@@ -67,21 +53,10 @@ class Handled:
         AttributeError: it has no function of its arity.
     """
 
-    __slots__ = (
-        "arity",
-        "behavior",
-        "gives_stream",
-        "handler",
-        "pool",
-        "reader",
-        "serializer",
-        "takes_stream",
-    )
-
     def __init__(self, handler: Any) -> None:
         self.handler = handler
         self.arity = arity_of(handler)
-        self.behavior = behavior_of(handler)
+        self.behavior = getattr(handler, self.arity)
         self.takes_stream = bool(handler.request_streaming)
         self.gives_stream = bool(handler.response_streaming)
         self.reader = Reader(handler.request_deserializer)
@@ -90,17 +65,47 @@ class Handled:
         self.pool = pool if isinstance(pool, ThreadPoolExecutor) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a line, as grpcio saw it when the line was asked for.
+
+    Attributes:
+        peer, auth_context, identities, identity_key: of its `ServicerContext`.
+        user_agent: what its channel says of itself.
+    """
+
+    peer: str
+    auth_context: Mapping[str, Sequence[bytes]]
+    identities: Sequence[bytes] | None
+    identity_key: str | None
+    user_agent: Metadata
+
+    @classmethod
+    def of(cls, context: grpc.ServicerContext) -> Caller:
+        """The client of a call by grpcio."""
+        agent = [each for each in context.invocation_metadata() or () if each[0] == "user-agent"]
+        return cls(
+            context.peer(),
+            dict(context.auth_context()),
+            context.peer_identities(),
+            context.peer_identity_key(),
+            frames.as_metadata(agent, reserved=True) or (),
+        )
+
+
 class Receiver(Protocol):
     """What calls need of their end of a line.
 
     Attributes:
         caller: the client.
+        attachment: to which the line belongs.
         limits: of messages.
         mutex: guards the state of calls.
         callbacks: for threads that must not be held up.
     """
 
     caller: Caller
+    attachment: RpcAttachment
     limits: MessageLimits
     mutex: threading.Lock
     callbacks: Calling
@@ -139,13 +144,19 @@ class IncomingCall:
     """
 
     def __init__(
-        self, end: Receiver, number: Number, body: CallBody, *, streams: bool, takes_stream: bool
+        self,
+        end: Receiver,
+        number: Number,
+        body: CallBody,
+        *,
+        streams: bool,
+        takes_stream: bool,
     ) -> None:
         self.number = number
         self.method = body.method
         self.metadata: Metadata = body.metadata + end.caller.user_agent
         self.deadline: float | None = None
-        if body.timeout_us != NO_DEADLINE:
+        if body.timeout_us != frames.NO_DEADLINE:
             self.deadline = time.monotonic() + body.timeout_us / 1e6
         self.takes_stream = takes_stream
         self.once = not (streams or takes_stream)
@@ -185,12 +196,12 @@ class IncomingCall:
             self.too_long(error.args[0])
             return
         if credit:
-            self._end.send((credit_frame(self.number, credit),))
+            self._end.send((frames.credit_frame(self.number, credit),))
         if not self.awaited:
             return
-        if flags == LAST:
+        if flags == frames.LAST:
             self.lacks_request()
-        elif flags == WHOLE and (awaited := self.take_awaited()) is not None:
+        elif flags == frames.WHOLE and (awaited := self.take_awaited()) is not None:
             awaited()
 
     def take_awaited(self) -> Callable[[], object] | None:
@@ -222,7 +233,7 @@ class IncomingCall:
         assert self.requests is not None
         credit, _ = self.requests.settle()
         if credit and self._token:
-            self._end.send((credit_frame(self.number, credit),))
+            self._end.send((frames.credit_frame(self.number, credit),))
 
     def only_request(self) -> bytes | None:
         """The request of a method that takes one; it has arrived. None: the call is over."""
@@ -247,10 +258,10 @@ class IncomingCall:
         """Sends initial metadata; False if the call does not go on."""
         if not self._token:
             return False
-        if text := excess(initial):
+        if text := frames.excess(initial):
             self.fail(_Code.RESOURCE_EXHAUSTED, text, cancelled=True)
             return False
-        self._end.send((head_frame(self.number, initial),))
+        self._end.send((frames.head_frame(self.number, initial),))
         return True
 
     def stream_responses(self) -> None:
@@ -270,7 +281,7 @@ class IncomingCall:
             new: makes what is waited for.
         """
         assert self._responses is not None
-        for lot in self._responses.lots(message_frames(self.number, message), new):
+        for lot in self._responses.lots(frames.message_frames(self.number, message), new):
             if isinstance(lot, Waiter):
                 yield lot
             elif not self._token:
@@ -311,7 +322,7 @@ class IncomingCall:
             responses = self._responses
         self.pieces = []  # the call itself may be in the queue of the user's threads for long
         if self.alarm is not None:
-            self.alarm.action = None
+            self.alarm.cancel()
         if frames:
             self._end.send(frames)
         if rest is not None:
@@ -333,8 +344,8 @@ class IncomingCall:
         cancelled: bool = False,
     ) -> None:
         """Ends the call with a status of the server itself."""
-        frames = end_frames(self.number, code.value[0], details.encode())
-        self.finish(frames, reading=reading, cancelled=cancelled)
+        end = frames.end_frames(self.number, code.value[0], details.encode())
+        self.finish(end, reading=reading, cancelled=cancelled)
 
     def deadline_passed(self) -> None:
         """Ends the call because its time is over."""
@@ -346,4 +357,4 @@ class IncomingCall:
 
     def refuse(self) -> None:
         """Lets the client make the call by grpcio; the servicer has not run."""
-        self.finish(end_frames(self.number, 0, refused=True), reading=True)
+        self.finish(frames.end_frames(self.number, 0, refused=True), reading=True)

@@ -15,34 +15,19 @@ from typing import Any
 
 import grpc
 
-from tensorwire.memory import Node, Peer, Region, RemoteRegion
-
 from .. import logs
 from ..payload.attachment import CALLS, RpcAttachment
-from . import observed
+from . import frames
 from .behavior import Performance
 from .callbacks import Callbacks, Calling
-from .context import CallContext, CallDetails, Caller
+from .context import CallContext, CallDetails
 from .deadlines import DEADLINES
-from .frames import (
-    CALL,
-    CANCEL,
-    CREDIT,
-    GOAWAY,
-    MESSAGE,
-    MORE,
-    STREAM,
-    WHOLE,
-    Frame,
-    FrameError,
-    parse_call,
-    parse_credit,
-    short_frame,
-)
+from .frames import Frame, FrameError
 from .line import Line
 from .options import MessageLimits
+from .ring import Rings
 from .runner import Runner
-from .served import Handled, IncomingCall
+from .served import Caller, Handled, IncomingCall
 
 _Code = grpc.StatusCode
 _MOST_KNOWN = 1024
@@ -62,7 +47,7 @@ class ServerEnd:
         service: of the server.
         attachment: to which the line belongs.
         caller: the client.
-        node, memory, other, peer, patient: as for `Line`.
+        rings, patient: as for `Line`.
     """
 
     def __init__(
@@ -70,10 +55,7 @@ class ServerEnd:
         service: AnyService,
         attachment: RpcAttachment,
         caller: Caller,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
+        rings: Rings,
         *,
         patient: bool = True,
     ) -> None:
@@ -84,7 +66,7 @@ class ServerEnd:
         self.callbacks: Calling = Callbacks()
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
-        self.line = Line(node, memory, other, peer, self, patient=patient)
+        self.line = Line(rings, self, patient=patient)
         self.runner = Runner(self.line, service.pool)
 
     def start(self) -> None:
@@ -111,25 +93,25 @@ class ServerEnd:
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
         slot = frame.number[0]
-        if frame.kind == CALL:
+        if frame.kind == frames.CALL:
             self._begins(frame)
             return
         known = self._calls.get(slot)
         if known is not None and known.number != frame.number:
             known = None
-        if frame.kind == CANCEL:
+        if frame.kind == frames.CANCEL:
             if known is not None:
                 known.finish((), reading=True, cancelled=True)
-        elif frame.kind == MESSAGE:
+        elif frame.kind == frames.MESSAGE:
             if known is None:
                 return
             if known.requests is None:
                 self._piece(known, frame.body, frame.flags)
             else:
                 known.arrived(frame.body, frame.flags)
-        elif frame.kind == CREDIT:
+        elif frame.kind == frames.CREDIT:
             if known is not None:
-                known.granted(parse_credit(frame.body))
+                known.granted(frames.parse_credit(frame.body))
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a server")
 
@@ -142,8 +124,8 @@ class ServerEnd:
             if before.number[1] > frame.number[1]:
                 return
             before.finish((), reading=True, cancelled=True)
-        body = parse_call(frame.body)
-        flags = frame.flags & ~STREAM
+        body = frames.parse_call(frame.body)
+        flags = frame.flags & ~frames.STREAM
         takes_stream = flags != frame.flags
         call = IncomingCall(self, frame.number, body, streams=not flags, takes_stream=takes_stream)
         self._calls[slot] = call
@@ -155,25 +137,24 @@ class ServerEnd:
             self._service.begin(self, call)
 
     def _piece(self, call: IncomingCall, data: bytes, flags: int) -> None:
-        if flags not in (MORE, WHOLE) or call.whole:
+        if flags not in (frames.MORE, frames.WHOLE) or call.whole:
             raise FrameError(f"a piece with the flags {flags} of the call {call.number}")
-        call.whole = flags == WHOLE
+        call.whole = flags == frames.WHOLE
         call.pieces.append(data)
         call.bytes += len(data)
         if 0 <= self.limits.receive_bytes < call.bytes:
             call.too_long(call.bytes)
-        elif flags == WHOLE:
+        elif flags == frames.WHOLE:
             self._service.begin(self, call)
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
         for call in list(self._calls.values()):
             call.finish((), reading=True, cancelled=True)
-        self.callbacks.stop()
 
     def go_away(self) -> None:
         """Tells the client to begin no more calls here."""
-        self.line.send((short_frame(GOAWAY),))
+        self.line.send((frames.short_frame(frames.GOAWAY),))
 
     def cancel_all(self) -> None:
         """Ends all calls."""
@@ -193,6 +174,7 @@ class AnyService:
     Attributes:
         limits: of messages.
         pool: as given.
+        kind_of_end: of its ends of lines.
 
     Args:
         pool: the user's threads.
@@ -200,6 +182,8 @@ class AnyService:
         most: calls at a time, None for no limit.
         limits: of messages.
     """
+
+    kind_of_end: type[ServerEnd] = ServerEnd
 
     def __init__(
         self, pool: Any, handlers: Sequence[Any], most: int | None, limits: MessageLimits
@@ -234,21 +218,9 @@ class AnyService:
                 return found
         return None
 
-    def new_end(self, *given: Any) -> ServerEnd:
-        """The server's end of a line, which is given what `attach` is."""
-        raise NotImplementedError
-
-    def attach(
-        self,
-        attachment: RpcAttachment,
-        caller: Caller,
-        node: Node,
-        memory: Region,
-        other: RemoteRegion,
-        peer: Peer,
-    ) -> ServerEnd:
+    def attach(self, attachment: RpcAttachment, caller: Caller, rings: Rings) -> ServerEnd:
         """The server's end of a new line; `start` lets calls come."""
-        end = self.new_end(attachment, caller, node, memory, other, peer)
+        end = self.kind_of_end(self, attachment, caller, rings)
         with self._lock:
             self._ends.add(end)
         if self._stopping:
@@ -295,18 +267,14 @@ class AnyService:
         if call.once and (handled.takes_stream or handled.gives_stream):
             call.refuse()  # grpcio says what comes of that
             return False
-        if self._most is not None and not self._may_run(self._most):
-            call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
-            return False
-        return True
-
-    def _may_run(self, most: int) -> bool:
-        """Counts a call, unless there are as many as there may be; `_ran` follows."""
+        if self._most is None:
+            return True
         with self._lock:
-            if self._running >= most:
-                return False
-            self._running += 1
-        return True
+            admitted = self._running < self._most
+            self._running += admitted
+        if not admitted:
+            call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
+        return admitted
 
     def _ran(self) -> None:
         if self._most is not None:
@@ -347,10 +315,6 @@ class Service(AnyService):
         for each in reversed(interceptors):
             find = partial(each.intercept_service, find)
         self._pipeline = find
-
-    def new_end(self, *given: Any) -> ServerEnd:
-        """See `AnyService`."""
-        return ServerEnd(self, *given)
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
         """See `AnyService`."""
@@ -405,14 +369,7 @@ class Service(AnyService):
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """In a thread of the user's."""
-        traced, began_ns = None, 0
-        if observed.OBSERVER is not None:
-            traced = observed.watched("server", handled.arity, call.method)
-            began_ns = 0 if traced is None else traced.begin()
-        context = CallContext(end.caller, call)
-        performance = Performance(
-            end.attachment, call, context, handled, traced, self.limits.send_bytes
-        )
+        performance = Performance(end, call, CallContext(end.caller, call), handled)
         began = time.monotonic()
         try:
             if call.is_active():
@@ -422,8 +379,6 @@ class Service(AnyService):
             call.fail(_Code.INTERNAL, f"the call could not be carried out: {error}")
         finally:
             end.runner.took(call.method, time.monotonic() - began)
-            if traced is not None:
-                outcome = "answered" if performance.answered else "not answered"
-                traced.ended(began_ns, "over" if handled.gives_stream else outcome)
+            performance.ended()
             if self._most is not None:
                 self._ran()

@@ -24,7 +24,7 @@ from .. import logs
 from ..runtime.call import RuntimeCall
 from ..runtime.callbacks import Callbacks, call_all
 from ..runtime.deadlines import DEADLINES, Deadline
-from ..runtime.engine import TIME_IS_OVER, call_weakly
+from ..runtime.engine import OVERDUE, call_weakly
 
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""
@@ -44,8 +44,7 @@ class Overdue(RuntimeCall):
     finished = True
     deadline = 0.0
     _initial = ()
-    _code = grpc.StatusCode.DEADLINE_EXCEEDED
-    _details = TIME_IS_OVER
+    _ending = OVERDUE
 
     def __init__(self) -> None:
         """Makes one without a client, which a call that is over does not need."""
@@ -136,15 +135,11 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
         with self._lock:
             if self._settled.is_set():
                 return
-            self._again, self._call = None, Overdue()
-            self._settled.set()
-            callbacks, self._callbacks = self._callbacks, []
-            _KEPT.discard(self)
+            self._again = None
+            callbacks = self._settle(Overdue())
         self._first.cancel()
         if callbacks:  # in a thread of their own: they may wait for what happens at deadlines
-            caller = Callbacks()
-            caller.call(callbacks)
-            caller.stop()
+            Callbacks().call(callbacks)
 
     def _ended(self) -> None:
         """The first attempt has ended."""
@@ -152,7 +147,7 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
             if self._settled.is_set():
                 return
             if self._alarm is not None:
-                self._alarm.action = None
+                self._alarm.cancel()
             again, self._again = self._again, None  # which has the request
             second = None
             try:
@@ -164,12 +159,16 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
                     logs.OWN.warning(
                         "a request was refused, and could not be sent again: %s", error
                     )
-            if second is not None:
-                self._call = second
-            self._settled.set()
-            callbacks, self._callbacks = self._callbacks, []
-            _KEPT.discard(self)
+            callbacks = self._settle(self._first if second is None else second)
         call_all([each for each in callbacks if not self._calls_back(each)])
+
+    def _settle(self, call: Any) -> list[Callable[[], None]]:
+        """Lets an attempt count from now on, and returns the callbacks; with the lock."""
+        self._call = call
+        self._settled.set()
+        callbacks, self._callbacks = self._callbacks, []
+        _KEPT.discard(self)
+        return callbacks
 
     def _calls_back(self, callback: Callable[[], None]) -> bool:
         """Whether the attempt that counts goes on; it calls the callback when it ends."""

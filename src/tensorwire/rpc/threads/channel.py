@@ -20,19 +20,17 @@ from .methods import METHODS
 _CLOSE_S = 1.0
 
 
-class RpcChannel(grpc.Channel):
-    """A `grpc.Channel`; made by `insecure_channel` and `secure_channel`.
+class AttachedChannel:
+    """What channels of threads and of an event loop say of their attachment.
 
     Args:
-        inner: of grpcio.
-        share: of an attachment.
+        share: of the attachment.
 
     Attributes:
-        inner, share: as given.
+        share: as given.
     """
 
-    def __init__(self, inner: grpc.Channel, share: ChannelShare) -> None:
-        self.inner = inner
+    def __init__(self, share: ChannelShare) -> None:
         self.share = share
         # In whatever thread has the last of it, with whatever lock. Calls keep it.
         weakref.finalize(self, JANITOR.soon, share.close).atexit = False
@@ -55,6 +53,22 @@ class RpcChannel(grpc.Channel):
     def attachment(self) -> RpcAttachment | None:
         """Returns what joins this channel with its server, None if nothing does."""
         return self.share.ready
+
+
+class RpcChannel(AttachedChannel, grpc.Channel):
+    """A `grpc.Channel`; made by `insecure_channel` and `secure_channel`.
+
+    Args:
+        inner: of grpcio.
+        share: of an attachment.
+
+    Attributes:
+        inner: as given.
+    """
+
+    def __init__(self, inner: grpc.Channel, share: ChannelShare) -> None:
+        super().__init__(share)
+        self.inner = inner
 
     def attach(self, timeout_s: float = 5.0) -> bool:
         """Opens the attachment now, and waits until it is there.

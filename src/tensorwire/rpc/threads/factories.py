@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..attach.negotiation import AttachmentKeeper, NewClient
 from ..attach.registry import Registry
@@ -12,15 +12,14 @@ from ..attach.sharing import ChannelShare, share
 from ..attach.terms import CONNECT_S, NO_RUNTIME, OPEN, Terms, target_host
 from ..payload.limits import Limits, given_limits
 from ..runtime.client import RuntimeClient
-from ..runtime.options import Offer, kept, named_limits, offer, retries, roomy
-from ..runtime.server import Service
+from ..runtime.options import Offer, kept, named, named_limits, offer, retries, roomy
 from .calls import explain
 from .channel import RpcChannel
 from .originals import make, original
-from .server import Interceptor, RpcServer
+from .server import RpcServer, ServerPorts
 
 _TRANSPORTS = "TENSORWIRE_TRANSPORTS"
-_ALONE = "grpc.use_local_subchannel_pool", b"grpc.use_local_subchannel_pool"
+_ALONE = "grpc.use_local_subchannel_pool"
 """An option of channels that do not share their connections, so neither an attachment."""
 
 
@@ -56,9 +55,7 @@ def insecure_channel(
         return plain(target, options, compression)  # type: ignore[no-any-return]
     options = kept(options)
     offered = offer(runtime, options, compression)
-    terms, options = channel_terms(
-        target, options, given_limits(limits), chosen_transports(transports), offered
-    )
+    terms, options = channel_terms(target, options, limits, chosen_transports(transports), offered)
     given = "insecure_channel", target, options, compression
     return RpcChannel(make(*given), share_of(terms, *given))
 
@@ -85,9 +82,8 @@ def secure_channel(
     """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
-    terms, options = channel_terms(
-        target, kept(options), given_limits(limits), secure_transports(plaintext_transports)
-    )
+    transports = secure_transports(plaintext_transports)
+    terms, options = channel_terms(target, kept(options), limits, transports)
     given = "secure_channel", target, credentials, options, compression
     return RpcChannel(make(*given), share_of(terms, *given))
 
@@ -126,37 +122,53 @@ def server(
             first insecure port, if it is not loopback.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
     """
-    if plain := original("server"):
-        return plain(  # type: ignore[no-any-return]
-            thread_pool, handlers, interceptors, options, maximum_concurrent_rpcs, compression, xds
-        )
-    limits = given_limits(limits)
     options = kept(options)
-    terms = server_terms(
-        limits, chosen_transports(transports), listen, plaintext_transports, options
-    )
+    most = maximum_concurrent_rpcs
+    given = thread_pool, handlers, interceptors, options, most, compression, xds
+    if plain := original("server"):
+        return plain(*given)  # type: ignore[no-any-return]
+    transports = chosen_transports(transports)
+    terms = server_terms(limits, transports, listen, plaintext_transports, options)
+    return new_server(RpcServer, "server", terms, runtime, given)
+
+
+_Server = TypeVar("_Server", bound=ServerPorts)
+
+
+def new_server(
+    kind: type[_Server],
+    name: str,
+    terms: Terms,
+    runtime: bool | None,
+    given: tuple[Any, ...],
+) -> _Server:
+    """Returns a server around one of grpcio.
+
+    Args:
+        kind: of the server.
+        name: of the factory of grpcio.
+        terms: what payload may do.
+        runtime: as the user gave it.
+        given: what the factory takes.
+    """
+    pool, handlers, interceptors, options, most, compression, *more = given
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
     carried = offer(runtime, options, compression)
     service = None
     if carried.limits is not None:
-        service = Service(
-            thread_pool, handlers, interceptors, maximum_concurrent_rpcs, carried.limits
-        )
+        service = kind.new_service(pool, handlers, interceptors, most, carried.limits)
     registry = Registry(terms, service)
     if terms.transports:
-        options = roomy(options, limits.pool_bytes)
-    outermost = (Interceptor(registry), *interceptors)
-    inner = make(
-        "server",
-        *(thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds),
-    )
-    return RpcServer(inner, registry, service, carried.reason)
+        options = roomy(options, terms.limits.pool_bytes)
+    outermost = (kind.new_interceptor(registry), *interceptors)
+    inner = make(name, pool, handlers, outermost, options, most, compression, *more)
+    return kind(inner, registry, service, carried.reason)
 
 
 def channel_terms(
     target: str,
     options: Any,
-    limits: Limits,
+    limits: Limits | None,
     transports: tuple[str, ...],
     runtime: Offer = NO_RUNTIME,
 ) -> tuple[Terms, Any]:
@@ -165,18 +177,13 @@ def channel_terms(
     Args:
         target: of the channel.
         options: the user's.
-        limits: of payload.
+        limits: the user's.
         transports: by which it may travel.
         runtime: whether calls go by the runtime.
     """
-    terms = Terms(
-        limits,
-        transports,
-        runtime=runtime,
-        retries=retries(options),
-        host=target_host(target),
-        messages=named_limits(options),
-    )
+    limits, messages = given_limits(limits), named_limits(options)
+    host, repeats = target_host(target), retries(options)
+    terms = Terms(limits, transports, "", (), runtime, repeats, host, messages)
     return terms, roomy(options, limits.pool_bytes) if transports else options
 
 
@@ -209,7 +216,7 @@ def share_of(
             channel.close()
 
     key: Any = world, name, given, terms
-    if any(option in _ALONE for option in dict(given[-2] or ())):
+    if _ALONE in named(given[-2]):
         key = object()
     return share(key, lambda: AttachmentKeeper(terms, explain, ask, new_client), lingers)
 
@@ -246,7 +253,7 @@ def secure_transports(plaintext: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def server_terms(
-    limits: Limits,
+    limits: Limits | None,
     transports: tuple[str, ...],
     listen: Any,
     plaintext: tuple[str, ...],
@@ -256,4 +263,5 @@ def server_terms(
     if not isinstance(listen, str):
         raise ValueError(f"listen is the name or address of a host, not {listen!r}")
     plaintext = as_transports(plaintext, "plaintext_transports")
-    return Terms(limits, transports, listen, plaintext, messages=named_limits(options))
+    messages = named_limits(options)
+    return Terms(given_limits(limits), transports, listen, plaintext, messages=messages)

@@ -326,26 +326,19 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
         self, small: SmallCall, with_call: bool, timeout: float | None, *given: Any
     ) -> Any:
         """Makes a call with a small request, and waits for it."""
-        ok, call, body = False, self._stock, small.body
+        call, body = self._stock, small.body
         try:
             if timeout is None:
                 answer = (call.with_call if with_call else call)(body, None, *given)
             else:
                 given = body, timeout, *given
                 answer = _in_time(call, given, is_kept(body), with_call=with_call)
-            ok = True
-        except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._share.disconnected()
+        except BaseException as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            self._answers.end_small(small, code)
             raise
-        finally:
-            small.end(ok)
+        small.end(True)
         return answer
-
-    def _end_small(self, small: SmallCall, ok: bool, code: Any) -> None:
-        if code is grpc.StatusCode.UNAVAILABLE:
-            self._share.disconnected()
-        small.end(ok)
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
@@ -368,7 +361,7 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
             except BaseException:
                 small.end(False)
                 raise
-            _when_ended(first, partial(self._end_small, small))
+            _when_ended(first, lambda _, code: self._answers.end_small(small, code))
             if options.timeout is None or not is_kept(small.body):
                 return first
             return Resent(first, options.timeout)
@@ -406,6 +399,12 @@ class _StreamRequest(Method):
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
+    def _begun(self, call: Any, wrap: Any, requests: Any, given: Any, named: Any) -> Any:
+        """Returns a call that nobody waits for."""
+        options = CallOptions(*given, **named)
+        carried = self._carry_all(requests, options, waits=False)
+        return self._nowait(call, wrap, requests, options) if carried is None else carried
+
 
 class _Requests:
     """The user's requests, each with its link, with the interface of one `SentMessage`."""
@@ -431,38 +430,28 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
     """See `grpc.StreamUnaryMultiCallable`."""
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
-        call = self._carry_all(request_iterator, options, waits=True)
-        if call is not None:
-            call.wait_blocking()
-            return call.result()
-        return self._blocking(request_iterator, options, with_call=False)
+        return self._outcome(request_iterator, CallOptions(*given, **named))[0]
 
     def with_call(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
-        call = self._carry_all(request_iterator, options, waits=True)
-        if call is not None:
-            call.wait_blocking()
-            return call.result(), call
-        return self._blocking(request_iterator, options, with_call=True)
+        return self._outcome(request_iterator, CallOptions(*given, **named))
+
+    def _outcome(self, requests: Any, options: CallOptions) -> Any:
+        """Returns the response and the call."""
+        call = self._carry_all(requests, options, waits=True)
+        if call is None:
+            return self._blocking(requests, options, with_call=True)
+        call.wait_blocking()
+        return call.result(), call
 
     def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
-        call = self._carry_all(request_iterator, options, waits=False)
-        if call is not None:
-            return call
-        return self._nowait(self._inner.future, Resent, request_iterator, options)
+        return self._begun(self._inner.future, Resent, request_iterator, given, named)
 
 
 class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
     """See `grpc.StreamStreamMultiCallable`."""
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
-        call = self._carry_all(request_iterator, options, waits=False)
-        if call is not None:
-            return call
-        return self._nowait(self._inner, ResentStream, request_iterator, options)
+        return self._begun(self._inner, ResentStream, request_iterator, given, named)
 
 
 METHODS: dict[str, type[Method]] = {

@@ -25,8 +25,7 @@ from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader, find_only
 from ..payload.outgoing import PLAIN, CallLink, Responses, SentMessage
 from ..payload.tensors import Holding, drop
-from ..runtime.context import Caller
-from ..runtime.served import arity_of
+from ..runtime.served import Caller, arity_of
 from ..runtime.server import AnyService, Service
 
 DRAIN_S = 1.0
@@ -60,15 +59,19 @@ class Handlers:
 
     Args:
         registry: the attachments of the server.
-        make: makes one, of the user's handler, the attachment and the mark of its calls.
+
+    Attributes:
+        kind: makes one, of the user's handler, the attachment and the mark of its calls.
+        reserved: the handler of the reserved method, which answers by `_open`.
     """
 
-    def __init__(
-        self, registry: Registry, make: Callable[[Any, RpcAttachment | None, Any], Any]
-    ) -> None:
-        self._find = registry.find
-        self._make = make
+    kind: Callable[[Any, RpcAttachment | None, Any], Any]
+    _open: Callable[[bytes, Any], Any]
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._unmarked: dict[int, Any] = {}
+        self.reserved = grpc.unary_unary_rpc_method_handler(self._open)
 
     def of(self, handler: Any, metadata: Any) -> Any:
         """Returns the handler of a call.
@@ -81,14 +84,14 @@ class Handlers:
         for key, each in metadata or ():
             if key == MARK:
                 value = each
-        attachment = None if value is None else self._find(value[:16])
+        attachment = None if value is None else self._registry.find(value[:16])
         known = self._unmarked if attachment is None else attachment.handlers
         last = known.get(id(handler))
         if last is not None and last.handler is handler and last.mark == value:
             return last
         if attachment is not None and not may_be_of_a_call(value):
             attachment = None
-        made = self._make(handler, attachment, value)
+        made = self.kind(handler, attachment, value)
         if len(known) >= _MOST_KNOWN:  # interceptors may make a new handler for each call
             known.clear()
         known[id(handler)] = made
@@ -104,72 +107,63 @@ class Arrived:
         self.data = data
 
 
-class Interceptor(grpc.ServerInterceptor):
-    """Answers the reserved method, and wraps the handlers of calls of an attachment.
-
-    Args:
-        registry: the server's attachments.
-    """
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._handlers = Handlers(registry, ServedCall)
-        self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
-
-    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method == OPEN:
-            return self._reserved
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        return self._handlers.of(handler, handler_call_details.invocation_metadata)
-
-    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        encrypted = is_encrypted(context)
-        try:
-            return self._registry.open(request, Caller.of(context), encrypted=encrypted)
-        except DeclinedError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        raise AssertionError
-
-
 def is_encrypted(context: Any) -> bool:
     """Whether a call came over a secure port."""
     kinds = context.auth_context().get("transport_security_type", ())
     return list(kinds) != [b"insecure"] and bool(kinds)
 
 
-class ServedCall(grpc.RpcMethodHandler):
-    """The handler of calls with one mark, in the place of the user's.
+def why_declined(error: Exception) -> grpc.StatusCode:
+    """Returns the code of a call that asks for an attachment and gets none."""
+    code = grpc.StatusCode
+    return code.FAILED_PRECONDITION if isinstance(error, DeclinedError) else code.INVALID_ARGUMENT
 
-    It keeps all other attributes of the user's.
+
+class ServedHandler(grpc.RpcMethodHandler):
+    """The handler of calls with one mark, in the place of the user's, of either world.
 
     Args:
         handler: the user's.
         attachment: of the calls; None: their mark names none of this server, or they have none.
         mark: of the calls, if they have one.
-    """
 
-    unary_unary = unary_stream = stream_unary = stream_stream = None
+    Attributes:
+        handler, mark: as given.
+    """
 
     def __init__(self, handler: Any, attachment: RpcAttachment | None, mark: Any) -> None:
         self.handler = handler
         self.mark = mark
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self._reader = reader = reader_of(handler)
-        self._serializer = handler.response_serializer
+        self._reader = reader_of(handler)
         self._responses = Responses(handler.response_serializer, attachment)
         self._attachment = attachment
+        found = read_mark(mark)
+        self._call = (0, 0) if found is None else found[1:]
+
+    def confirm(self) -> None:
+        """Tells the client whose calls these are."""
+        if self._attachment is not None:
+            self._attachment.confirm(self._call)
+
+
+class ServedCall(ServedHandler):
+    """A `ServedHandler` for threads, which keeps all other attributes of the user's handler.
+
+    Args: as of `ServedHandler`.
+    """
+
+    unary_unary = unary_stream = stream_unary = stream_stream = None
+
+    def __init__(self, handler: Any, attachment: RpcAttachment | None, mark: Any) -> None:
+        super().__init__(handler, attachment, mark)
+        self._serializer = handler.response_serializer
         kind = arity_of(handler)
         self._behavior = run = getattr(handler, kind)
-        self.request_deserializer = reader.plain  # also of what looks like an envelope
+        self.request_deserializer = self._reader.plain  # also of what looks like an envelope
         self.response_serializer: Any = self._send_plain
         if mark is not None:
-            found = read_mark(mark)
-            self._call = (0, 0) if found is None else found[1:]
             self.request_deserializer, self.response_serializer = self._receive, self._send
             run = partial(self._run)
             if kind == "unary_unary":
@@ -221,11 +215,11 @@ class ServedCall(grpc.RpcMethodHandler):
         """The user's behavior; one that does not block gives its responses to `respond`."""
         holdings: list[Holding] = []
         if self.request_streaming:
-            self._confirm()
+            self.confirm()
             request = Arriving(request, self, context)
         elif type(request) is Arrived:
             request = self.open_one(request, context, holdings)
-            self._confirm()
+            self.confirm()
         link = self._link(context)
         responses = self._behavior(request, context, *(partial(_leave, link, f) for f in respond))
         had = [request]
@@ -257,10 +251,6 @@ class ServedCall(grpc.RpcMethodHandler):
             logs.OWN.exception("a request could not be deserialized")
             context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
         raise AssertionError
-
-    def _confirm(self) -> None:
-        if self._attachment is not None:
-            self._attachment.confirm(self._call)
 
 
 def _leave(link: CallLink, respond: Any, response: Any) -> None:
@@ -317,18 +307,55 @@ class Leaving:
         return SentMessage(response, self._link, last=True)
 
 
+class Interceptor(Handlers, grpc.ServerInterceptor):
+    """Answers the reserved method, and wraps the handlers of calls of an attachment.
+
+    Args: as of `Handlers`.
+    """
+
+    kind = ServedCall
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method == OPEN:
+            return self.reserved
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        return self.of(handler, handler_call_details.invocation_metadata)
+
+    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        encrypted = is_encrypted(context)
+        try:
+            return self._registry.open(request, Caller.of(context), encrypted=encrypted)
+        except (DeclinedError, ValueError) as error:
+            context.abort(why_declined(error), str(error))
+        raise AssertionError
+
+
 class ServerPorts:
     """What servers of threads and of an event loop have alike: attachments, handlers and ports.
 
+    Args:
+        inner: of grpcio, with a `new_interceptor` of the registry as its first one.
+        registry: the attachments.
+        service: carries out calls that do not come by grpcio; None: there are none.
+        reason: why there are none.
+
     Attributes:
-        inner: the server of grpcio.
+        inner: of grpcio.
+        new_service, new_interceptor: their classes.
     """
 
-    inner: Any
-    _registry: Registry
-    _service: AnyService | None
-    _reason: str
+    new_service: Callable[..., AnyService]
+    new_interceptor: Callable[[Registry], Any]
     _started = False
+
+    def __init__(self, inner: Any, registry: Registry, service: Any, reason: str) -> None:
+        self.inner = inner
+        self._registry = registry
+        self._service = service
+        self._reason = reason
+        weakref.finalize(self, registry.close).atexit = False
 
     @property
     def attachments(self) -> list[RpcAttachment]:
@@ -365,28 +392,15 @@ class ServerPorts:
 class RpcServer(ServerPorts, grpc.Server):
     """A `grpc.Server`; made by `server`.
 
-    Args:
-        inner: of grpcio, with an Interceptor of the registry as its first one.
-        registry: the attachments.
-        service: carries out calls that do not come by grpcio; None: there are none.
-        reason: why there are none.
-
-    Attributes:
-        inner: of grpcio.
+    Args: as of `ServerPorts`.
     """
 
-    _service: Service | None
+    new_service, new_interceptor = Service, Interceptor
 
-    def __init__(
-        self, inner: grpc.Server, registry: Registry, service: Service | None, reason: str
-    ) -> None:
-        self.inner = inner
-        self._registry = registry
-        self._service = service
-        self._reason = reason
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._closed = threading.Event()
         self._stopping = False
-        weakref.finalize(self, registry.close).atexit = False
 
     def start(self) -> None:
         self.inner.start()
@@ -404,7 +418,10 @@ class RpcServer(ServerPorts, grpc.Server):
 
         def close() -> None:
             if service is not None:
-                _let_end(service, grace or 0.0)
+                until = time.monotonic() + (grace or 0.0)
+                while service.active and time.monotonic() < until:
+                    time.sleep(_LOOK_S)
+                service.cancel_all()
             stopped.wait()
             until = time.monotonic() + DRAIN_S
             while self._registry.awaited and time.monotonic() < until:
@@ -431,14 +448,6 @@ class RpcServer(ServerPorts, grpc.Server):
         if self._service is None or not self._stopping:
             return False
         return not self._closed.wait(None if until is None else max(until - time.monotonic(), 0.0))
-
-
-def _let_end(service: Service, grace_s: float) -> None:
-    """Waits for calls under way, and ends those that take longer."""
-    until = time.monotonic() + grace_s
-    while service.active and time.monotonic() < until:
-        time.sleep(_LOOK_S)
-    service.cancel_all()
 
 
 def outside_host(address: str) -> str:
