@@ -22,7 +22,7 @@ class Client:
     def __init__(self, most_bytes: int = -1) -> None:
         self.limits = MessageLimits(-1, most_bytes)
         self.mutex = threading.RLock()
-        self.callbacks: Any = None
+        self.call_back: Any = None
         self.sent: list[bytes] = []
         self.forgotten: list[object] = []
 

@@ -17,7 +17,7 @@ except ImportError as error:
         f"tensorwire.rpc needs grpcio and protobuf ({error}): pip install 'tensorwire[rpc]'"
     ) from error
 
-from .asyncio import channel as aio
+from . import aio
 from .payload.encode import embed
 from .payload.limits import Limits
 from .payload.tensors import pack, unpack

@@ -1,5 +1,6 @@
 """Names what takes the place of `grpc.aio`: `insecure_channel`, `secure_channel` and `server`."""
 
-from .asyncio.channel import AioRpcChannel, insecure_channel, secure_channel, server
+from .asyncio.channel import AioRpcChannel, insecure_channel, secure_channel
+from .asyncio.server import server
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]

@@ -17,10 +17,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..runtime.engine import TIME_IS_OVER, call_weakly
+from ..runtime.engine import LOCALLY, TIME_IS_OVER, call_weakly
+from ..runtime.served import ARITIES
 from ..threads.calls import GRACE_S
-
-LOCALLY = "Locally cancelled by application!"
 
 
 class Unreadable:
@@ -329,28 +328,20 @@ class _LaterRequests(LaterCall):
             await self._done("done_writing")
 
 
-class LaterUnaryUnary(_LaterResponse, grpc.aio.UnaryUnaryCall):
-    """See `grpc.aio.UnaryUnaryCall`."""
+def of_grpcio(arity: str, what: str) -> Any:
+    """Returns the class of `grpc.aio` for something of an arity, as its "Call"."""
+    return getattr(grpc.aio, arity.title().replace("_", "") + what)
 
 
-class LaterUnaryStream(_LaterResponses, grpc.aio.UnaryStreamCall):
-    """See `grpc.aio.UnaryStreamCall`."""
+def _later(arity: str) -> type[LaterCall]:
+    """Makes the class of calls of an arity, which is one of `grpc.aio` for that."""
+    requests = (_LaterRequests,) if arity.startswith("stream") else ()
+    response = _LaterResponses if arity.endswith("stream") else _LaterResponse
+    theirs = of_grpcio(arity, "Call")
+    return type(f"Later{theirs.__name__}", (response, *requests, theirs), {})
 
 
-class LaterStreamUnary(_LaterResponse, _LaterRequests, grpc.aio.StreamUnaryCall):
-    """See `grpc.aio.StreamUnaryCall`."""
-
-
-class LaterStreamStream(_LaterResponses, _LaterRequests, grpc.aio.StreamStreamCall):
-    """See `grpc.aio.StreamStreamCall`."""
-
-
-LATER: dict[str, type[LaterCall]] = {
-    "unary_unary": LaterUnaryUnary,
-    "unary_stream": LaterUnaryStream,
-    "stream_unary": LaterStreamUnary,
-    "stream_stream": LaterStreamStream,
-}
+LATER = {arity: _later(arity) for arity in ARITIES.values()}
 
 
 class WrittenCall:

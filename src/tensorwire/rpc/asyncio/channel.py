@@ -11,7 +11,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,18 +36,9 @@ from ..threads.factories import (
     share_of,
 )
 from ..threads.originals import make, original
-from .calls import LATER, LaterCall, Unreadable
+from .calls import LATER, LaterCall, Unreadable, of_grpcio
 from .runtime_client import METHOD, AioClient, AioMethod
 from .sending import AioSender, chained
-from .server import server
-
-__all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
-
-
-def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
-    """The user's message that came by the runtime, in a call that keeps its channel."""
-    find = channel.share.find
-    return reader.read(data, find, needed=link.awaits_messages)
 
 
 class _Method:
@@ -57,14 +48,31 @@ class _Method:
 
     Args:
         channel: whose method it is.
-        inner: of grpcio's channel.
-        carried: begins calls by the runtime; None: there are none.
+        arity: "unary_unary" and so on.
+        method: its full name.
+        serializer, deserializer, registered: the user's, as for grpcio.
     """
 
-    def __init__(self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None) -> None:
+    def __init__(
+        self,
+        channel: AioRpcChannel,
+        arity: str,
+        method: str,
+        serializer: Any,
+        deserializer: Any,
+        registered: Any,
+    ) -> None:
         self._channel = channel
-        self._inner = inner
-        self._carried = carried
+        self._method = method
+        reader = Reader(deserializer, streams=arity.endswith("stream"))
+        self._reading = _of_grpcio(channel, reader, streams=arity.endswith("stream"))
+        writing = partial(_serialized, channel.share.plain, serializer)
+        self._inner = getattr(channel.inner, arity)(method, writing, self._reading, registered)
+        self._carried = None
+        if channel.share.carries:
+            read = partial(_read, channel, reader)
+            given = arity, serializer, read, channel.sender.end, channel.share
+            self._carried = AioMethod(*given)
 
     def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
         """Begins a call. The task of it that is made there gets a copy of the context."""
@@ -83,20 +91,50 @@ class _Intercepted(_Method):
         return self._told(compression, begin)
 
 
+def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
+    """The user's message that came by the runtime, in a call that keeps its channel."""
+    return reader.read(data, channel.share.find, needed=link.awaits_messages)
+
+
+def _serialized(plain: CallLink, serializer: Any, outgoing: Any) -> Any:
+    """The bytes of a request, for grpcio."""
+    if type(outgoing) is not SentMessage:  # of a stream without an attachment
+        outgoing = SentMessage(outgoing, plain, last=True)
+    try:
+        return outgoing.serialize(serializer)
+    except Exception as error:
+        logs.COMMON.exception("Exception serializing message!")
+        return error  # which grpcio refuses; it would send an empty message if this raised
+
+
+def _of_grpcio(channel: AioRpcChannel, reader: Reader, *, streams: bool) -> Callable[[bytes], Any]:
+    """The deserializer of grpcio's calls."""
+    share = channel.share
+
+    def deserialize(data: bytes) -> Any:
+        if len(data) >= share.least_bytes and not data.startswith(MAGIC):
+            share.notice(len(data))
+        try:
+            # Each call keeps the channel, without whose attachment an answer cannot be read.
+            return reader.read(data, channel.share.find)
+        except (RefusedError, TensorwireError) as error:
+            if streams:
+                return Unreadable(error)
+            logs.OWN.error("the payload of a response is gone: %s", error)
+            return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
+
+    return deserialize
+
+
 class _Direct(_Method):
     """No interceptor of the user's sees its calls.
 
-    Args:
-        channel, inner, carried: as of `_Method`.
-        arity, method: of the calls.
+    Args: as of `_Method`.
     """
 
-    def __init__(
-        self, channel: AioRpcChannel, inner: Any, carried: AioMethod | None, arity: str, method: Any
-    ) -> None:
-        super().__init__(channel, inner, carried)
+    def __init__(self, channel: AioRpcChannel, arity: str, *given: Any) -> None:
+        super().__init__(channel, arity, *given)
         self._streams = arity.startswith("stream")
-        self._method = method
         self._later = LATER[arity]
         self._make = getattr(channel.sender, "stream" if self._streams else arity)
 
@@ -160,16 +198,15 @@ class _ManyRequests(_Direct):
 class _Small(_OneRequest):
     """A method whose calls with small requests are grpcio's own, without anything of ours.
 
-    Args:
-        small: its requests that need nothing of ours.
-        stock: of grpcio's channel, takes the bytes of a request.
-        given: as of `_Direct`.
+    Args: as of `_Method`.
     """
 
-    def __init__(self, small: SmallRequests, stock: Any, *given: Any) -> None:
-        super().__init__(*given)
-        self._small = small
-        self._stock = stock
+    def __init__(self, channel: AioRpcChannel, arity: str, method: str, *given: Any) -> None:
+        super().__init__(channel, arity, method, *given)
+        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+        watched = hasattr(self._inner, "_tensorwire_trace")
+        self._small = SmallRequests(channel.share, given[0], watched=watched)
+        self._stock = channel.inner.unary_unary(method, None, self._reading, given[-1])
 
     def _begin(self, request: Any, details: Any, compression: Any) -> Any:
         # The request of another call is encoded where it is made.
@@ -189,8 +226,7 @@ class _Small(_OneRequest):
 
 def _of(arity: str, kind: type[_Method]) -> Any:
     """Makes a class of methods of an arity, which is one of grpc.aio's for that."""
-    name = arity.title().replace("_", "")
-    return type(name, (kind, getattr(grpc.aio, f"{name}MultiCallable")), {})
+    return type(kind.__name__, (kind, of_grpcio(arity, "MultiCallable")), {})
 
 
 _METHODS = {
@@ -261,59 +297,8 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
             share.disconnected()  # nobody watches how a plain call ends
         return True
 
-    def _method(
-        self,
-        arity: str,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = False,
-    ) -> Any:
-        reader = Reader(response_deserializer, streams=arity.endswith("stream"))
-        serializer, share = request_serializer, self.share
-
-        def serialize(outgoing: Any) -> Any:
-            if type(outgoing) is not SentMessage:  # of a stream without an attachment
-                outgoing = SentMessage(outgoing, share.plain, last=True)
-            try:
-                data: bytes = outgoing.serialize(serializer)
-            except Exception as error:
-                logs.COMMON.exception("Exception serializing message!")
-                return error  # which grpcio refuses; it would send an empty message if this raised
-            return data
-
-        def deserialize(data: bytes) -> Any:
-            if len(data) >= share.least_bytes and not data.startswith(MAGIC):
-                share.notice(len(data))
-            try:
-                # Each call keeps the channel, without whose attachment an answer cannot be read.
-                return reader.read(data, self.share.find)
-            except (RefusedError, TensorwireError) as error:
-                if arity.endswith("stream"):
-                    return Unreadable(error)
-                logs.OWN.error("the payload of a response is gone: %s", error)
-                return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
-
-        inner = getattr(self.inner, arity)(method, serialize, deserialize, _registered_method)
-        carried = None
-        if share.carries:
-            read = partial(_read, self, reader)
-            carried = AioMethod(arity, serializer, read, self.sender.end, share.owner)
-        direct, intercepted = _METHODS[arity]
-        if arity in self._intercepted:
-            return intercepted(self, inner, carried)
-        if arity == "unary_unary":
-            # `tensorwire rpc trace` counts what serializers do that grpcio calls.
-            watched = hasattr(inner, "_tensorwire_trace")
-            small = SmallRequests(share, serializer, watched=watched)
-            stock = self.inner.unary_unary(method, None, deserialize, _registered_method)
-            return direct(small, stock, self, inner, carried, arity, method)
-        return direct(self, inner, carried, arity, method)
-
-    unary_unary: Any = partialmethod(_method, "unary_unary")
-    unary_stream: Any = partialmethod(_method, "unary_stream")
-    stream_unary: Any = partialmethod(_method, "stream_unary")
-    stream_stream: Any = partialmethod(_method, "stream_stream")
+    def _kind_of(self, arity: str) -> Any:
+        return _METHODS[arity][arity in self._intercepted]
 
     async def attach(self, timeout_s: float = 5.0) -> bool:
         """As of `RpcChannel`."""

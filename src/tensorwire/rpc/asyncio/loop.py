@@ -79,15 +79,11 @@ def alarm(
     return loop.call_later(max(at - time.monotonic(), 0.0), action)
 
 
-class LoopCallbacks:
-    """As `Callbacks`: has what users want to be called called by the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Has them called one after the other, soon. Any thread."""
-        in_loop(self._loop, lambda: call_all(callbacks))
+def call_back_in(
+    loop: asyncio.AbstractEventLoop, callbacks: Sequence[Callable[[], object]]
+) -> None:
+    """Has callbacks called by a loop, one after the other, soon. Any thread."""
+    in_loop(loop, lambda: call_all(callbacks))
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None:

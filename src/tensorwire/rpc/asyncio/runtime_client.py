@@ -25,14 +25,12 @@ from ..runtime.client import AnyClient
 from ..runtime.engine import CallState, Ending, StreamState
 from ..runtime.frames import EndBody
 from ..runtime.leaving import lenient
-from ..runtime.options import MessageLimits
 from ..runtime.requests import RequestSender
-from ..runtime.ring import Rings
 from .encoding import encode, finish
 from .loop import (
-    LoopCallbacks,
     LoopWaiter,
     alarm,
+    call_back_in,
     each_of,
     in_loop,
     in_thread,
@@ -290,18 +288,16 @@ class AioClient(AnyClient):
     Args: as of `AnyClient`.
     """
 
+    patient = False
     loop: asyncio.AbstractEventLoop
     thread: int
-
-    def __init__(self, rings: Rings, limits: MessageLimits) -> None:
-        super().__init__(rings, limits, patient=False)
-        self._reading: asyncio.Task[None] | None = None
+    _reading: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to read, in the running event loop."""
         if self._reading is None:
             self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-            self.callbacks = LoopCallbacks(self.loop)
+            self.call_back = partial(call_back_in, self.loop)
             # Not in the context of that call, which has its method, and the channel.
             apart = contextvars.Context()
             self._reading = apart.run(self.loop.create_task, self.line.serve())
@@ -368,7 +364,7 @@ class AioMethod(AnyMethod[AioCall]):
                 return call
             if outgoing is not None:
                 link.leaves(outgoing)
-        client.begin(call, method.encode(), entries, data, streams=self._takes_stream)
+        client.begin(call, method.encode(), entries, data)
         if outgoing is not None:
             call.finish_sending(outgoing)
         if self._sends_stream:

@@ -13,10 +13,9 @@ import grpc
 from .. import logs
 from ..runtime.context import CallDetails
 from ..runtime.line import MOST_BACKLOG
-from ..runtime.options import MessageLimits
 from ..runtime.served import Handled, IncomingCall
 from ..runtime.server import AnyService, ServerEnd
-from .loop import LoopCallbacks, alarm, in_loop, taken
+from .loop import alarm, call_back_in, in_loop, taken
 from .runtime_behavior import AioPerformance, SyncPerformance
 from .runtime_context import SyncContext
 
@@ -29,12 +28,13 @@ class AioServerEnd(ServerEnd):
     Args: as of `ServerEnd`.
     """
 
+    patient = False
+    _serving: asyncio.Task[None] | None = None
+
     def __init__(self, service: Any, *given: Any) -> None:
-        super().__init__(service, *given, patient=False)
-        assert service.loop is not None
-        self._loop = service.loop
-        self.callbacks = LoopCallbacks(self._loop)
-        self._serving: asyncio.Task[None] | None = None
+        super().__init__(service, *given)
+        self._loop: asyncio.AbstractEventLoop = service.loop
+        self.call_back = partial(call_back_in, self._loop)
 
     def start(self) -> None:
         """Begins to read. Any thread."""
@@ -59,25 +59,14 @@ class AioService(AnyService):
     Attributes:
         loop: set before clients come.
 
-    Args:
-        pool: threads for servicers that are not asynchronous.
-        handlers, most, limits: as of `AnyService`.
-        interceptors: the user's, outermost first.
+    Args: as of `AnyService`; the threads are for servicers that are not asynchronous.
     """
 
     kind_of_end = AioServerEnd
 
-    def __init__(
-        self,
-        pool: Any,
-        handlers: Sequence[Any],
-        interceptors: Sequence[Any],
-        most: int | None,
-        limits: MessageLimits,
-    ) -> None:
-        super().__init__(pool, handlers, most, limits)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._interceptors = interceptors
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property

@@ -19,7 +19,7 @@ from ..attach.marks import Sender, SmallCall, call_is_confirmed
 from ..payload.fields import may_have_tensors
 from ..payload.outgoing import AGAIN, CallLink, SentMessage, at_once
 from ..payload.tensors import delivered
-from .calls import LATER, WrittenCall, late_error
+from .calls import LATER, WrittenCall, late_error, of_grpcio
 from .loop import each_of
 from .runtime_client import METHOD
 
@@ -168,12 +168,7 @@ def _code_now(call: Any) -> Any:
 
 
 # In the order in which grpcio asks what an interceptor is; it is of the first kind only.
-_KINDS: dict[str, Any] = {
-    "unary_unary": grpc.aio.UnaryUnaryClientInterceptor,
-    "unary_stream": grpc.aio.UnaryStreamClientInterceptor,
-    "stream_unary": grpc.aio.StreamUnaryClientInterceptor,
-    "stream_stream": grpc.aio.StreamStreamClientInterceptor,
-}
+_KINDS = {arity: of_grpcio(arity, "ClientInterceptor") for arity in LATER}
 
 
 def _interceptor(arity: str, sender: AioSender) -> Any:

@@ -33,7 +33,7 @@ class SharedKeeper:
 
     Attributes:
         keeper: as given.
-        users: tokens of the channels that are open.
+        users: shares of the channels that are open.
     """
 
     def __init__(self, key: Hashable, keeper: AttachmentKeeper, lingers: bool) -> None:
@@ -90,8 +90,7 @@ class ChannelShare:
     def __init__(self, shared: SharedKeeper) -> None:
         self._shared = shared
         self._keeper = keeper = shared.keeper
-        self._token = object()
-        shared.users.add(self._token)
+        shared.users.add(self)
         self.closed = False
         self.carries, self.retries = keeper.carries, keeper.retries
         self.least_bytes = keeper.least_bytes
@@ -100,11 +99,6 @@ class ChannelShare:
         self.notice = keeper.notice
         self.pause = keeper.pause
         self.disconnected = keeper.disconnected
-
-    @property
-    def owner(self) -> object:
-        """Whose the channel's calls are."""
-        return self._token
 
     @property
     def ready(self) -> RpcAttachment | None:
@@ -142,8 +136,8 @@ class ChannelShare:
         if self.closed:
             return
         self.closed = True
-        self._keeper.end_calls_of(self._token)
-        self._shared.leave(self._token)
+        self._keeper.end_calls_of(self)
+        self._shared.leave(self)
 
 
 class PlainLink(CallLink):

@@ -59,7 +59,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
             return
         self._client.forget(self)
         self._tell(None)
-        self._client.callbacks.call([self._make_again])
+        self._client.call_back([self._make_again])
 
     def _make_again(self) -> None:
         again, self._again = self._again, None

@@ -5,17 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from .. import logs
 from ..payload.threads import THREADS
 
-
-class Calling(Protocol):
-    """What calls callbacks elsewhere."""
-
-    def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Has them called one after the other, soon."""
+CallBack = Callable[[Sequence[Callable[[], object]]], None]
+"""Calls callbacks elsewhere, one after the other, soon."""
 
 
 class Callbacks:

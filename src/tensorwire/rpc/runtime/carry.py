@@ -180,7 +180,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             link.leaves(outgoing)
         if again is not None or self._takes_stream:
             call.leave_unattended()
-        client.begin(call, self._name, entries, data, streams=self._takes_stream)
+        client.begin(call, self._name, entries, data)
         if outgoing is not None and outgoing.staging is not None:
             try:
                 outgoing.finish()
@@ -215,7 +215,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         link.goes_on = sender.goes_on
         if not waits:
             call.leave_unattended()
-        client.begin(call, self._name, entries, None, streams=self._takes_stream)
+        client.begin(call, self._name, entries, None)
         THREADS.run(partial(sender.run, requests, link, self._serializer, link.traced))
         return call
 

@@ -12,7 +12,7 @@ import grpc
 from tensorwire.errors import TensorwireError
 
 from . import frames
-from .callbacks import Callbacks, Calling
+from .callbacks import CallBack, Callbacks
 from .engine import CallState, Ending
 from .frames import Frame, FrameError, Metadata, short_frame
 from .line import Line, SharedReader
@@ -29,17 +29,19 @@ class AnyClient:
         line: of the calls.
         limits: of messages.
         mutex: guards lists of callbacks.
-        callbacks: calls them.
+        call_back: calls them.
+        patient: see `LineEnd`.
 
     Args:
-        rings, patient: as for `Line`.
+        rings: of the line.
         limits: of messages.
     """
 
-    callbacks: Calling
+    call_back: CallBack
+    patient = True
 
-    def __init__(self, rings: Rings, limits: MessageLimits, *, patient: bool = True) -> None:
-        self.line = Line(rings, self, patient=patient)
+    def __init__(self, rings: Rings, limits: MessageLimits) -> None:
+        self.line = Line(rings, self)
         self.limits = limits
         self.mutex = threading.RLock()
         self._calls: dict[int, weakref.ref[CallState]] = {}
@@ -57,13 +59,7 @@ class AnyClient:
         self.line.send(frames)
 
     def begin(
-        self,
-        call: CallState,
-        method: bytes,
-        metadata: Metadata,
-        message: bytes | None,
-        *,
-        streams: bool = False,
+        self, call: CallState, method: bytes, metadata: Metadata, message: bytes | None
     ) -> None:
         """Sends a call, with its request if that is the only one.
 
@@ -72,7 +68,6 @@ class AnyClient:
             method: its name.
             metadata: of the user's.
             message: None: a stream of requests follows.
-            streams: it takes any number of responses.
         """
         self._calls[call.number[0]] = weakref.ref(call)
         timeout_us = frames.NO_DEADLINE
@@ -85,7 +80,7 @@ class AnyClient:
             call.conclude(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
             return
         given = call.number, method, timeout_us, metadata, message
-        self.line.send(frames.call_frames(*given, streams=streams))
+        self.line.send(frames.call_frames(*given, streams=call.streams))
         if self.line.is_over:  # and has perhaps not seen this call
             self._conclude(call, "the connection is over")
 
@@ -176,7 +171,7 @@ class RuntimeClient(AnyClient):
     def __init__(self, rings: Rings, limits: MessageLimits) -> None:
         super().__init__(rings, limits)
         self.reader = SharedReader(self.line)
-        self.callbacks = Callbacks()
+        self.call_back = Callbacks().call
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""

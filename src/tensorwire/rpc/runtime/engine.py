@@ -21,7 +21,7 @@ from ..payload.envelope import MAGIC
 from ..payload.inbox import GivenUpError, RefusedError, SenderGoneError
 from ..payload.janitor import JANITOR
 from . import frames
-from .callbacks import Calling
+from .callbacks import CallBack
 from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import MORE, PLAIN_END, WHOLE, EndBody, Frame, FrameError, Metadata, Number
@@ -63,6 +63,7 @@ def cancelled(details: str) -> Ending:
     return Ending(_Code.CANCELLED, details, cancelled=True)
 
 
+_new = tuple.__new__  # takes less time than the class itself
 GOES_ON = Ending(None, "")
 OVERDUE = Ending(_Code.DEADLINE_EXCEEDED, TIME_IS_OVER)
 _PLAIN_BODY = EndBody(0, "", (), (), b"")
@@ -76,12 +77,12 @@ class CallClient(Protocol):
     Attributes:
         limits: of messages.
         mutex: guards lists of callbacks.
-        callbacks: calls them.
+        call_back: calls them.
     """
 
     limits: MessageLimits
     mutex: threading.RLock
-    callbacks: Calling
+    call_back: CallBack
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames; nobody waits for it."""
@@ -109,6 +110,7 @@ class CallState(Waiter):
 
     Attributes:
         number, deadline, outflow: as given.
+        streams: it takes any number of responses.
         owner: the channel that has begun it.
         kept: its client keeps it, until it has ended.
         refused: it has ended because the server refuses to carry it out here.
@@ -117,6 +119,7 @@ class CallState(Waiter):
     """
 
     # What is so at first stands here: a small call takes little longer than to set all of it.
+    streams = False
     finished = False
     owner: object = None
     kept = False
@@ -261,7 +264,8 @@ class CallState(Waiter):
         if isinstance(response, Ending):
             ending = response._replace(initial=body.initial, trailing=body.trailing)
         else:
-            ending = Ending(_OK, body.details, body.initial, body.trailing, response)
+            values = _OK, body.details, body.initial, body.trailing, response, False
+            ending = _new(Ending, values)
         self.conclude(ending)
 
     def _message_of(self, data: bytes) -> Any:
@@ -306,7 +310,7 @@ class CallState(Waiter):
         if self.kept:
             self._client.unkeep(self)
         if callbacks:
-            self._client.callbacks.call(callbacks)
+            self._client.call_back(callbacks)
 
     def _let_go(self) -> None:
         """The call has ended: lets go of what only a call needs that goes on."""
@@ -389,6 +393,7 @@ class StreamState(CallState):
     Args: as of `CallState`.
     """
 
+    streams = True
     _end: Ending | None = None
 
     def __init__(self, client: CallClient, *given: Any, **named: Any) -> None:

@@ -141,8 +141,10 @@ def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes | memoryv
     return b"".join((HEADER.pack(size, kind, flags, 0, *number), *body))
 
 
-def _pieces(message: bytes) -> tuple[memoryview, list[memoryview]]:
-    """The first piece of a long message, and the others; nothing is copied."""
+def _pieces(message: bytes) -> tuple[bytes | memoryview, Sequence[memoryview]]:
+    """The first piece of a message, and the others; nothing is copied."""
+    if len(message) <= PIECE_BYTES:
+        return message, ()
     starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
     view = memoryview(message)
     return view[:PIECE_BYTES], [view[at : at + PIECE_BYTES] for at in starts]
@@ -167,15 +169,12 @@ def call_frames(
         message: its only request; None: they come in MESSAGEs.
         streams: the client takes any number of responses.
     """
-    others: list[memoryview] = []
+    others: Sequence[memoryview] = ()
     first: bytes | memoryview = b""
-    if message is None:
-        flags = 0
-    elif len(message) <= PIECE_BYTES:
-        first, flags = message, WHOLE
-    else:
+    flags = 0
+    if message is not None:
         first, others = _pieces(message)
-        flags = MORE
+        flags = MORE if others else WHOLE
     if streams:
         flags |= STREAM
     block = _encoded(metadata) if metadata else b""
@@ -185,18 +184,15 @@ def call_frames(
     return [begin, *_message_frames(number, others)] if others else [begin]
 
 
-def _message_frames(number: Number, pieces: Sequence[memoryview]) -> Iterator[bytes]:
+def _message_frames(number: Number, pieces: Sequence[bytes | memoryview]) -> Iterator[bytes]:
     for place, piece in enumerate(pieces, 1):
         yield _frame(MESSAGE, MORE if place < len(pieces) else WHOLE, number, (piece,))
 
 
 def message_frames(number: Number, message: bytes) -> Iterator[bytes]:
     """One message of a stream."""
-    if len(message) <= PIECE_BYTES:
-        yield _frame(MESSAGE, WHOLE, number, (message,))
-    else:
-        first, others = _pieces(message)
-        yield from _message_frames(number, (first, *others))
+    first, others = _pieces(message)
+    return _message_frames(number, (first, *others))
 
 
 def last_frame(number: Number) -> bytes:
@@ -232,11 +228,9 @@ def end_frames(
     last: bytes | memoryview = b""
     if message is not None:
         flags |= WHOLE
-        last = message
-        if len(message) > PIECE_BYTES:
-            first, others = _pieces(message)
-            *before, last = first, *others
-            frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
+        first, others = _pieces(message)
+        *before, last = first, *others
+        frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
     blocks = _encoded(initial) + _encoded(trailing) if initial or trailing else b""
     size = _END_HEADER.size + len(details) + len(blocks) + len(last)
     head = _END_HEADER.pack(

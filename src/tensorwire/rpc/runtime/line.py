@@ -46,7 +46,13 @@ _MOST_WAITING = 1024
 
 
 class LineEnd(Protocol):
-    """What one end does with what arrives. Called by the thread that reads."""
+    """What one end does with what arrives. Called by the thread that reads.
+
+    Attributes:
+        patient: whoever sends may wait a millisecond for what was sent before.
+    """
+
+    patient: bool
 
     def arrived(self, frame: Frame) -> None:
         """Handles a frame; FrameError if it makes no sense here."""
@@ -61,7 +67,6 @@ class Line:
     Args:
         rings: the memory; the node of this end is closed if the other end sends what cannot be.
         end: gets what arrives.
-        patient: whoever sends may wait a millisecond for what was sent before.
 
     Attributes:
         is_over: nothing arrives any more.
@@ -69,13 +74,12 @@ class Line:
         writer: the thread that writes what it sends, 0 if none does.
     """
 
-    def __init__(self, rings: Rings, end: LineEnd, *, patient: bool = True) -> None:
+    def __init__(self, rings: Rings, end: LineEnd) -> None:
         self._node = rings.node
         self._word = rings.memory.word(0)
         self._peer = rings.peer
         self._reader, self._writer = rings.reader(), rings.writer()
-        self._patient = patient
-        self._batch_bytes = _BATCH_BYTES if patient else _LOOP_BATCH_BYTES
+        self._batch_bytes = _BATCH_BYTES if end.patient else _LOOP_BATCH_BYTES
         self._end = end
         self._outbox: deque[bytes] = deque()
         self._writing = threading.RLock()
@@ -147,7 +151,7 @@ class Line:
         """Writes what there is room for; False if something is left."""
         outbox = self._outbox
         try:
-            return self._writer.write_out(outbox, self._batch_bytes, self._patient)
+            return self._writer.write_out(outbox, self._batch_bytes, self._end.patient)
         except TensorwireError:
             outbox.clear()  # whoever reads finds out why
         except FrameError as error:

@@ -14,7 +14,7 @@ import grpc
 from ..payload.attachment import RpcAttachment
 from ..payload.incoming import Reader
 from . import frames
-from .callbacks import Calling, call_all
+from .callbacks import CallBack, call_all
 from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import CallBody, Metadata, Number
@@ -101,14 +101,14 @@ class Receiver(Protocol):
         attachment: to which the line belongs.
         limits: of messages.
         mutex: guards the state of calls.
-        callbacks: for threads that must not be held up.
+        call_back: for threads that must not be held up.
     """
 
     caller: Caller
     attachment: RpcAttachment
     limits: MessageLimits
     mutex: threading.Lock
-    callbacks: Calling
+    call_back: CallBack
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames; nobody waits for it."""
@@ -333,7 +333,7 @@ class IncomingCall:
         if self.requests is not None:
             self.requests.close()
         if callbacks:
-            (self._end.callbacks.call if reading else call_all)(callbacks)
+            (self._end.call_back if reading else call_all)(callbacks)
 
     def fail(
         self,

@@ -19,7 +19,7 @@ from .. import logs
 from ..payload.attachment import CALLS, RpcAttachment
 from . import frames
 from .behavior import Performance
-from .callbacks import Callbacks, Calling
+from .callbacks import CallBack, Callbacks
 from .context import CallContext, CallDetails
 from .deadlines import DEADLINES
 from .frames import Frame, FrameError
@@ -40,33 +40,30 @@ class ServerEnd:
         line, caller, attachment: as given, or made of that.
         limits: of messages.
         mutex: guards the state of calls.
-        callbacks: for threads that must not be held up.
+        call_back: for threads that must not be held up.
+        patient: see `LineEnd`.
         runner: who reads, and runs quick calls.
 
     Args:
         service: of the server.
         attachment: to which the line belongs.
         caller: the client.
-        rings, patient: as for `Line`.
+        rings: of the line.
     """
 
+    patient = True
+
     def __init__(
-        self,
-        service: AnyService,
-        attachment: RpcAttachment,
-        caller: Caller,
-        rings: Rings,
-        *,
-        patient: bool = True,
+        self, service: AnyService, attachment: RpcAttachment, caller: Caller, rings: Rings
     ) -> None:
         self.caller = caller
         self.attachment = attachment
         self.limits = service.limits
         self.mutex = threading.Lock()
-        self.callbacks: Calling = Callbacks()
+        self.call_back: CallBack = Callbacks().call
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
-        self.line = Line(rings, self, patient=patient)
+        self.line = Line(rings, self)
         self.runner = Runner(self.line, service.pool)
 
     def start(self) -> None:
@@ -92,28 +89,22 @@ class ServerEnd:
 
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
-        slot = frame.number[0]
         if frame.kind == frames.CALL:
             self._begins(frame)
             return
-        known = self._calls.get(slot)
-        if known is not None and known.number != frame.number:
-            known = None
-        if frame.kind == frames.CANCEL:
-            if known is not None:
-                known.finish((), reading=True, cancelled=True)
-        elif frame.kind == frames.MESSAGE:
-            if known is None:
-                return
-            if known.requests is None:
-                self._piece(known, frame.body, frame.flags)
-            else:
-                known.arrived(frame.body, frame.flags)
-        elif frame.kind == frames.CREDIT:
-            if known is not None:
-                known.granted(frames.parse_credit(frame.body))
-        else:
+        if frame.kind not in (frames.CANCEL, frames.MESSAGE, frames.CREDIT):
             raise FrameError(f"a frame of kind {frame.kind} to a server")
+        known = self._calls.get(frame.number[0])
+        if known is None or known.number != frame.number:
+            return
+        if frame.kind == frames.CANCEL:
+            known.finish((), reading=True, cancelled=True)
+        elif frame.kind == frames.CREDIT:
+            known.granted(frames.parse_credit(frame.body))
+        elif known.requests is None:
+            self._piece(known, frame.body, frame.flags)
+        else:
+            known.arrived(frame.body, frame.flags)
 
     def _begins(self, frame: Frame) -> None:
         slot = frame.number[0]
@@ -179,6 +170,7 @@ class AnyService:
     Args:
         pool: the user's threads.
         handlers: generic ones.
+        interceptors: the user's, outermost first.
         most: calls at a time, None for no limit.
         limits: of messages.
     """
@@ -186,8 +178,14 @@ class AnyService:
     kind_of_end: type[ServerEnd] = ServerEnd
 
     def __init__(
-        self, pool: Any, handlers: Sequence[Any], most: int | None, limits: MessageLimits
+        self,
+        pool: Any,
+        handlers: Sequence[Any],
+        interceptors: Sequence[Any],
+        most: int | None,
+        limits: MessageLimits,
     ) -> None:
+        self._interceptors = interceptors
         self.limits = limits
         self.pool = pool
         self._generic = list(handlers)
@@ -297,22 +295,13 @@ class AnyService:
 class Service(AnyService):
     """What a synchronous server does for its calls.
 
-    Args:
-        pool, handlers, most, limits: as of `AnyService`.
-        interceptors: the user's, outermost first.
+    Args: as of `AnyService`.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        handlers: Sequence[Any],
-        interceptors: Sequence[Any],
-        most: int | None,
-        limits: MessageLimits,
-    ) -> None:
-        super().__init__(pool, handlers, most, limits)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         find: Callable[[Any], Any] = self._find
-        for each in reversed(interceptors):
+        for each in reversed(self._interceptors):
             find = partial(each.intercept_service, find)
         self._pipeline = find
 

@@ -21,7 +21,7 @@ _CLOSE_S = 1.0
 
 
 class AttachedChannel:
-    """What channels of threads and of an event loop say of their attachment.
+    """What channels of threads and of an event loop have alike: methods and an attachment.
 
     Args:
         share: of the attachment.
@@ -54,6 +54,26 @@ class AttachedChannel:
         """Returns what joins this channel with its server, None if nothing does."""
         return self.share.ready
 
+    def _kind_of(self, arity: str) -> Any:
+        """Returns the class of the methods of an arity."""
+        raise NotImplementedError
+
+    def _method(
+        self,
+        arity: str,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> Any:
+        given = request_serializer, response_deserializer, _registered_method
+        return self._kind_of(arity)(self, arity, method, *given)
+
+    unary_unary: Any = partialmethod(_method, "unary_unary")
+    unary_stream: Any = partialmethod(_method, "unary_stream")
+    stream_unary: Any = partialmethod(_method, "stream_unary")
+    stream_stream: Any = partialmethod(_method, "stream_stream")
+
 
 class RpcChannel(AttachedChannel, grpc.Channel):
     """A `grpc.Channel`; made by `insecure_channel` and `secure_channel`.
@@ -69,6 +89,9 @@ class RpcChannel(AttachedChannel, grpc.Channel):
     def __init__(self, inner: grpc.Channel, share: ChannelShare) -> None:
         super().__init__(share)
         self.inner = inner
+
+    def _kind_of(self, arity: str) -> Any:
+        return METHODS[arity]
 
     def attach(self, timeout_s: float = 5.0) -> bool:
         """Opens the attachment now, and waits until it is there.
@@ -88,22 +111,6 @@ class RpcChannel(AttachedChannel, grpc.Channel):
 
     def unsubscribe(self, callback: Any) -> None:
         self.inner.unsubscribe(callback)
-
-    def _method(
-        self,
-        arity: str,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: bool | None = False,
-    ) -> Any:
-        given = request_serializer, response_deserializer, _registered_method
-        return METHODS[arity](self, arity, method, *given)
-
-    unary_unary: Any = partialmethod(_method, "unary_unary")
-    unary_stream: Any = partialmethod(_method, "unary_stream")
-    stream_unary: Any = partialmethod(_method, "stream_unary")
-    stream_stream: Any = partialmethod(_method, "stream_stream")
 
     def _get_registered_call_handle(self, method: str) -> Any:
         # What the static methods of generated services, grpcio's experimental ones, ask a channel.

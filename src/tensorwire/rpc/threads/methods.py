@@ -130,7 +130,8 @@ class Method:
     ) -> None:
         self._channel = channel
         self._share: ChannelShare = channel.share
-        reader = Reader(response_deserializer, streams=arity.endswith("stream"))
+        streams = arity.endswith("stream")
+        reader = Reader(response_deserializer, streams=streams)
         self._answers = answers = _Answers(channel, reader)
         self._serializer = request_serializer
         self._end = answers.end
@@ -141,8 +142,11 @@ class Method:
             self._reading,
             registered,
         )
+        # For calls that nobody waits for.
+        self._start = self._inner if streams else self._inner.future
+        self._wrap = ResentStream if streams else Resent
         self._carried = CarriedMethod(
-            arity, method, request_serializer, answers.read, answers.end, self._share.owner
+            arity, method, request_serializer, answers.read, answers.end, self._share
         )
 
     def _carrier(self, credentials: Any, compression: Any) -> RpcAttachment | None:
@@ -212,42 +216,34 @@ class Method:
         given = options.behind(outgoing, metadata)
         return _in_time(self._inner, given, outgoing.is_kept, with_call=with_call)
 
-    def _nowait(
-        self,
-        call: Callable[..., Any],
-        wrap: Callable[..., Any],
-        request: Any,
-        options: CallOptions,
-    ) -> Any:
+    def _nowait(self, request: Any, options: CallOptions) -> Any:
         link, marked = self._answers.begin(options.metadata, lambda: options.timeout)
         outgoing = self._sent(request, link, waits=False)
         try:
-            first = self._started(call, outgoing, marked, options)
+            first = self._started(outgoing, marked, options)
         except BaseException:
             self._end(link, False)
             raise
         _when_ended(first, partial(self._end, link), outgoing.tickets)
         if not outgoing.ahead:
-            return wrap(first, options.timeout) if outgoing.is_kept else first
+            return self._wrap(first, options.timeout) if outgoing.is_kept else first
 
         def again(ended: Any) -> Any:
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
             plain = SentMessage(as_sent(request, outgoing.body), AGAIN, last=False)
-            second = self._started(call, plain, options.metadata, options)
-            return wrap(second, options.timeout) if plain.is_kept else second
+            second = self._started(plain, options.metadata, options)
+            return self._wrap(second, options.timeout) if plain.is_kept else second
 
-        return wrap(first, options.timeout, again, partial(call_is_confirmed, link))
+        return self._wrap(first, options.timeout, again, partial(call_is_confirmed, link))
 
-    def _started(
-        self, call: Callable[..., Any], outgoing: Any, metadata: Any, options: CallOptions
-    ) -> Any:
+    def _started(self, outgoing: Any, metadata: Any, options: CallOptions) -> Any:
         """Begins a call of grpcio, if its time is not over."""
         if options.timeout is not None:
             outgoing.prepare(self._serializer)
             if options.is_over:  # while the server was waited for, which gets it no other way
                 return Overdue()
-        return call(*options.behind(outgoing, metadata))
+        return self._start(*options.behind(outgoing, metadata))
 
 
 def _in_time(inner: Any, given: tuple[Any, ...], is_kept: bool, *, with_call: bool) -> Any:
@@ -366,9 +362,8 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
                 return first
             return Resent(first, options.timeout)
         request = request if small is None else small
-        again = partial(self._nowait, self._inner.future, Resent)
-        call = self._carry(request, options, lambda sent: again(sent, options))
-        return again(request, options) if call is None else call
+        call = self._carry(request, options, lambda sent: self._nowait(sent, options))
+        return self._nowait(request, options) if call is None else call
 
 
 class UnaryStream(Method, grpc.UnaryStreamMultiCallable):
@@ -377,7 +372,7 @@ class UnaryStream(Method, grpc.UnaryStreamMultiCallable):
     def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
         call = self._carry(request, options)
-        return self._nowait(self._inner, ResentStream, request, options) if call is None else call
+        return self._nowait(request, options) if call is None else call
 
 
 class _StreamRequest(Method):
@@ -399,11 +394,10 @@ class _StreamRequest(Method):
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
-    def _begun(self, call: Any, wrap: Any, requests: Any, given: Any, named: Any) -> Any:
+    def _begun(self, requests: Any, options: CallOptions) -> Any:
         """Returns a call that nobody waits for."""
-        options = CallOptions(*given, **named)
-        carried = self._carry_all(requests, options, waits=False)
-        return self._nowait(call, wrap, requests, options) if carried is None else carried
+        call = self._carry_all(requests, options, waits=False)
+        return self._nowait(requests, options) if call is None else call
 
 
 class _Requests:
@@ -444,14 +438,14 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
         return call.result(), call
 
     def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        return self._begun(self._inner.future, Resent, request_iterator, given, named)
+        return self._begun(request_iterator, CallOptions(*given, **named))
 
 
 class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
     """See `grpc.StreamStreamMultiCallable`."""
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
-        return self._begun(self._inner, ResentStream, request_iterator, given, named)
+        return self._begun(request_iterator, CallOptions(*given, **named))
 
 
 METHODS: dict[str, type[Method]] = {
