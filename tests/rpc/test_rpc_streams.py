@@ -438,7 +438,7 @@ def test_a_behavior_with_threads_of_its_own(ends: Ends, arity: str) -> None:
 
 
 def test_limits_of_messages_in_streams(ends: Ends) -> None:
-    limit = [("grpc.max_receive_message_length", 1000)]
+    limit = [("grpc.max_receive_message_length", len(SMALL))]
     ends.methods = {"/t/m": SS(echo_all)}
     channel = ends.serve().channel(options=limit)
     assert list(channel.stream_stream("/t/m")(iter([SMALL]))) == [SMALL]
