@@ -37,17 +37,13 @@ class Distribution:
     counts: list[int] = field(default_factory=lambda: [0] * recorder.BUCKETS)
     totals: list[int] = field(default_factory=lambda: [0] * recorder.BUCKETS)
 
-    def merge(self, words: memoryview) -> None:
-        """Adds a row of `recorder`."""
-        self.count += words[recorder.COUNT]
-        self.total += words[recorder.TOTAL]
-        self.most = max(self.most, words[recorder.MOST])
-        self.left += words[recorder.LEFT]
-        self.encoded += words[recorder.ENCODED]
-        self.ns += words[recorder.NS]
+    @classmethod
+    def of(cls, words: memoryview) -> Distribution:
+        """Makes one of a row of `recorder`, whose head has the same order."""
         middle = recorder.HEAD + recorder.BUCKETS
-        self.counts = list(map(add, self.counts, words[recorder.HEAD : middle]))
-        self.totals = list(map(add, self.totals, words[middle : recorder.WORDS]))
+        counts, totals = words[recorder.HEAD : middle], words[middle : recorder.WORDS]
+        values: list[Any] = [*words[: recorder.NS + 1], list(counts), list(totals)]
+        return cls(*values)
 
     def join(self, other: Distribution) -> None:
         """Adds another one."""
@@ -172,7 +168,8 @@ def read_trace(folder: Path) -> Trace:
         for index, key in enumerate(keys[: len(words) // recorder.WORDS]):
             row = words[index * recorder.WORDS : (index + 1) * recorder.WORDS]
             if row[recorder.COUNT] or index == 0:
-                found.setdefault(tuple(json.loads(key)), Distribution()).merge(row)
+                whole = found.setdefault(tuple(json.loads(key)), Distribution())
+                whole.join(Distribution.of(row))
         users += 1
     unknown = [": ".join(key[1:]) for key in found if key[0] == "unknown"]
     lost = found.pop(("lost",), Distribution()).count

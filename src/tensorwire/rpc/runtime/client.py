@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 
 import grpc
 
@@ -27,6 +26,7 @@ class AnyClient:
 
     Attributes:
         line: of the calls.
+        send: see `Line.send`.
         limits: of messages.
         mutex: guards lists of callbacks.
         call_back: calls them.
@@ -42,6 +42,7 @@ class AnyClient:
 
     def __init__(self, rings: Rings, limits: MessageLimits) -> None:
         self.line = Line(rings, self)
+        self.send = self.line.send
         self.limits = limits
         self.mutex = threading.RLock()
         self._calls: dict[int, weakref.ref[CallState]] = {}
@@ -53,10 +54,6 @@ class AnyClient:
     def usable(self) -> bool:
         """Calls can begin here."""
         return not self._going_away and self.line.takes_calls
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """See `Line.send`."""
-        self.line.send(frames)
 
     def begin(
         self, call: CallState, method: bytes, metadata: Metadata, message: bytes | None

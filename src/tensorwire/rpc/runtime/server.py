@@ -38,6 +38,7 @@ class ServerEnd:
 
     Attributes:
         line, caller, attachment: as given, or made of that.
+        send, flush: see `Line`.
         limits: of messages.
         mutex: guards the state of calls.
         call_back: for threads that must not be held up.
@@ -64,6 +65,7 @@ class ServerEnd:
         self._service = service
         self._calls: dict[int, IncomingCall] = {}
         self.line = Line(rings, self)
+        self.send, self.flush = self.line.send, self.line.flush
         self.runner = Runner(self.line, service.pool)
 
     def start(self) -> None:
@@ -74,14 +76,6 @@ class ServerEnd:
     def active(self) -> int:
         """Calls under way."""
         return len(self._calls)
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """See `Line.send`."""
-        self.line.send(frames)
-
-    def flush(self) -> None:
-        """See `Line.flush`."""
-        self.line.flush()
 
     def forget(self, call: IncomingCall) -> None:
         """A call has ended."""
