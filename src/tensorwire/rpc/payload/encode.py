@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tensorwire.errors import StaleHandleError
 from ..tensor_pb2 import NEVER_SET, Tensor
 from .envelope import MAGIC
 from .fields import may_have_tensors, tensors
-from .tensors import sources_of
+from .tensors import sources_of, without_held
 
 Serializer = Callable[[Any], bytes] | None
 
@@ -85,7 +86,7 @@ class Encoder:
         """
         kind, serializer = type(message), self._serializer
         if kind is not self._plain:
-            if may_have_tensors(kind):
+            if kind is Tensor or may_have_tensors(kind):
                 return self._small_arrays(message, least_bytes)
             self._plain = kind
         body = message if serializer is None else serializer(message)
@@ -129,8 +130,31 @@ def arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
 def inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
     """Returns what the serializer makes of a message with these arrays in it."""
     if arrays:
+        if type(message) is Tensor and serializer is Tensor.SerializeToString:
+            body = _appended(message, arrays)
+            if body is not None:
+                return body
         message = _filled(message, arrays)
     return message if serializer is None else serializer(message)
+
+
+def _appended(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> bytes | None:
+    """Encodes a Tensor with its array, which is copied once; None: this protobuf allows it not."""
+    head = without_held(message.SerializePartialToString())
+    if head is None:
+        return None
+    (array,) = arrays.values()
+    return b"".join((head, _data_head(array.nbytes), array.data))
+
+
+@lru_cache(maxsize=256)
+def _data_head(size_bytes: int) -> bytes:
+    """Encodes what goes before the bytes of a Tensor's field `data`: its tag and the length."""
+    head = bytearray([Tensor.DESCRIPTOR.fields_by_name["data"].number << 3 | 2])
+    while size_bytes >= 0x80:
+        head.append(size_bytes & 0x7F | 0x80)
+        size_bytes >>= 7
+    return bytes([*head, size_bytes])
 
 
 def without_arrays(message: Any, serializer: Serializer) -> Any:

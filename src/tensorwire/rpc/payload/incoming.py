@@ -11,6 +11,7 @@ from typing import Any
 
 from tensorwire.memory.fresh import copied
 
+from ..tensor_pb2 import Tensor
 from .attachment import RpcAttachment
 from .encode import carry_in_pickles
 from .envelope import BODY, MAGIC, Envelope, unseal
@@ -53,7 +54,9 @@ class Reader:
             Exception: what the deserializer raises.
         """
         message = data if self._deserializer is None else self._deserializer(data)
-        if self._strips:
+        if type(message) is Tensor:
+            message.ClearField("held")
+        elif self._strips:
             for each in tensors(message):
                 each.ClearField("held")
         return message
