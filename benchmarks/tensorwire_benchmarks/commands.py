@@ -143,8 +143,8 @@ def rpc(
 
     One client and one servicer that gives back what it got; both read the whole payload. Beside raw
     bytes over grpcio: the same over tensorwire.rpc and its runtime, arrays as messages, torch RPC,
-    and the limit, memcpy. All take turns, over shared memory (grpcio: a unix socket) and TCP. Some
-    half an hour; other work on the machine spoils the figures.
+    and the limit, memcpy. All take turns, over shared memory (grpcio: a unix socket) and TCP. About
+    an hour; other work on the machine spoils the figures.
 
     \b
     A look, less than a minute:

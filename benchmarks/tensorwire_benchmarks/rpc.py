@@ -7,15 +7,18 @@ memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its 
 processes copy into shared memory and raise eventfds on which the other one sleeps, or send on one
 socket (tcp). by-hand-bytes: and make bytes of what came. in-turn, in-turn-bytes: the same behind a
 call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a
-copy there and one back, and a look at each, in one process. All take turns, block by block; the
-first block of each, in which memory is made, does not count. A call moves its payload twice; of a
-stream of answers a row is one message of eight. aio and aio_stream: the same in event loops.
-uniform, random, skew: messages of ten buffers, as fields of bytes or as arrays (tensor,
-runtime-tensor). clients1, 4, 16: so many threads of one client call at a time, with 8 bytes; the
-CPU time of both processes by calls is what counts; by-hand has a thread at the server for each.
-processes1, 4, 16: the same with so many processes. requests: a stream of eight requests. push_pull:
-three processes call two servers at a time, over and over, with the ten buffers of skew; a row is
-the time by all calls.
+copy there and one back, and a look at each, in one process. grpcio-marked: grpcio with as much
+metadata as attachments need; grpcio-tensor: with the same messages as `tensor`, made by hand. All
+take turns, block by block; the first block of each, in which memory is made, does not count. A call
+moves its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream:
+the same in event loops. uniform, random, skew: messages of ten buffers, as fields of bytes or as
+arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one client call at a time, with
+8 bytes; the CPU time of both processes by calls is what counts; by-hand has a thread at the server
+for each. processes1, 4, 16: the same with so many processes. requests: a stream of eight requests.
+push_pull: three processes call two servers at a time, over and over, with the ten buffers of skew;
+a row is the time by all calls. channel: a channel for each call. descriptors: those of a client
+that has a thousand channels to twenty servers. slow_reader: memory of both ends while a client that
+has read one message of a stream reads no more.
 
 Not measured: other sizes of pools and threads.
 """
@@ -36,12 +39,15 @@ from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
 
 from .rpc_names import (
+    AIO,
     BY_HAND,
     BYTES,
     CASES,
+    CHANNEL,
     CROWD,
     CROWDS,
     GRPCIO,
+    HELD,
     LARGE_LIMITS,
     LIMITS,
     MEMCPY,
@@ -52,6 +58,7 @@ from .rpc_names import (
     SCHEMES,
     SERVERS,
     SKEW,
+    SMALL_LIMITS,
     STREAM,
     STREAMS,
     SYSTEMS,
@@ -63,7 +70,6 @@ from .rpc_names import (
 )
 from .rpc_workers import Workers
 
-THRESHOLD_BYTES = 1 << 18
 SMALL_BYTES = 4096
 _CROWD_BYTES = 8
 _LEAST_STREAMED = 4096
@@ -80,14 +86,18 @@ class RpcSettings:
         rounds: blocks of each system; one pair of times each. Of the longest messages fewer.
         torch: torch RPC is a system too, where it is installed.
         block_s: about how long a block of grpcio takes.
+        channels: of a client that holds many.
     """
 
-    sizes: Sequence[int] = (8, 4096, 1 << 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+    sizes: Sequence[int] = (
+        8, 4096, 1 << 16, 1 << 18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
+    )  # fmt: skip
     wires: Sequence[str] = WIRES
     cases: Sequence[str] = CASES
     rounds: int = 16
     torch: bool = True
     block_s: float = 0.2
+    channels: int = 1000
 
 
 def run(settings: RpcSettings, tell: Told) -> Report:
@@ -98,6 +108,7 @@ def run(settings: RpcSettings, tell: Told) -> Report:
         "wires": list(settings.wires),
         "cases": list(settings.cases),
         "rounds": settings.rounds,
+        "held": {},
         "interrupted": False,
         "warnings": machine.warnings_about(about),
     }
@@ -115,6 +126,8 @@ def run(settings: RpcSettings, tell: Told) -> Report:
                     _measure_processes(report, pair, crew, settings, wire, case)
                 elif case == PUSH_PULL:
                     _measure_push_pull(report, pair, crew, settings, wire)
+                elif case in HELD:
+                    _measure_held(report, settings, wire, case)
                 else:
                     _measure(report, pair, torch, settings, wire, case, size)
     except KeyboardInterrupt:
@@ -123,7 +136,7 @@ def run(settings: RpcSettings, tell: Told) -> Report:
         report.rows += [
             Row("rpc", f"{wire}.{case}", system, size, note=str(error))
             for wire, case, size in questions
-            for system in _systems(settings, case, size)
+            for system in _systems(settings, wire, case, size)
             if report.find(f"{wire}.{case}", system, size) is None
         ]
     finally:
@@ -131,14 +144,22 @@ def run(settings: RpcSettings, tell: Told) -> Report:
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [_with_limit(bar, bar.judge(report), report) for bar in BARS]
     report.verdicts += [judge(report, wire) for judge in (_tail, _crowd_cpu) for wire in WIRES]
+    report.verdicts += [
+        _held(report, wire, case, system)
+        for case in HELD
+        for wire in WIRES
+        for system in (BYTES, RUNTIME)
+    ]
     return report
 
 
 def _questions(settings: RpcSettings) -> Iterator[tuple[str, str, int]]:
     for wire in settings.wires:
         for case in settings.cases:
-            if case in CROWDS or case in PROCESSES:
+            if case in CROWDS or case in PROCESSES or case == CHANNEL:
                 yield wire, case, _CROWD_BYTES
+            elif case in HELD:
+                yield wire, case, MIB
             elif case in SCHEMES or case == PUSH_PULL:
                 yield wire, case, _scheme_bytes(SKEW if case == PUSH_PULL else case)
             else:
@@ -153,11 +174,21 @@ def _scheme_bytes(case: str) -> int:
     return total_bytes(case)
 
 
-def _systems(settings: RpcSettings, case: str, size: int) -> tuple[str, ...]:
+def _systems(settings: RpcSettings, wire: str, case: str, size: int) -> tuple[str, ...]:
+    thresholds = _thresholds()
     left_out = [] if settings.torch else [TORCH]
-    if size < THRESHOLD_BYTES:
+    if size < min(thresholds[each] for each in WIRES):
         left_out += LARGE_LIMITS
+    if size >= thresholds[wire]:
+        left_out += SMALL_LIMITS.values()
     return tuple(each for each in SYSTEMS[case] if each not in left_out)
+
+
+def _thresholds() -> dict[str, int]:
+    """From how many bytes payload travels beside messages of grpcio, by wire."""
+    from tensorwire.rpc.payload.route import THRESHOLDS  # which imports grpcio
+
+    return THRESHOLDS
 
 
 class _TorchPairs:
@@ -256,6 +287,21 @@ def _measure_push_pull(
             report.comparisons.append(Comparison(name, size, system, GRPCIO, *found))
 
 
+def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
+    """What each system holds, as `settings["held"]` of the report; the rows have its time."""
+    name, held = f"{wire}.{case}", {}
+    for system in SYSTEMS[case]:
+        row = Row("rpc", name, system, MIB)
+        try:
+            with ProcessPair(f"{__package__}.rpc_held", {"wire": wire, "system": system}) as pair:
+                held[system], each_s = pair.call(case, settings.channels)
+        except PairError as error:
+            report.rows.append(dataclasses.replace(row, note=str(error)))
+        else:
+            report.rows.append(row.timed([each_s], note=f"{held[system]} held"))
+    report.settings["held"][name] = held
+
+
 def _measure_crowd(
     report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str
 ) -> None:
@@ -294,7 +340,8 @@ def _measure(
     name = f"{wire}.{case}"
     probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
     count = max(1, min(200, int(settings.block_s / probe)))
-    blocks: dict[str, list[list[float]]] = {each: [] for each in _systems(settings, case, size)}
+    systems = _systems(settings, wire, case, size)
+    blocks: dict[str, list[list[float]]] = {each: [] for each in systems}
     missing = ""
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
     draw = random.Random(17)
@@ -317,18 +364,21 @@ def _measure(
             report.rows.append(Row("rpc", name, system, size, note=missing))
             continue
         samples = [sample for block in each for sample in block]
-        row = Row("rpc", name, system, size).timed(samples, moves=True)
+        row = Row("rpc", name, system, size).timed(samples, moves=case != CHANNEL)
         if case not in STREAMS and row.gb_per_s is not None:
             row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
-        if system != MEMCPY:
+        if MEMCPY in middles and system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
         if system in (GRPCIO, MEMCPY):
             continue
-        ratio = paired_ratio(middles[GRPCIO], middles[system])
-        if ratio is not None:
-            found = (ratio.median, ratio.interval, ratio.pairs)
-            report.comparisons.append(Comparison(name, size, system, GRPCIO, *found))
+        for rival in (GRPCIO, BY_HAND) if system == RUNTIME else (GRPCIO,):
+            ratio = (
+                paired_ratio(middles.get(rival, []), middles[system]) if rival in middles else None
+            )
+            if ratio is not None:
+                found = (ratio.median, ratio.interval, ratio.pairs)
+                report.comparisons.append(Comparison(name, size, system, rival, *found))
 
 
 def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar:
@@ -337,25 +387,38 @@ def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar
                f"{wire}.{UNARY}", system, least=least, most=most, rival=GRPCIO)  # fmt: skip
 
 
+def _limit_of(bar: Bar, size: int) -> str:
+    """The system that says what the one of a bar could come to, with payload of this size."""
+    wire, _, case = bar.case.partition(".")
+    if bar.rival == GRPCIO and bar.bar <= 1 and size < _thresholds()[wire]:
+        return SMALL_LIMITS.get(bar.system, BY_HAND)
+    return LIMITS.get(bar.system, BY_HAND) if case == UNARY else BY_HAND
+
+
 def _with_limit(bar: Bar, verdict: Verdict, report: Report) -> Verdict:
     """A verdict that was missed, with what the same payload costs at least on this machine."""
-    system = LIMITS.get(bar.system, BY_HAND) if bar.least >= THRESHOLD_BYTES else BY_HAND
-    if verdict.met is not False or not bar.rival or bar.most < THRESHOLD_BYTES:
+    if verdict.met is not False or bar.rival != GRPCIO:
         return verdict
-    ratios: dict[str, dict[int, float]] = {bar.system: {}, system: {}}
+    ratios: dict[tuple[str, int], float] = {}
     for each in report.comparisons:
-        if (each.case, each.rival) == (bar.case, bar.rival) and each.system in ratios:
-            ratios[each.system][each.bytes] = each.ratio
+        if (each.case, each.rival) == (bar.case, bar.rival):
+            upper = each.interval[1] if bar.upper_end and each.interval else each.ratio
+            ratios[each.system, each.bytes] = upper
     missed = [
         size
-        for size, ratio in ratios[bar.system].items()
-        if bar.least <= size <= bar.most and ratio < bar.bar
+        for (system, size), ratio in ratios.items()
+        if system == bar.system and bar.least <= size <= bar.most and ratio < bar.bar
     ]
-    limits = [ratios[system][size] for size in missed if size in ratios[system]]
+    limits = [
+        (ratios[limit], limit[0])
+        for size in missed
+        if (limit := (_limit_of(bar, size), size)) in ratios
+    ]
     if not limits:
         return verdict
-    detail = f"{system}: {min(limits):.3g} {bar.unit}"
-    if len(limits) == len(missed) and max(limits) < bar.bar:  # at each size that misses it
+    least, system = min(limits)
+    detail = f"{system}: {least:.3g} {bar.unit}".rstrip()
+    if len(limits) == len(missed) and max(limits)[0] < bar.bar:  # at each size that misses it
         detail = f"beyond this machine, {detail}"
     detail = f"{verdict.detail}; {detail}" if verdict.detail else detail
     return dataclasses.replace(verdict, detail=detail)
@@ -390,6 +453,19 @@ def _crowd_cpu(report: Report, wire: str) -> Verdict:
     return dataclasses.replace(verdict, detail=detail)
 
 
+def _held(report: Report, wire: str, case: str, system: str) -> Verdict:
+    """What a system holds by what grpcio does."""
+    found = report.settings["held"].get(f"{wire}.{case}", {})
+    name = f"{wire} {system}, {case.replace('_', ' ')} by grpcio's"
+    if system not in found or GRPCIO not in found:
+        return Verdict.of(name, "<=", 2.0, "x", None, None, "the case was not measured")
+    detail = f"{found[system]} by {found[GRPCIO]}"
+    return Verdict.of(name, "<=", 2.0, "x", found[system] / found[GRPCIO], None, detail)
+
+
+_MOST_EQUAL = 64 * MIB
+_MOST_BY_HAND = 4 * MIB
+
 BARS = (
     *(
         _against("shm", system, bar, size, size)
@@ -409,8 +485,21 @@ BARS = (
     Bar("shm runtime, arrays of skew sizes against grpcio's bytes", ">=", 8.0, "x as fast",
         f"shm.{SKEW}", RUNTIME_TENSOR, rival=GRPCIO),
     *(
-        Bar(f"{wire} below the threshold, upper end of the interval against grpcio", ">=", EQUAL,
-            "", f"{wire}.{UNARY}", BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO, upper_end=True)
+        Bar(f"{wire} {case} {system} against grpcio's bytes, 8 B to 64 MiB, upper end", ">=", bar,
+            "", f"{wire}.{case}", system, most=_MOST_EQUAL, rival=GRPCIO, upper_end=True)
         for wire in WIRES
+        for case in (UNARY, AIO)
+        for system, bar in ((BYTES, EQUAL), (TENSOR, 0.9))
+    ),
+    *(
+        Bar(f"{wire} runtime, of the speed by hand, 8 B to 4 MiB", ">=", bar, "", f"{wire}.{UNARY}",
+            RUNTIME, most=_MOST_BY_HAND, rival=BY_HAND)
+        for wire, bar in (("shm", 1 / 2.5), ("tcp", 1 / 3))
+    ),
+    *(
+        Bar(f"{wire} {system}, a channel for each call", ">=", 0.5, "x as fast",
+            f"{wire}.{CHANNEL}", system, rival=GRPCIO)
+        for wire in WIRES
+        for system in (BYTES, RUNTIME)
     ),
 )  # fmt: skip

@@ -12,13 +12,19 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire import rpc
 
-from .rpc_names import AIO_STREAM, BYTES, GRPCIO, RUNTIME
+from . import rpc_payloads as payloads
+from .rpc_names import AIO_STREAM, BYTES, GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR, RUNTIME, TENSOR
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _BOTH = ("shm", "tcp")
+_TENSORS = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+_SERVER = {GRPCIO_MARKED: GRPCIO, GRPCIO_TENSOR: GRPCIO, TENSOR: BYTES}
+"""Whose channel a system has, where it is another one's."""
 _MAKE: dict[str, Callable[..., Any]] = {
     GRPCIO: grpc.aio.server,
     BYTES: partial(rpc.aio.server, transports=_BOTH),
@@ -51,6 +57,16 @@ class AioServers:
         self._read(request)
         return request
 
+    async def _echo_tensor(self, request: Any, context: Any) -> Any:
+        array = rpc.unpack(request)
+        self._read(array)
+        return rpc.pack(array)
+
+    async def _echo_by_hand(self, request: Any, context: Any) -> Any:
+        array = payloads.unpack_by_hand(request)
+        self._read(array)
+        return payloads.pack_by_hand(array)
+
     async def _stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         self._read(request)
         for _ in range(self._streamed):
@@ -59,6 +75,16 @@ class AioServers:
     async def _start(self) -> None:
         handlers = {
             "aio": grpc.unary_unary_rpc_method_handler(self._echo),
+            "aio_tensor": grpc.unary_unary_rpc_method_handler(
+                self._echo_tensor,
+                request_deserializer=_TENSORS[1],
+                response_serializer=_TENSORS[0],
+            ),
+            "aio_by_hand": grpc.unary_unary_rpc_method_handler(
+                self._echo_by_hand,
+                request_deserializer=_TENSORS[1],
+                response_serializer=_TENSORS[0],
+            ),
             "aio_stream": grpc.unary_stream_rpc_method_handler(self._stream),
         }
         for name, make in _MAKE.items():
@@ -117,17 +143,40 @@ class AioCalls:
                 if way != wire:
                     raise RuntimeError(f"{name} of asyncio does not travel by {wire}: {way}")
 
-    def time(self, wire: str, case: str, system: str, data: bytes, count: int) -> list[float]:
+    def time(
+        self, wire: str, case: str, system: str, payload: NDArray[np.uint8], count: int
+    ) -> list[float]:
         """Seconds of each of so many calls, after one that is not counted."""
-        channel = self._channels[wire, system]
+        channel = self._channels[wire, _SERVER.get(system, system)]
+        data = payload.tobytes()
+        operation: Callable[[], Awaitable[None]]
         if case == AIO_STREAM:
             operation = partial(self._stream, channel.unary_stream("/bench/aio_stream"), data)
+        elif system == TENSOR:
+            call = channel.unary_unary("/bench/aio_tensor", *_TENSORS)
+            operation = partial(self._tensor, call, payload, rpc.pack, rpc.unpack)
+        elif system == GRPCIO_TENSOR:
+            call = channel.unary_unary("/bench/aio_by_hand", *_TENSORS)
+            ways = payloads.pack_by_hand, payloads.unpack_by_hand
+            operation = partial(self._tensor, call, payload, *ways)
         else:
-            operation = partial(self._unary, channel.unary_unary("/bench/aio"), data)
+            call = channel.unary_unary("/bench/aio")
+            if system == GRPCIO_MARKED:
+                call = partial(call, metadata=payloads.METADATA)
+            operation = partial(self._unary, call, data)
         return self._loop.run_until_complete(_timed(operation, count))
 
     async def _unary(self, call: Any, data: bytes) -> None:
         self._read(await call(data))
+
+    async def _tensor(
+        self,
+        call: Any,
+        payload: NDArray[np.uint8],
+        pack: Callable[[Any], Any],
+        unpack: Callable[[Any], Any],
+    ) -> None:
+        self._read(unpack(await call(pack(payload))))
 
     async def _stream(self, call: Any, data: bytes) -> None:
         async for each in call(data):

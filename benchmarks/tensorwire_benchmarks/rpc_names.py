@@ -5,10 +5,13 @@ from __future__ import annotations
 GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
 RUNTIME_TENSOR, TORCH, BY_HAND = "runtime-tensor", "torch-rpc", "by-hand"
 BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES = "by-hand-bytes", "in-turn", "in-turn-bytes"
+GRPCIO_MARKED, GRPCIO_TENSOR = "grpcio-marked", "grpcio-tensor"
 LARGE_LIMITS = (BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
 """Limits of payload that does not travel in its message."""
 LIMITS = {"bytes": IN_TURN_BYTES, "tensor": IN_TURN, "runtime": BY_HAND_BYTES}
 """What a system could come to with payload that does not travel in its message."""
+SMALL_LIMITS = {"bytes": GRPCIO_MARKED, "tensor": GRPCIO_TENSOR}
+"""What a system could come to with payload that travels in its message."""
 UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
 REQUESTS = "requests"
 """A stream of requests."""
@@ -22,23 +25,33 @@ PROCESSES = {f"processes{count}": count for count in CLIENTS}
 PUSH_PULL = "push_pull"
 WORKERS, SERVERS = 3, 2
 """Of PUSH_PULL: each worker calls all servers at a time."""
+CHANNEL = "channel"
+"""A channel for each call."""
+DESCRIPTORS, SLOW_READER = "descriptors", "slow_reader"
+"""Descriptors of a client that has many channels; memory of both ends while a reader waits."""
+HELD = (DESCRIPTORS, SLOW_READER)
+"""Cases that are not about time, in processes of their own."""
 SCHEMES = (UNIFORM, RANDOM, SKEW)
 SIZED = (UNARY, STREAM, REQUESTS, AIO, AIO_STREAM)
 """Cases with one buffer, of each size."""
-CASES = (*SIZED, *SCHEMES, *CROWDS, *PROCESSES, PUSH_PULL)
+CASES = (*SIZED, *SCHEMES, *CROWDS, *PROCESSES, PUSH_PULL, CHANNEL, *HELD)
 STREAMS = (STREAM, REQUESTS, AIO_STREAM)
 """Whose payload moves once for each message."""
 WIRES = ("shm", "tcp")
 
 SYSTEMS = {
-    UNARY: (GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, BY_HAND, *LARGE_LIMITS, MEMCPY),
+    UNARY: (
+        GRPCIO, BYTES, TENSOR, RUNTIME, TORCH, GRPCIO_MARKED, GRPCIO_TENSOR, BY_HAND, *LARGE_LIMITS,
+        MEMCPY,
+    ),
     STREAM: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
     REQUESTS: (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY),
-    AIO: (GRPCIO, BYTES, RUNTIME, MEMCPY),
+    AIO: (GRPCIO, BYTES, TENSOR, RUNTIME, GRPCIO_MARKED, GRPCIO_TENSOR, MEMCPY),
     AIO_STREAM: (GRPCIO, BYTES, RUNTIME, MEMCPY),
     **dict.fromkeys(SCHEMES, (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR, BY_HAND, MEMCPY)),
     **dict.fromkeys(CROWDS, (GRPCIO, BYTES, RUNTIME, BY_HAND)),
     **dict.fromkeys(PROCESSES, (GRPCIO, BYTES, RUNTIME)),
     PUSH_PULL: (GRPCIO, BYTES, TENSOR, RUNTIME, RUNTIME_TENSOR),
-}
+    **dict.fromkeys((CHANNEL, *HELD), (GRPCIO, BYTES, RUNTIME)),
+}  # fmt: skip
 """By case, the rival first and the limit last."""

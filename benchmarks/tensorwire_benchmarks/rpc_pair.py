@@ -33,7 +33,10 @@ from .rpc_names import (
     BY_HAND,
     BY_HAND_BYTES,
     BYTES,
+    CHANNEL,
     GRPCIO,
+    GRPCIO_MARKED,
+    GRPCIO_TENSOR,
     IN_TURN,
     IN_TURN_BYTES,
     MEMCPY,
@@ -81,6 +84,12 @@ def _echo_tensor(request: Any, context: Any) -> Any:
     return rpc.pack(array)
 
 
+def _echo_by_hand(request: Any, context: Any) -> Any:
+    array = payloads.unpack_by_hand(request)
+    read(array)
+    return payloads.pack_by_hand(array)
+
+
 def _stream_tensors(request: Any, context: Any) -> Iterator[Any]:
     array = rpc.unpack(request)
     read(array)
@@ -125,6 +134,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         "unary": grpc.unary_unary_rpc_method_handler(_echo),
         "stream": grpc.unary_stream_rpc_method_handler(_stream),
         "tensor_unary": grpc.unary_unary_rpc_method_handler(_echo_tensor, **tensors),
+        "by_hand_unary": grpc.unary_unary_rpc_method_handler(_echo_by_hand, **tensors),
         "tensor_stream": grpc.unary_stream_rpc_method_handler(_stream_tensors, **tensors),
         "requests": grpc.stream_unary_rpc_method_handler(_take),
         "tensor_requests": grpc.stream_unary_rpc_method_handler(_take_tensors, **tensors),
@@ -181,7 +191,7 @@ class ClientCalls:
         return channel
 
     def _connect(self, wire: str, system: str) -> Any:
-        if system == GRPCIO:
+        if system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR):
             return grpc.insecure_channel(self._targets[GRPCIO][wire], options=UNLIMITED)
         runtime = system in (RUNTIME, RUNTIME_TENSOR)
         target = self._targets[RUNTIME if runtime else BYTES][wire]
@@ -205,12 +215,34 @@ class ClientCalls:
             if case == REQUESTS:
                 return lambda: call(rpc.pack(payload) for _ in range(STREAMED))
             return lambda: [read(rpc.unpack(each)) for each in call(rpc.pack(payload))]
+        if system == GRPCIO_TENSOR:
+            call = channel.unary_unary("/bench/by_hand_unary", *_TYPES)
+            pack, unpack = payloads.pack_by_hand, payloads.unpack_by_hand
+            return lambda: read(unpack(call(pack(payload))))
         call, data = getattr(channel, _KINDS[case])(f"/bench/{case}"), payload.tobytes()
+        if system == GRPCIO_MARKED:
+            return lambda: read(call(data, metadata=payloads.METADATA))
         if case == UNARY:
             return lambda: read(call(data))
         if case == REQUESTS:
             return lambda: call(data for _ in range(STREAMED))
         return lambda: [read(each) for each in call(data)]
+
+    def fresh(self, wire: str, system: str, data: bytes) -> Callable[[], object]:
+        """A call by a channel of its own."""
+        target = self._targets[system][wire]
+
+        def call() -> None:
+            if system == GRPCIO:
+                channel = grpc.insecure_channel(target, options=UNLIMITED)
+            else:
+                channel = rpc.insecure_channel(
+                    target, UNLIMITED, transports=(wire,), runtime=system == RUNTIME
+                )
+            with channel:
+                read(channel.unary_unary("/bench/unary")(data))
+
+        return call
 
     def scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
         """A call with ten buffers."""
@@ -275,10 +307,12 @@ class Driver:
             parts = payloads.buffers(case) if case in SCHEMES else [payload]
             return self._time_by_hand(wire, system, parts, count)
         if case in (AIO, AIO_STREAM) and system != MEMCPY:
-            times = self._aio.time(wire, case, system, payload.tobytes(), count)
+            times = self._aio.time(wire, case, system, payload, count)
         else:
             if case in SCHEMES:
                 operation = self._scheme(wire, case, system)
+            elif case == CHANNEL:
+                operation = self._calls.fresh(wire, system, payload.tobytes())
             elif system == MEMCPY:
                 operation = _copies(payload, case)
             else:

@@ -66,6 +66,20 @@ Buffers, Tensors = _make()
 """Messages with a field `buffers`: of bytes, and of Tensors."""
 
 
+METADATA = (("tensorwire-attachment-bin", bytes(range(24))),)
+"""As long as what says which attachment a call is of."""
+
+
+def pack_by_hand(array: NDArray[np.uint8]) -> Any:
+    """Makes a Tensor with its elements in it, which needs no tensorwire."""
+    return rpc.Tensor(dtype="uint8", shape=array.shape, data=array.tobytes())
+
+
+def unpack_by_hand(message: Any) -> NDArray[np.uint8]:
+    """Returns a view of the elements of such a Tensor, which cannot be written to."""
+    return np.frombuffer(message.data, message.dtype).reshape(message.shape)
+
+
 def of_bytes(payload: Sequence[Any]) -> Any:
     """A message of bytes, which protobuf copies."""
     return Buffers(buffers=[bytes(each) for each in payload])

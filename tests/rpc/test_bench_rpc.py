@@ -31,14 +31,19 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
     )  # torch RPC is slow to begin
     unary = {("shm.unary", system, size) for size in (8, 1 << 20) for system in systems}
     unary |= {("shm.unary", system, 1 << 20) for system in rpc_names.LARGE_LIMITS}
+    unary |= {("shm.unary", system, 8) for system in rpc_names.SMALL_LIMITS.values()}
     crowd = {("shm.clients16", system, 8) for system in ("grpcio", "bytes", "runtime", "by-hand")}
     assert cases == unary | crowd
     assert all(row["seconds_median"] > 0 for row in report["rows"])
-    assert len(report["comparisons"]) == 11
+    assert len(report["comparisons"]) == 15
     met = {verdict["name"]: verdict["met"] for verdict in report["verdicts"]}
     assert met["shm bytes against grpcio's bytes, at 1 MiB"] is not None
     assert met["shm bytes against grpcio's bytes, at 64 MiB"] is None
     assert met["shm runtime, small calls against grpcio's"] is not None
+    assert met["shm unary bytes against grpcio's bytes, 8 B to 64 MiB, upper end"] is not None
+    assert met["shm aio bytes against grpcio's bytes, 8 B to 64 MiB, upper end"] is None
+    assert met["shm runtime, of the speed by hand, 8 B to 4 MiB"] is not None
+    assert met["shm bytes, descriptors by grpcio's"] is None
     assert met["shm runtime, p99 of small calls by grpcio's"] is not None
     assert met["shm runtime, calls of 16 clients for each CPU second, by grpcio's"] is not None
     assert met["tcp runtime, p99 of small calls by grpcio's"] is None
@@ -47,7 +52,8 @@ def test_some_rows_of_everything(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_case(tmp_path: Path) -> None:
     """All systems of all cases have rows, torch RPC among them."""
-    settings = rpc.RpcSettings((8, 1 << 18), wires=("shm",), rounds=1, block_s=0.01)
+    sizes = (8, 1 << 20)
+    settings = rpc.RpcSettings(sizes, wires=("shm",), rounds=1, block_s=0.01, channels=40)
     report = rpc.run(settings, lambda *_: None)
     found = {(row.case, row.system) for row in report.rows}
     assert found == {
@@ -57,7 +63,15 @@ def test_every_case(tmp_path: Path) -> None:
     total = {row.bytes for row in report.rows if row.case == "shm.skew"}
     assert total == {6 * (1 << 20) + 3 * (10 << 10) + 16}
     rivals = {each.system for each in report.comparisons if each.case == "shm.aio"}
-    assert rivals == {"bytes", "runtime"}
+    assert rivals == {"bytes", "tensor", "runtime", "grpcio-marked", "grpcio-tensor"}
+    held = report.settings["held"]
+    assert held.keys() == {"shm.descriptors", "shm.slow_reader"}
+    assert held["shm.descriptors"]["grpcio"] >= 20
+    met = {verdict.name: verdict.met for verdict in report.verdicts}
+    for system in ("bytes", "runtime"):
+        assert met[f"shm {system}, a channel for each call"] is not None
+        assert met[f"shm {system}, descriptors by grpcio's"] is not None
+        assert met[f"shm {system}, slow reader by grpcio's"] is not None
 
 
 @pytest.mark.slow
@@ -92,6 +106,28 @@ def test_a_missed_bar_names_the_limit_of_the_sizes_that_miss_it() -> None:
         verdict = rpc._with_limit(bar, bar.judge(report), report)
         assert verdict.detail.split("; ")[-1].endswith(expected), verdict
         assert ("beyond" in verdict.detail) == ("beyond" in expected)
+
+
+def test_a_bar_of_equal_speed_names_the_limit_of_payload_in_its_message() -> None:
+    (bar,) = [each for each in rpc.BARS if each.name.startswith("tcp unary tensor against")]
+    for size, ratio, expected in (
+        (8, 0.88, "beyond this machine, grpcio-tensor: 0.88"),
+        (1 << 20, 0.95, "grpcio-tensor: 0.95"),
+    ):
+        report = Report("rpc", {})
+        for system, found in (("tensor", 0.8), ("grpcio-tensor", ratio), ("in-turn", 2.0)):
+            report.comparisons.append(
+                Comparison("tcp.unary", size, system, "grpcio", found, None, 1)
+            )
+        assert rpc._with_limit(bar, bar.judge(report), report).detail == expected
+
+
+def test_what_is_held_is_judged_by_what_grpcio_holds() -> None:
+    report = Report("rpc", {}, settings={"held": {"shm.descriptors": {"grpcio": 50, "bytes": 101}}})
+    missed = rpc._held(report, "shm", "descriptors", "bytes")
+    assert (missed.met, missed.detail) == (False, "101 by 50")
+    assert rpc._held(report, "shm", "descriptors", "runtime").met is None
+    assert rpc._held(report, "tcp", "slow_reader", "bytes").met is None
 
 
 def test_sizes_that_cannot_be() -> None:

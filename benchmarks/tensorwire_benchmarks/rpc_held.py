@@ -1,0 +1,140 @@
+"""What `bench rpc` holds: descriptors of many channels, and memory while a reader is slow.
+
+One system on one wire, in processes of their own, in which nothing of another one is left. See
+`tensorwire.bench.processes`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tensorwire import rpc
+from tensorwire.bench.processes import serve_messages
+
+from .rpc_aio import UNLIMITED
+from .rpc_names import GRPCIO, RUNTIME
+
+SERVERS = 20
+"""Of a client with many channels."""
+MESSAGE_BYTES = 1 << 20
+_MESSAGES = 3000
+_STEP_S, _MOST_STEPS = 0.25, 20
+_HOLDERS = ("Pss_Anon:", "Pss_Shmem:")
+
+
+def _held_bytes() -> int:
+    """Memory of this process that is no file's; what is shared counts by its part."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_HOLDERS))
+
+
+def _take(request: bytes, context: Any) -> bytes:
+    return b"%d" % len(request)
+
+
+def _send_all(request: bytes, context: Any) -> Iterator[bytes]:
+    for _ in range(_MESSAGES):
+        yield bytes(MESSAGE_BYTES)
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """All servers of the system."""
+    handlers = {
+        "take": grpc.unary_unary_rpc_method_handler(_take),
+        "send": grpc.unary_stream_rpc_method_handler(_send_all),
+    }
+    make: Callable[..., Any] = grpc.server
+    if options["system"] != GRPCIO:
+        make = partial(rpc.server, runtime=options["system"] == RUNTIME)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(8) as pool:
+        targets, servers = [], []
+        for number in range(SERVERS):
+            server = make(pool, options=UNLIMITED)
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler("bench", handlers),)
+            )
+            target = f"unix:{Path(folder) / str(number)}"
+            if options["wire"] == "tcp":
+                target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            else:
+                server.add_insecure_port(target)
+            server.start()
+            targets.append(target)
+            servers.append(server)
+        serve_messages(link, {"targets": lambda: targets, "held": _held_bytes})
+        for server in servers:
+            server.stop(0).wait()
+
+
+class Driver:
+    """The client."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        link.recv()
+        self._link = link
+        self._wire, self._system = options["wire"], options["system"]
+        self._targets: list[str] = self._ask("targets")
+        self._channels: list[Any] = []
+
+    def _ask(self, what: str) -> Any:
+        self._link.send((what,))
+        return self._link.recv()
+
+    def _connect(self, target: str) -> Any:
+        if self._system == GRPCIO:
+            channel = grpc.insecure_channel(target, options=UNLIMITED)
+        else:
+            channel = rpc.insecure_channel(
+                target, UNLIMITED, transports=(self._wire,), runtime=self._system == RUNTIME
+            )
+        self._channels.append(channel)
+        return channel
+
+    def descriptors(self, count: int) -> tuple[int, float]:
+        """Descriptors of this process with so many channels, and seconds of each and a call."""
+        payload = bytes(MESSAGE_BYTES)
+        began = time.perf_counter()
+        for number in range(count):
+            self._connect(self._targets[number % SERVERS]).unary_unary("/bench/take")(payload)
+        each_s = (time.perf_counter() - began) / count
+        if self._system != GRPCIO:
+            for channel in self._channels[:SERVERS]:
+                if not channel.attach():
+                    raise RuntimeError(f"no attachment: {channel.payload}")
+        return len(os.listdir("/proc/self/fd")), each_s
+
+    def slow_reader(self, count: int) -> tuple[int, float]:
+        """Bytes that both ends hold of a stream after one message, and seconds until that came."""
+        channel = self._connect(self._targets[0])
+        if self._system != GRPCIO:
+            channel.attach()
+        channel.unary_unary("/bench/take")(bytes(MESSAGE_BYTES))
+        before = _held_bytes() + self._ask("held")
+        began = time.perf_counter()
+        stream = channel.unary_stream("/bench/send")(b"")
+        next(stream)
+        first_s = time.perf_counter() - began
+        held, most = -1, 0
+        for _ in range(_MOST_STEPS):
+            if most == held:
+                break
+            held = most
+            time.sleep(_STEP_S)
+            most = max(most, _held_bytes() + self._ask("held") - before)
+        stream.cancel()
+        return most, first_s
+
+    def close(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels:
+            channel.close()
