@@ -17,7 +17,7 @@ from tensorwire.rpc.attach.terms import MARK, OPEN, RUNTIME_VERSION
 from tensorwire.rpc.payload import envelope as envelopes
 from tensorwire.rpc.payload.host import host_id
 from tensorwire.rpc.payload.push import CHUNK_BYTES
-from tensorwire.rpc.payload.route import RUNTIME_THRESHOLDS, THRESHOLDS
+from tensorwire.rpc.payload.route import MOST_IN_FRAMES, THRESHOLDS
 from tensorwire.rpc.runtime.call import RuntimeCall
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
@@ -271,7 +271,7 @@ def test_thresholds_of_a_wire(wire: str) -> None:
     assert channel.unary_unary("/t/m")(b"x") == b"x"
     for each in (channel.attachment, *ends.server.attachments):
         assert each.threshold_bytes == THRESHOLDS[wire]
-        assert each.runtime_threshold_bytes == RUNTIME_THRESHOLDS[wire]
+        assert each.runtime_threshold_bytes == min(THRESHOLDS[wire], MOST_IN_FRAMES)
     ends.close()
 
 

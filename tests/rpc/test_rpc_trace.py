@@ -216,7 +216,7 @@ def test_processes_of_plain_grpcio(tmp_path: Path) -> None:
         {"below_bytes": 1 << 19, "count": 1, "bytes": 300_000},
     ]
     assert (
-        "client: 1 of 18 messages, 600,000 of 906,029 bytes (66.2 %), would travel one-sidedly"
+        "client: 2 of 18 messages, 900,000 of 906,029 bytes (99.3 %), would travel one-sidedly"
         in done.stderr
     )
     assert "tensorwire.rpc.server, or its aio twin, for grpc.server" in done.stderr
@@ -293,7 +293,7 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
         assert (count, beside, size - beside) == (1, 800_000, encoded)
         assert 0 < encoded < 100
     assert {method for _, method, _ in calls(figures)} == {"Double", "Size"}
-    assert "client: nothing by gRPC is of 512 KiB or more, 2,200,000 of" in done.stderr
+    assert "client: nothing by gRPC is of 128 KiB or more, 2,200,000 of" in done.stderr
 
 
 def test_calls_of_the_runtime(tmp_path: Path) -> None:

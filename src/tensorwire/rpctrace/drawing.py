@@ -143,7 +143,7 @@ def _show_sizes(side: str, messages: list[Measured], console: Console) -> None:
                 f"{sum(sums):,}", _bar(sums, most, bits), share,
             )  # fmt: skip
     console.print(table)
-    legend = "█ one-sidedly  ░ by gRPC, from 512 KiB on (yellow) it need not"
+    legend = "█ one-sidedly  ░ by gRPC, from 128 KiB on (yellow) it need not"
     console.print(legend, style="dim", highlight=False)
 
 
@@ -165,14 +165,14 @@ def gain(messages: list[Measured]) -> str:
     count, size = inside.from_bits(SHM_BITS)
     if not count:
         gone = f", {whole.left:,} of {whole.total:,} bytes travelled one-sidedly"
-        return f"{side}: nothing by gRPC is of 512 KiB or more" + (gone if whole.left else "")
+        return f"{side}: nothing by gRPC is of 128 KiB or more" + (gone if whole.left else "")
     by_tcp = inside.from_bits(TCP_BITS)
     share = 100 * size / whole.total
     what = "insecure_channel" if side == "client" else "server"
     return (
         f"{side}: {count:,} of {whole.count:,} messages, {size:,} of {whole.total:,} bytes "
-        f"({share:.1f} %), would travel one-sidedly on one host (512 KiB or more); "
-        f"{by_tcp[0]:,} of them, {by_tcp[1]:,} bytes, also by TCP (2 MiB or more). Change: "
+        f"({share:.1f} %), would travel one-sidedly on one host (128 KiB or more); "
+        f"{by_tcp[0]:,} of them, {by_tcp[1]:,} bytes, also by TCP (1 MiB or more). Change: "
         f"tensorwire.rpc.{what}, or its aio twin, for grpc.{what}, at both ends (docs/rpc.md, "
         f"Changing over); arrays as Tensor messages skip protobuf, too."
     )

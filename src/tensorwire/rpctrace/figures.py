@@ -12,8 +12,8 @@ from typing import Any
 
 from tensorwire.rpctrace import recorder
 
-SHM_BITS, TCP_BITS = 20, 22
-"""The lowest buckets of messages whose payload goes ahead by default: of 2^18, of 2^21 bytes."""
+SHM_BITS, TCP_BITS = 18, 21
+"""The lowest buckets of messages whose payload goes ahead by default: of 2^17, of 2^20 bytes."""
 
 
 @dataclass(slots=True)

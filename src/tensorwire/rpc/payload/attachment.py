@@ -25,7 +25,7 @@ from .janitor import JANITOR, Watched
 from .leases import SLOTS, Lease, LeasePool
 from .limits import Limits
 from .push import BOARD_BYTES, Pushing
-from .route import RUNTIME_THRESHOLDS, THRESHOLDS
+from .route import threshold
 from .window import Window
 
 CALLS = 1024
@@ -168,8 +168,8 @@ class RpcAttachment:
         self.transport = peer.path.transport
         own = limits.threshold_bytes
         self.maps = self.transport == "shm"
-        self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
-        self.runtime_threshold_bytes = RUNTIME_THRESHOLDS[self.transport] if own is None else own
+        self.threshold_bytes = threshold(self.transport, own, by_runtime=False)
+        self.runtime_threshold_bytes = threshold(self.transport, own, by_runtime=True)
         self._node = node
         self._board = board
         self._is_client = is_client

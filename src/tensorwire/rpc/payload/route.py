@@ -9,13 +9,13 @@ from typing import Protocol
 
 from tensorwire.memory import crowded
 
-THRESHOLDS = {"shm": 1 << 19, "tcp": 1 << 21, "rdma": 1 << 19}
-"""From how many bytes payload of grpcio's calls travels beside the message, by transport.
+THRESHOLDS = {"shm": 1 << 17, "tcp": 1 << 20, "rdma": 1 << 18}
+"""From how many bytes payload travels beside its message, by transport.
 
-Below gRPC's limit of 4 MiB, so that no message meets it.
+Below gRPC's limit of 4 MiB, so that no message meets it. That of rdma was not measured.
 """
-RUNTIME_THRESHOLDS = {"shm": 1 << 17, "tcp": 1 << 18, "rdma": 1 << 17}
-"""The same for calls of the runtime, which send what is smaller in frames."""
+MOST_IN_FRAMES = 1 << 18
+"""From so many bytes on it does in calls of the runtime by every transport: half of a ring."""
 PUSHED_BYTES = 1 << 19
 """Less payload is there before its envelope leaves, where memory is mapped.
 
@@ -24,11 +24,22 @@ To wait for it costs the receiver more than it gains.
 _VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
 
 
-def least_threshold(own: int | None, transports: Sequence[str]) -> int:
-    """Returns the least size of payload that may travel beside by one of these transports."""
+def threshold(transport: str, own: int | None, *, by_runtime: bool) -> int:
+    """Returns from how many bytes payload travels beside its message.
+
+    Args:
+        transport: by which it would.
+        own: the user's number, None for the measured one.
+        by_runtime: it is of a call of the runtime.
+    """
     if own is not None:
         return own
-    return min(sizes[t] for sizes in (THRESHOLDS, RUNTIME_THRESHOLDS) for t in transports or sizes)
+    return min(THRESHOLDS[transport], MOST_IN_FRAMES) if by_runtime else THRESHOLDS[transport]
+
+
+def least_threshold(own: int | None, transports: Sequence[str]) -> int:
+    """Returns the least size of payload that may travel beside by one of these transports."""
+    return min(threshold(each, own, by_runtime=True) for each in transports or THRESHOLDS)
 
 
 class PayloadWay(enum.Enum):
