@@ -45,6 +45,18 @@ ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakVal
 """All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
 
 
+_pid = os.getpid()
+"""Of this process; asking the system for it takes longer than the rest of a look at `lost`."""
+
+
+def _forked() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class CallCarrier(Protocol):
     """What carries calls between the two ends, besides grpcio: an end of a line of `runtime`."""
 
@@ -80,7 +92,7 @@ class SharedNumber:
         self._active.append(None)
         if not self.spoiled:
             return True
-        self._leave()
+        self.end(True)
         return False
 
     def end(self, ok: bool) -> None:
@@ -91,9 +103,6 @@ class SharedNumber:
         """
         if not ok:
             self.spoiled = True
-        self._leave()
-
-    def _leave(self) -> None:
         self._active.pop()
         if not self.spoiled or self._active:
             return
@@ -173,7 +182,7 @@ class RpcAttachment:
         self._node = node
         self._board = board
         self._is_client = is_client
-        self._pid = os.getpid()
+        self._pid = _pid
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
         self.leases_here = Inbox(node, self._other_board, _TAKEN)
         self.leases_there = LeasePool(peer, board, lent_bytes)
@@ -194,7 +203,7 @@ class RpcAttachment:
     @property
     def lost(self) -> bool:
         """The other end, or the way to it, is gone; or this is a forked child."""
-        return self.peer.lost or self._pid != os.getpid()
+        return self.peer.lost or self._pid != _pid
 
     def least_bytes(self, *, by_runtime: bool) -> int:
         """Returns from how many bytes payload travels beside its message."""
@@ -238,7 +247,7 @@ class RpcAttachment:
 
     def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the other end may never see; see `LeasePool.retire`."""
-        if self._pid == os.getpid():  # else the memory is the parent's, and not mapped here
+        if self._pid == _pid:  # else the memory is the parent's, and not mapped here
             self.leases_there.retire(leases, call)
 
     def remember(self, holding: Watched) -> None:
@@ -276,7 +285,7 @@ class RpcAttachment:
     def end_line(self) -> None:
         """Ends calls that do not go by grpcio, before `close`. Calling it again does nothing."""
         # A lock may be held for ever in a forked child.
-        if self.runtime is not None and self._pid == os.getpid():
+        if self.runtime is not None and self._pid == _pid:
             self.runtime.close(lost=self.peer.lost)
 
     def close(self) -> None:

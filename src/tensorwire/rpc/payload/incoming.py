@@ -53,7 +53,7 @@ class Reader:
         Raises:
             Exception: what the deserializer raises.
         """
-        message = data if self._deserializer is None else self._deserializer(data)
+        message: Any = data if self._deserializer is None else self._deserializer(data)
         if type(message) is Tensor:
             message.ClearField("held")
         elif self._strips:

@@ -486,6 +486,11 @@ class Responses:
         self._encoder = Encoder(serializer)
         self._least = MOST_BYTES if attachment is None else attachment.threshold_bytes
 
+    def travels_as_it_is(self, response: bytes) -> bool:
+        """Returns whether bytes are a response, and a small one, as most are."""
+        small = self._serializer is None and len(response) < self._least
+        return small and not response.startswith(MAGIC)
+
     def encode(self, response: Any, link: Callable[..., CallLink], *call: Any) -> bytes:
         """Returns the bytes of a response; raises as `SentMessage.serialize`.
 

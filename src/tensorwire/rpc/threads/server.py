@@ -189,10 +189,15 @@ class ServedCall(ServedHandler):
         """The response to one request; what sends it needs the context of the call."""
         if type(request) is Arrived:
             return self._run(request, context)
-        return self._behavior(request, context), context
+        response = self._behavior(request, context)
+        if type(response) is bytes and self._responses.travels_as_it_is(response):
+            return response
+        return response, context
 
-    def _answer(self, answered: SentMessage | tuple[Any, grpc.ServicerContext]) -> bytes:
+    def _answer(self, answered: bytes | SentMessage | tuple[Any, grpc.ServicerContext]) -> bytes:
         """The bytes of a response of `_run_one`."""
+        if type(answered) is bytes:
+            return answered
         if isinstance(answered, SentMessage):
             return answered.serialize(self._serializer)
         response, context = answered
