@@ -2,8 +2,8 @@
 
 Server 0 has the memory. A writer, who knows the job's secret, leases a mailbox at its Node, asks
 for memory and writes there; a reader finds the index and the memory at its door.
-`server/checkpoints.py` is the server's side, `tensorwire.files` the other. docs/internals/files.md has the
-tables.
+`server/checkpoints.py` is the server's side, `tensorwire.files` the other. docs/internals/files.md
+has the tables.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def init(
     `world_size`; then an initialised default process group of torch.distributed; then the variables
     of an engine: torchrun and all that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a
     step of Slurm. Where neither `tensorwire run` nor `tensorwire serve` has started servers, the
-    first worker of each host starts one beside it. docs/launchers.md has the engines one by one. Seeds
-    torch's default generator with `seed`. All workers call it, and it returns when all have.
+    first worker of each host starts one beside it. docs/launchers.md has the engines one by one.
+    Seeds torch's default generator with `seed`. All workers call it, and it returns when all have.
 
     Called again with the same arguments it returns the job that is there, and seeds again; no other
     worker takes part. A `with` block of it closes that job too.
