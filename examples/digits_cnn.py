@@ -21,7 +21,7 @@ model = digits.Net()
 opt = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, options.epochs)
 opt = tw.DistributedOptimizer(opt, model)
-job.keep(model=model, optimizer=opt, scheduler=sched)
+job.track(model=model, optimizer=opt, scheduler=sched)
 for _ in job.epochs(options.epochs):
     for x, y in job.loader(train, batch_size=options.batch_size, shuffle=True):
         F.cross_entropy(model(x), y).backward()

@@ -43,7 +43,7 @@ def main(folder: Path, mode: str, pace_s: float) -> None:
     model = _Counts(SAMPLES[mode])
     opt = torch.optim.SGD(model.parameters(), 1.0, momentum=0.0)
     opt = tw.DistributedOptimizer(opt, model)
-    job.keep(model=model, opt=opt)
+    job.track(model=model, opt=opt)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES[mode]))
     loader = job.loader(data, BATCH, shuffle=True)
     # In "sync" a step has the mean of all slices' gradients, else that of one slice.

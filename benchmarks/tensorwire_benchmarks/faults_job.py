@@ -177,10 +177,10 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT, 0o600)
     optimizers = training.optimizers
     kept: dict[str, Any] = {"step": 0, "total": 0.0, "means": []}
-    job.keep(kept=kept, **training.schedulers)
+    job.track(kept=kept, **training.schedulers)
     checkpoints = folder / "checkpoints"
     if scenario.save_every:
-        job.keep(**training.models, **optimizers)
+        job.track(**training.models, **optimizers)
     if scenario.save_every:
         if checkpoints.exists():
             job.load(checkpoints)

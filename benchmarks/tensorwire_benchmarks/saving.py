@@ -34,7 +34,7 @@ def main() -> None:
     job = tw.init()
     model = nn.Sequential(*(nn.Linear(2500, 2500) for _ in range(4)))
     opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-    job.keep(model=model, opt=opt)
+    job.track(model=model, opt=opt)
     ways = {"no save": None, "wait=True": True, "wait=False": False}
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
 

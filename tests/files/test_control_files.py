@@ -36,7 +36,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
 model.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
 opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model, max_norm=1.0)
-job.keep(model=model, optimizer=opt)
+job.track(model=model, optimizer=opt)
 data = torch.utils.data.TensorDataset(torch.randn(160, 5), torch.randn(160, 3))
 edit, step = int(os.environ.get("EDIT", "0")), 0
 for epoch in job.epochs(40):

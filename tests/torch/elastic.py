@@ -37,7 +37,7 @@ opt = tw.DistributedOptimizer(
     torch.optim.NAdam(model.parameters()), model, ema=0.9, buffers="average"
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
-job.keep(model=model, opt=opt, scheduler=scheduler)
+job.track(model=model, opt=opt, scheduler=scheduler)
 x = torch.randn(200, 20, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
 loader = job.loader(data, 3, shuffle=True, accumulate=2)

@@ -93,7 +93,7 @@ class Training:
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.opt = tw.DistributedOptimizer(sgd, self.model)
         self.seen: list[int] = []
-        job.keep(model=self.model, opt=self.opt)
+        job.track(model=self.model, opt=self.opt)
 
     def step(self, batch: Any) -> None:
         index, x, *_ = batch

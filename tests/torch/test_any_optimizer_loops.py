@@ -238,7 +238,7 @@ def saving(job: tw.Job, make: Make, path: str, apply: str, load: bool) -> list[b
     opt = make(list(model.all))
     opt = tw.DistributedOptimizer(opt, model, apply=apply)
     schedule = optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    job.keep(model=model, optimizer=opt, schedule=schedule)
+    job.track(model=model, optimizer=opt, schedule=schedule)
     if load:
         job.load(path)
     for step in range(2 if load else 0, 4):

@@ -158,7 +158,7 @@ def test_as_torchs_own(team: Team, place: dict[str, Any]) -> None:
 def saved(job: tw.Job, make: Make, path: str, load: bool) -> list[bytes]:
     model = Tables(False)
     opt = tw.DistributedOptimizer(make(model), model)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     if load:
         job.load(path)
     for step in range(3 if load else 0, STEPS):

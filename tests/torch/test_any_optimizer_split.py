@@ -25,7 +25,7 @@ def train(job: tw.Job, optimizer: Make, apply: str = "auto", path: str = "") -> 
     split = splitted(job, "mlp")
     opt = optimizer(list(split.module.parameters()))
     opt = tw.DistributedOptimizer(opt, split, apply=apply)
-    job.keep(model=split, optimizer=opt)
+    job.track(model=split, optimizer=opt)
     for x, y in job.loader(samples("mlp"), batch_size=BATCH):
         step(split, x, y)
         opt.step()

@@ -305,7 +305,7 @@ def test_an_edit_costs_one_publication_of_what_it_changed(
 
 def saving(job: tw.Job, path: str) -> None:
     model, opt = ready(job)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     backward(model, 0, job.rank)
     opt.step()
     opt.zero_grad()

@@ -327,8 +327,8 @@ def test_plain_values_that_cannot_be_loaded_are_not_saved(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("thing", [3, 0.5, "x", None, (1, 2), {1}, torch.ones(2), np.ones(2)])
 def test_what_cannot_be_filled_cannot_be_kept(thing: Any) -> None:
-    with pytest.raises(TypeError, match=r"as in job\.keep\(best=\{'value': 0\.5\}\)"):
-        checkpoint.check_keepable("best", thing)
+    with pytest.raises(TypeError, match=r"as in job\.track\(best=\{'value': 0\.5\}\)"):
+        checkpoint.check_trackable("best", thing)
 
 
 MADE: dict[str, Any] = {"dict": {"w": 1}, "list": [1], "object": Kept({"w": 1})}
@@ -375,7 +375,7 @@ def test_a_checkpoint_that_knows_no_plain_values(tmp_path: Path) -> None:
     torch.save({"model": some(), "tensorwire": head}, path)
     assert fill(path, model=into) == 2
     assert same(into.state)
-    with pytest.raises(ValueError, match=r"has \['model'\], the job keeps \['best', 'model'\]"):
+    with pytest.raises(ValueError, match=r"has \['model'\], the job tracks \['best', 'model'\]"):
         fill(path, model=into, best={})
 
 

@@ -250,7 +250,7 @@ def test_wrong_paths(tmp_path: Path) -> None:
 
 def load_if_there(job: tw.Job, folder: Path) -> tuple[list[int], str, bool]:
     best = {"value": 1}
-    job.keep(best=best)
+    job.track(best=best)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         if os.path.exists(folder):
@@ -356,7 +356,7 @@ def trained(job: tw.Job, folder: Path, load_first: bool) -> tuple[list[Any], lis
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     opt = tw.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.1), net)
-    job.keep(net=net, opt=opt)
+    job.track(net=net, opt=opt)
     if load_first:
         job.load(folder)
     made: list[str] = []
@@ -385,7 +385,7 @@ def test_a_job_keeps_its_last(team: Team, tmp_path: Path) -> None:
 
 
 def wrong(job: tw.Job, options: dict[str, Any]) -> None:
-    job.keep(best={})
+    job.track(best={})
     job.save("nowhere", **options)
 
 

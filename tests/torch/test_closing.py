@@ -56,7 +56,7 @@ def folds(job: tw.Job) -> int:
     for _ in range(FOLDS):
         model = nn.Sequential(nn.Linear(5, 512), nn.Linear(512, 512), nn.Linear(512, 1)).double()
         opt = tw.DistributedOptimizer(adamw(model), model)
-        job.keep(model=model, optimizer=opt)
+        job.track(model=model, optimizer=opt)
         store = weakref.ref(opt._tensorwire.store)
         for step in range(2):
             model(batch(step, job.rank)).square().mean().backward()
@@ -190,7 +190,7 @@ def test_every_use_of_a_closed_optimizer_is_an_error(team: Team) -> None:
 
 def saving_what_was_closed(job: tw.Job) -> None:
     model = net()
-    job.keep(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
+    job.track(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
     job.optimizers[0].close()
     job.save("nowhere")
 

@@ -77,7 +77,7 @@ def training(job: tw.Job, dtype: torch.dtype, device: str, path: str) -> list[An
             opt.zero_grad()
             other.zero_grad()
         state = opt.state_dict()["state"][0]
-        job.keep(model=model, optimizer=opt, table=table, other=other)
+        job.track(model=model, optimizer=opt, table=table, other=other)
         job.save(f"{path}-{job.rank}", wait=True)
         job.load(f"{path}-{job.rank}")
         mean = job.mean({"a": torch.ones(2, device="cpu"), "b": 2.0})

@@ -200,11 +200,11 @@ def test_a_change_behind_the_back_of_the_optimizer_is_found(
     assert "was changed" in said
 
 
-def look(job: Any, kind: str, shares: str = "auto") -> Any:
+def look(job: Any, kind: str, place: str = "auto") -> Any:
     with device(kind) as where:
         model = small_model().to(where)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        opt: Any = tw.DistributedOptimizer(sgd, model, shares=shares)
+        opt: Any = tw.DistributedOptimizer(sgd, model, parameters_on=place)
         for images, labels in job.loader(samples(), 8):
             opt.zero_grad()
             cross_entropy(model(images.to(where)), labels.to(where)).backward()
@@ -228,12 +228,12 @@ def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] |
         assert not row.in_place
 
 
-def look_where_pages_stay(job: Any, kind: str, shares: str) -> Any:
+def look_where_pages_stay(job: Any, kind: str, place: str) -> Any:
     """Looks like `look`, where the driver locks no page."""
     before = devices.PageLocks.lock
     devices.PageLocks.lock = lambda self, memories: setattr(self, "why_not", "no")  # type: ignore
     try:
-        return look(job, kind, shares)
+        return look(job, kind, place)
     finally:
         devices.PageLocks.lock = before  # type: ignore[method-assign]
 
@@ -274,20 +274,20 @@ def test_a_share_on_a_device_has_the_bits_of_one_on_the_host(
     alone = team.alone(_train_with, kind, options, slices=2)
     assert {each[0] for each in [*one, *two, alone]} == {one[0][0]}
     if kind == "staged":
-        host = team.run(_train_with, kind, {**options, "shares": "host"}, slices=2)
+        host = team.run(_train_with, kind, {**options, "parameters_on": "host"}, slices=2)
         assert host[0][0] == one[0][0]
 
 
-def test_an_unknown_place_of_shares_is_an_error(team: Team) -> None:
-    said = team.run(_make_with_shares, "gpu", workers=1)[0]
-    assert said == "shares is 'auto' or 'host', not 'gpu'"
+def test_an_unknown_place_of_parameters_is_an_error(team: Team) -> None:
+    said = team.run(_make_with_parameters_on, "gpu", workers=1)[0]
+    assert said == "parameters_on is 'auto' or 'host', not 'gpu'"
 
 
-def _make_with_shares(job: Any, shares: str) -> str:
+def _make_with_parameters_on(job: Any, place: str) -> str:
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="shares is") as error:
-        tw.DistributedOptimizer(sgd, model, shares=shares)
+    with pytest.raises(ValueError, match="parameters_on is") as error:
+        tw.DistributedOptimizer(sgd, model, parameters_on=place)
     return str(error.value)
 
 
@@ -334,7 +334,7 @@ def save_and_load(job: Any, kind: str, path: str) -> tuple[str, str, str]:
     with device(kind) as where:
         model = small_model().to(where)
         opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
-        job.keep(model=model, opt=opt)
+        job.track(model=model, opt=opt)
 
         def epoch() -> None:
             for images, labels in job.loader(samples(), 8, shuffle=True):
@@ -371,7 +371,7 @@ def save_here(job: Any, kind: str, path: str) -> str:
     with device(kind) as where:
         model = small_model().to(where)
         opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
-        job.keep(model=model, opt=opt, seen={"labels": torch.zeros(10, device=where)})
+        job.track(model=model, opt=opt, seen={"labels": torch.zeros(10, device=where)})
         images, labels = samples(8).tensors
         cross_entropy(model(images.to(where)), labels.to(where)).backward()
         opt.step()
@@ -385,7 +385,7 @@ def load_here(job: Any, kind: str, path: str) -> tuple[str, list[float]]:
         model = small_model().to(where)
         opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
         seen = {"labels": torch.ones(10, device=where)}
-        job.keep(model=model, opt=opt, seen=seen)
+        job.track(model=model, opt=opt, seen=seen)
         job.load(path)
         assert {each.device.type for each in [*model.state_dict().values(), seen["labels"]]} == {
             where.type
@@ -572,7 +572,7 @@ def commit_and_look(job: Any, path: str, apply: str) -> tuple[int, int, int]:
             model = nn.Linear(300, 200)
             plain = torch.optim.SGD(model.parameters(), lr=0.1)
             opt: Any = tw.DistributedOptimizer(plain, model, apply=apply)
-            job.keep(model=model, opt=opt)
+            job.track(model=model, opt=opt)
             for _ in range(2):
                 number = 7
                 opt.zero_grad()

@@ -24,12 +24,12 @@ from tensorwire.torch.optimizer import replica_of
 from tensorwire.torch.replica import device_parameters
 
 
-def edit_much(job: Any, shares: str) -> str:
+def edit_much(job: Any, place: str) -> str:
     with device("staged"):
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        opt: Any = tw.DistributedOptimizer(sgd, model, shares=shares)
+        opt: Any = tw.DistributedOptimizer(sgd, model, parameters_on=place)
         inputs = torch.randn(4, 1024, generator=torch.Generator().manual_seed(job.rank))
         for factor in (0.5, 2.0, 3.0):
             opt.zero_grad()

@@ -18,7 +18,7 @@ rank = int(os.environ.get("TENSORWIRE_RANK", 0))
 job = tw.init(durable={durable})
 model = torch.nn.Linear(4, 2)
 opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-job.keep(model=model)
+job.track(model=model)
 for epoch in job.epochs(2):
     for (x,) in job.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), 4):
         model(x).sum().backward(), opt.step(), opt.zero_grad()
@@ -152,7 +152,7 @@ job = tw.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(30, 400), torch.nn.Linear(400, 400))
 opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-job.keep(model=model)
+job.track(model=model)
 data = torch.utils.data.TensorDataset(torch.randn(64, 30))
 for epoch in job.epochs(1):
     for (x,) in job.loader(data, 8):

@@ -248,7 +248,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             "--workers 2 --slices 4 --elastic",
             ", scheduler=scheduler)",
             ")",
-            "no worker can join: the script has not kept a learning rate scheduler: job.keep",
+            "no worker can join: the script does not track a learning rate scheduler: job.track",
         ),
         (
             "--workers 2 --slices 4 --elastic",
@@ -274,7 +274,7 @@ def test_several_optimizers_and_a_checkpoint(tmp_path: Path) -> None:
         ("import os, sys", "import os, sys, time"),
         (
             "for epoch in job.epochs(2)",
-            "count = {}; job.keep(count=count)\nfor epoch in job.epochs(3)",
+            "count = {}; job.track(count=count)\nfor epoch in job.epochs(3)",
         ),
         ("    for a, b in again:", "    print('begun', epoch)\n    for a, b in again:"),
         (

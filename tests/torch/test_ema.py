@@ -102,7 +102,7 @@ def test_parameters_without_gradients(team: Team) -> None:
 def saving(job: tw.Job, path: str) -> None:
     model = net()
     opt, average = tw.DistributedOptimizer(sgd(model), model, ema=DECAY), average_of(model)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     train(job, opt, model, average)
     if job.rank == 0:
         job.save(path)
@@ -115,7 +115,7 @@ def saving(job: tw.Job, path: str) -> None:
 def loading(job: tw.Job, path: str) -> None:
     model = net()
     opt = tw.DistributedOptimizer(sgd(model), model, ema=DECAY)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     job.load(path)
     found, wanted = opt.ema_state_dict(), torch.load(f"{path}.average")
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)

@@ -153,7 +153,7 @@ opt = tw.DistributedOptimizer(torch.optim.SGD(model["unused"].parameters(), lr=0
 nets = [nn.Linear(2, 2) for _ in range(2)]
 for net in nets:
     opts.append(tw.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net))
-job.keep(critic=nets[1], second=opt)
+job.track(critic=nets[1], second=opt)
 opts.append(opt)
 while True:
     x = torch.ones(4, 8)

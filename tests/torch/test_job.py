@@ -107,7 +107,7 @@ def saving(job: tw.Job, path: str, resume: bool) -> tuple[str, list[int]]:
     sched = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
     opt = tw.DistributedOptimizer(opt, model)
     scaler = tw.GradScaler(init_scale=4.0, growth_interval=3)
-    job.keep(model=model, optimizer=opt, scheduler=sched, scaler=scaler)
+    job.track(model=model, optimizer=opt, scheduler=sched, scaler=scaler)
     if resume:
         job.load(path)
     data = torch.randn(24, 5, generator=torch.Generator().manual_seed(8))
@@ -167,7 +167,7 @@ def test_a_second_loop_of_epochs_and_the_state_of_what_was_frozen(team: Team) ->
 
 def save_before_the_first_epoch(job: tw.Job, path: str) -> tuple[list[int], ...]:
     model = net()
-    job.keep(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
+    job.track(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
     if job.rank == 0:
         job.save(path)
     job.barrier()
@@ -193,7 +193,7 @@ def load_what_another_seed_made(rank: int, path: str) -> str:
         job = tw.init(seed=seed)
         try:
             model = net()
-            job.keep(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
+            job.track(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
             if seed == 7:
                 job.save(path)
                 job.load(path)
@@ -221,7 +221,7 @@ def save_in_part(job: tw.Job, path: str) -> list[list[str]]:
     told = []
 
     def keep(**kept: Any) -> None:
-        job.keep(**kept)
+        job.track(**kept)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             job.save(path)
@@ -239,9 +239,9 @@ def save_in_part(job: tw.Job, path: str) -> list[list[str]]:
 def test_what_is_trained_and_not_kept_is_told(team: Team, tmp_path: Path) -> None:
     """Named for a bug: such a file loaded without a word, and training went on from others."""
     assert team.alone(save_in_part, str(tmp_path / "checkpoint")) == [
-        ["job.keep was not given the optimizer of SGD"],
+        ["job.track was not given the optimizer of SGD"],
         [],
-        ["job.keep was not given the model of SGD"],
+        ["job.track was not given the model of SGD"],
         [],
     ]
 
@@ -283,7 +283,7 @@ def keeping_plain_values(job: tw.Job, path: str) -> tuple[float, list[float], li
     opt = tw.DistributedOptimizer(sgd(model), model)
     best: dict[str, Any] = {"loss": 9.0, "weights": None}
     history: list[float] = []
-    job.keep(model=model, optimizer=opt, best=best, history=history)
+    job.track(model=model, optimizer=opt, best=best, history=history)
     for step in range(3):
         loss(model, batch(step, job.rank)).backward()
         opt.step()

@@ -245,7 +245,7 @@ if again == "1" and job.rank == 0:
     server = tw.discovery._servers[0][1].pid
 model = torch.nn.Linear(30, 3)
 opt = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
-job.keep(model=model, opt=opt)
+job.track(model=model, opt=opt)
 path = os.path.join(os.path.dirname(__file__), "checkpoint.pt")
 if os.path.exists(path):
     job.load(path)

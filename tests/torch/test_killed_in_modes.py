@@ -34,7 +34,7 @@ class Counts(nn.Module):
 model = Counts()
 opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0, momentum=0.0), model)
 seen = {"steps": 0}
-job.keep(model=model, opt=opt, seen=seen)
+job.track(model=model, opt=opt, seen=seen)
 data = torch.utils.data.TensorDataset(torch.arange(SAMPLES))
 loader = job.loader(data, 4, shuffle=True)
 for epoch in job.epochs(EPOCHS):

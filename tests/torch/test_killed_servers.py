@@ -23,7 +23,7 @@ other = nn.Linear(20, 5)
 opt = tw.DistributedOptimizer(torch.optim.NAdam(model.parameters()), model, ema=0.9)
 second = tw.DistributedOptimizer(torch.optim.SGD(other.parameters(), 0.1, momentum=0.9), other)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
-job.keep(model=model, other=other, opt=opt, second=second, scheduler=scheduler)
+job.track(model=model, other=other, opt=opt, second=second, scheduler=scheduler)
 generator = torch.Generator().manual_seed(1)
 x = torch.randn(320, 20, generator=generator)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
@@ -39,7 +39,7 @@ for epoch in job.epochs(3):
     if epoch == 1:
         second.close()
         second = tw.DistributedOptimizer(torch.optim.Adam(other.parameters()), other)
-        job.keep(second=second)
+        job.track(second=second)
 if job.rank == 0:
     job.save(sys.argv[1])
     job.report(sys.argv[2])

@@ -29,8 +29,8 @@ other = nn.Linear(20, 5)
 second = tw.DistributedOptimizer(torch.optim.SGD(other.parameters(), 0.1, momentum=0.9), other)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
 scaler, seen = tw.GradScaler(init_scale=64.0), {"samples": 0, "best": -1.0}
-job.keep(model=model, other=other, opt=opt, second=second, scheduler=scheduler, scaler=scaler)
-job.keep(seen=seen)
+job.track(model=model, other=other, opt=opt, second=second, scheduler=scheduler, scaler=scaler)
+job.track(seen=seen)
 if os.path.exists(sys.argv[1]):  # as when it is started again by hand; here only by a successor
     job.load(sys.argv[1])
 x = torch.randn(320, 20, generator=torch.Generator().manual_seed(1))
@@ -248,19 +248,19 @@ def test_an_epoch_that_begins_with_a_sum_and_an_edit(tmp_path: Path) -> None:
     [
         (
             {"before": "torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)"},
-            "has not kept a learning rate scheduler: job.keep",
+            "does not track a learning rate scheduler: job.track",
         ),
         (
-            {"before": "big = [torch.zeros(1 << 20)]; job.keep(big=big)"},
+            {"before": "big = [torch.zeros(1 << 20)]; job.track(big=big)"},
             "bytes, too many to be noted with each step",
         ),
         (
-            {"before": "job.keep(many=[0] * random.Random().randrange(5))"},
+            {"before": "job.track(many=[0] * random.Random().randrange(5))"},
             None,  # what is kept is filled with what it was
         ),
         (
-            {"before": "job.keep(**{str(os.getpid()): {}})"},
-            "named other objects to job.keep before job.epochs",
+            {"before": "job.track(**{str(os.getpid()): {}})"},
+            "named other objects to job.track before job.epochs",
         ),
         ({"inside": "job.sum([0.0]) if number % 2 == 1 else None"}, "does other things"),
         (
@@ -348,7 +348,7 @@ opts = [
     tw.DistributedOptimizer(torch.optim.SGD(head.parameters(), 0.1, momentum=0.9), head),
     tw.DistributedOptimizer(torch.optim.SGD(last.parameters(), 0.1), last),
 ]
-job.keep(body=body)
+job.track(body=body)
 x = torch.randn(320, 20, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
 for epoch in job.epochs(2):
@@ -526,7 +526,7 @@ job = tw.init(seed=3)
 first = not os.path.exists(sys.argv[1])
 model = nn.Linear(20, 5)
 opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-job.keep(model=model, opt=opt)
+job.track(model=model, opt=opt)
 x = torch.randn(160, 20)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
 go, write = threading.Event(), checkpoint._write
@@ -576,7 +576,7 @@ def die(at):
 model = nn.Linear(20, 5)
 opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.1), model)
 scheduler, best = torch.optim.lr_scheduler.StepLR(opt, 1), {{"accuracy": 0.0}}
-job.keep(model=model, opt=opt, scheduler=scheduler, best=best)
+job.track(model=model, opt=opt, scheduler=scheduler, best=best)
 {load}
 job.barrier()
 if "{load}":

@@ -350,9 +350,24 @@ def all_frozen(job: tw.Job) -> None:
     tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
 
 
-@case("ValueError", "the mode of this job is 'sync', not 'fast'")
-def bad_mode(job: tw.Job) -> None:
-    ready(job, mode="fast")
+@case("TypeError", "DistributedOptimizer has no option 'mode': it is tw.init(mode=…) now")
+def mode_of_an_optimizer(job: tw.Job) -> None:
+    ready(job, mode="async")
+
+
+@case("TypeError", "DistributedOptimizer has no option 'shares': it is parameters_on=… now")
+def earlier_name_of_an_option(job: tw.Job) -> None:
+    ready(job, shares="host")
+
+
+@case("TypeError", "DistributedOptimizer has no option 'momentum'")
+def unknown_option(job: tw.Job) -> None:
+    ready(job, momentum=0.9)
+
+
+@case("AttributeError", "job.keep is job.track now")
+def earlier_name_of_track(job: tw.Job) -> None:
+    job.keep(best={})
 
 
 @case("ValueError", "buffers is 'broadcast'")
@@ -446,18 +461,18 @@ def save_nothing(job: tw.Job) -> None:
 @case("RuntimeError", "the file would have best without the parameters")
 def save_without_a_model(job: tw.Job) -> None:
     ready(job)
-    job.keep(best={"accuracy": 0.5})
+    job.track(best={"accuracy": 0.5})
     job.save("nowhere")
 
 
 @case("TypeError", "and is no dict and no list, which job.load could fill")
 def keep_anything(job: tw.Job) -> None:
-    job.keep(best={}, number=3)
+    job.track(best={}, number=3)
 
 
 @case("ValueError", "choose another name")
 def keep_under_the_name_of_the_job(job: tw.Job) -> None:
-    job.keep(tensorwire={})
+    job.track(tensorwire={})
 
 
 @case("ValueError", "weight")

@@ -292,7 +292,7 @@ def saved(job: tw.Job, path: str) -> Any:
     """Worker 0 saves while worker 1 trains."""
     model = Numbers()
     opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0), model)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     for step in range(30):
         model.backward(1.0)
         opt.step()
@@ -359,7 +359,7 @@ def unseen(job: tw.Job, path: str) -> list[int]:
     """Worker 0 changes values, loads and gets a group when worker 1 has stepped since it has."""
     model = Numbers()
     opt = tw.DistributedOptimizer(torch.optim.SGD([model.all[0], model.all[1]], lr=1.0), model)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     seen: list[int] = []
 
     def step_apart(*counts: int) -> None:
@@ -408,7 +408,6 @@ ERRORS: dict[str, tuple[Callable[[tw.Job], Any], str]] = {
     "average": (lambda job: made(nn.BatchNorm1d(2), buffers="average"), 'buffers="average"'),
     "worker": (lambda job: made(nn.Linear(2, 2), apply="worker"), "worker 0 would apply"),
     "sparse": (lambda job: made(nn.EmbeddingBag(9, 2, sparse=True)), "use sparse=False"),
-    "mode": (lambda job: made(nn.Linear(2, 2), mode="sync"), "it is given to"),
     "synchronize": (lambda job: made(nn.Linear(2, 2)).synchronize(), "max_norm="),
     "clip": (lambda job: tw.clip_grad_norm_(made(nn.Linear(2, 2)), 1.0), "max_norm="),
 }

@@ -27,7 +27,7 @@ folder = pathlib.Path(sys.argv[1])
 table = nn.EmbeddingBag(5000, 16, sparse=True)
 model = nn.Sequential(table, nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 5))
 opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.0), model)
-job.keep(model=model, opt=opt)
+job.track(model=model, opt=opt)
 generator = torch.Generator().manual_seed(1)
 x = torch.randint(0, 5000, (240, 6), generator=generator)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, 0] % 5), 4, shuffle=True)
@@ -181,7 +181,7 @@ split = tw.split(
 )
 opt = torch.optim.SGD(split.parameters(), lr=0.1, momentum=0.9)
 opt = tw.DistributedOptimizer(opt, split, max_norm=1.0)
-job.keep(model=split, optimizer=opt)
+job.track(model=split, optimizer=opt)
 step = 0
 for epoch in job.epochs(4):
     for inputs, targets in job.loader(data, 8, shuffle=True):

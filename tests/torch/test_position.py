@@ -41,7 +41,7 @@ class Training:
         self.second = tw.DistributedOptimizer(torch.optim.Adam(self.other.parameters()), self.other)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 40)
         self.seen: list[Any] = []
-        job.keep(
+        job.track(
             model=self.model, other=self.other, opt=self.opt, second=self.second,
             scheduler=self.scheduler, seen=self.seen,
         )  # fmt: skip

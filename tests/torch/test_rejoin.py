@@ -35,7 +35,7 @@ def test_what_cannot_be_noted_ends_no_job(
         rejoin.save = save
         for number in range(2):
             rejoin.end_pass("a loader", number)
-        assert history.reason.startswith("what job.keep has named cannot be noted: ")
+        assert history.reason.startswith("what job.track has named cannot be noted: ")
         assert history.reason.endswith("not me")
         with pytest.raises(RuntimeError, match="no other process can take its place: what job"):
             history.check()

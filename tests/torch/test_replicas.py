@@ -176,7 +176,7 @@ def train_from(job: tw.Job, kind: str, path: str, load: bool) -> Any:
     """Four steps; saves after two, or begins with what was saved."""
     split = splitted(job, kind)
     opt = tw.DistributedOptimizer(optimizer_of(split.module, True, True), split)
-    job.keep(model=split, optimizer=opt)
+    job.track(model=split, optimizer=opt)
     steps = 4
     if load:
         job.load(path)

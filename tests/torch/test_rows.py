@@ -393,7 +393,7 @@ def test_which_parameters_are_tables() -> None:
 def saved(job: tw.Job, folder: str) -> str:
     model = tables()
     opt = tw.DistributedOptimizer(sgd(model), model)
-    job.keep(model=model, optimizer=opt)
+    job.track(model=model, optimizer=opt)
     for step in range(2):
         loss(model, batch(step, job.rank)).backward()
         opt.step()

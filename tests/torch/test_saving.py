@@ -43,7 +43,7 @@ def ready(job: tw.Job, size: int = 600) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(4, size), nn.BatchNorm1d(size), nn.Linear(size, size))
     model[2].bias.requires_grad_(False)  # type: ignore[operator, union-attr]
     opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model, ema=0.9)
-    job.keep(model=model, opt=opt)
+    job.track(model=model, opt=opt)
     return model, opt
 
 
@@ -213,7 +213,7 @@ from torch import nn
 job = tw.init()
 model = nn.Linear(3, 2)
 opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
-job.keep(model=model)
+job.track(model=model)
 model(torch.ones(2, 3)).sum().backward()
 opt.step()
 job.save("{path}", wait=False)

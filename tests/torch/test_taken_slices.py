@@ -29,7 +29,7 @@ second = tw.DistributedOptimizer(
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
 scaler = tw.GradScaler(init_scale=64.0)
-job.keep(model=model, other=other, opt=opt, second=second, scheduler=scheduler, scaler=scaler)
+job.track(model=model, other=other, opt=opt, second=second, scheduler=scheduler, scaler=scaler)
 x = torch.randn(312, 20, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
 loader = job.loader(data, 8, shuffle=True, accumulate=2, num_workers=int(sys.argv[2]))

@@ -24,5 +24,5 @@ def test_a_device_without_memory_names_the_way_out() -> None:
     opening: Any = Opening.__new__(Opening)
     opening.device = opening.regions = Full()
     opening.member = None
-    with pytest.raises(MemoryError, match=r'4096 bytes on cuda:0; .*shares="host"'):
+    with pytest.raises(MemoryError, match=r'4096 bytes on cuda:0; .*parameters_on="host"'):
         opening.worked_on(RegionKind.STATE, "exp_avg")

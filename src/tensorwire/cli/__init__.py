@@ -9,11 +9,13 @@ import click
 from tensorwire.bench import machine
 
 _FILES = {
-    **{name: name for name in ("bench", "doctor", "explain", "info", "mount", "rpc")},
+    **{name: name for name in ("bench", "doctor", "explain", "mount", "rpc")},
     **{name: name for name in ("run", "scale", "serve", "status")},
     **dict.fromkeys(("cat", "cp", "ls", "stat"), "files"),
 }
 """The file of each subcommand in this package. A command imports its own file only."""
+_RENAMED = {"info": "doctor --quick"}
+"""Earlier names, until 0.1.0: each is an error that says the new one."""
 
 
 class _Commands(click.Group):
@@ -21,6 +23,8 @@ class _Commands(click.Group):
         return sorted(_FILES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _RENAMED:
+            raise click.UsageError(f"it is now: tensorwire {_RENAMED[cmd_name]}")
         if (file := _FILES.get(cmd_name)) is None:
             return None
         command: click.Command = getattr(import_module(f"{__name__}.{file}"), cmd_name)
@@ -42,7 +46,7 @@ def main() -> None:
 
     \b
     See first what this machine can do and what is missing:
-        tensorwire info
+        tensorwire doctor --quick
 
     \b
     Whether it is as fast as it should be, alone or towards a peer:

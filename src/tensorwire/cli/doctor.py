@@ -7,18 +7,31 @@ from functools import partial
 from pathlib import Path
 
 import click
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from tensorwire.aside import put_output_aside
+from tensorwire.bench import machine
 from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
 from tensorwire.command import Command, bare_address, check_file, terminal, with_bar
+from tensorwire.doctor.advice import MISSING, NOTE, OK, WARNING, Finding
 from tensorwire.errors import TensorwireError
 
 DEFAULT_LISTEN = "127.0.0.1:0"
+_PARTLY = ("partly", "yellow")
+_STATES = {OK: ("yes", "green"), NOTE: _PARTLY, WARNING: _PARTLY, MISSING: ("no", "red")}
+"""What `--quick` calls each level, and its colour."""
 
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Look at what this machine has and what is missing; measure nothing.",
+)
 @click.option(
     "--serve", is_flag=True, help="Be the other end: help others to measure, until Ctrl-C."
 )
@@ -36,6 +49,7 @@ DEFAULT_LISTEN = "127.0.0.1:0"
 @json_option("Write rows, facts of both machines and findings to FILE.")
 def doctor(
     address: str | None,
+    quick: bool,
     serve: bool,
     listen: str | None,
     seconds: float | None,
@@ -53,6 +67,10 @@ def doctor(
         tensorwire doctor
 
     \b
+    What it can do and what is missing, in a second; exits with 1 if it has neither shm nor tcp:
+        tensorwire doctor --quick
+
+    \b
     The way between two hosts, both with the same secret:
         host-a$ head -c 32 /dev/urandom | base64 > secret   # and copy it to host-b
         host-a$ TENSORWIRE_SECRET_FILE=secret tensorwire doctor --serve --listen 10.0.0.1:7000
@@ -62,6 +80,8 @@ def doctor(
     host: its secret is found): then a little is measured, gently.
     Exits with 0 if nothing is wrong, 1 with a warning, 2 if the peer is not reached.
     """  # noqa: D301 (\b is what click reads)
+    if quick and (serve or address is not None or seconds is not None):
+        raise click.UsageError("--quick measures nothing: no ADDRESS, --serve or --seconds with it")
     if serve:
         if address is not None:
             raise click.UsageError("--serve waits for others; it takes no ADDRESS, but --listen")
@@ -72,6 +92,8 @@ def doctor(
     if listen is not None:
         raise click.UsageError("--listen belongs to --serve")
     check_file(json_path)
+    if quick:
+        raise SystemExit(_look(json_path))
     raise SystemExit(_examine(address, seconds, json_path))
 
 
@@ -96,6 +118,42 @@ def _examine(address: str | None, seconds: float | None, json_path: Path | None)
     if json_path is not None:
         click.echo(f"rows written to {json_path}")
     return found.exit_code
+
+
+def _look(json_path: Path | None) -> int:
+    from tensorwire.doctor.inventory import look
+
+    found = look()
+    terminal().print(_table(found))
+    if json_path is not None:
+        findings = [
+            {
+                "subject": each.subject,
+                "state": _STATES[each.level][0],
+                "detail": each.text,
+                "remedy": each.remedy,
+            }
+            for each in found
+        ]
+        write_json(json_path, {"findings": findings, "machine": machine.describe()})
+        click.echo(f"findings written to {json_path}")
+    usable = {finding.subject for finding in found if finding.level != MISSING}
+    return 0 if {"shm", "tcp"} & usable else 1
+
+
+def _table(found: list[Finding]) -> Table:
+    """Returns the findings as a coloured table; the state is a word too, for reading without."""
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("what", style="bold", no_wrap=True)
+    shown.add_column("here", no_wrap=True)
+    shown.add_column("found", overflow="fold")
+    shown.add_column("remedy", overflow="fold")
+    for finding in found:
+        state, style = _STATES[finding.level]
+        # Text, because a remedy such as tensorwire[torch] is not markup.
+        remedy = Text(finding.remedy)
+        shown.add_row(finding.subject, Text(state, style=style), Text(finding.text), remedy)
+    return shown
 
 
 def _serve(listen: str) -> None:

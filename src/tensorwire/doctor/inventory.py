@@ -1,6 +1,6 @@
 """Lists what this machine has and lacks before anything is measured, without a peer.
 
-`tensorwire info` prints it. Subjects that `advice` judges get the doctor's verdict.
+`tensorwire doctor --quick` prints it. Subjects that `advice` judges get the doctor's verdict.
 """
 
 from __future__ import annotations

@@ -317,14 +317,14 @@ class History:
         try:
             body = pickle.dumps((position, self._outside, self._before, passing))
         except Exception as error:  # of any class that is in it
-            return f"what job.keep has named cannot be noted: {error}"
+            return f"what job.track has named cannot be noted: {error}"
         entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:
             if 2 * self._outside_bytes() > len(body):
                 self._lose(0, len(body), _HALF_BYTES)  # a later epoch does not do it again
                 return ""
             return (
-                "what job.keep has named, beside models and distributed optimizers, has "
+                "what job.track has named, beside models and distributed optimizers, has "
                 f"{len(body)} bytes, too many to be noted with each step"
             )
         self._numbers[1 + half] = end

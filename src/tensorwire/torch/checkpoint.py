@@ -44,8 +44,8 @@ class Loaded(NamedTuple):
     slices: int | None = None
 
 
-def check_keepable(name: str, thing: Any) -> None:
-    """Raises TypeError or ValueError for an object that `Job.keep` cannot take."""
+def check_trackable(name: str, thing: Any) -> None:
+    """Raises TypeError or ValueError for an object that `Job.track` cannot take."""
     if name == _HEAD:
         raise ValueError(f"files have {name!r} for what the job itself saves; choose another name")
     if not _is_plain(thing) and not (
@@ -54,7 +54,7 @@ def check_keepable(name: str, thing: Any) -> None:
         raise TypeError(
             f"{name}, of the class {type(thing).__name__}, has no state_dict() and "
             "load_state_dict(), and is no dict and no list, which job.load could fill: put plain "
-            f"values into one of these, as in job.keep({name}={{'value': 0.5}})"
+            f"values into one of these, as in job.track({name}={{'value': 0.5}})"
         )
 
 
@@ -85,7 +85,7 @@ class Content:
         slices: int | None = None,
     ) -> None:
         if not kept:
-            raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
+            raise RuntimeError("nothing to save; name it first: job.track(model=…, optimizer=…)")
         _check_trained_are_kept(kept, [each for each in trained if not each.closed])
         for replica in trained:
             if any(_is_model_of(thing, replica) for thing in kept.values()):
@@ -150,8 +150,8 @@ def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica])
     models = [each for each in trained if any(_is_model_of(thing, each) for thing in kept.values())]
     if trained and not models:
         raise RuntimeError(
-            "no model that is trained was named to job.keep, so that the file would have "
-            f"{', '.join(kept)} without the parameters: job.keep(model=…, optimizer=…)"
+            "no model that is trained was named to job.track, so that the file would have "
+            f"{', '.join(kept)} without the parameters: job.track(model=…, optimizer=…)"
         )
     for replica in trained:
         name = type(replica.optimizer).__name__
@@ -165,9 +165,9 @@ def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica])
         ]
         if missing:
             warnings.warn(
-                f"job.keep was not given the {' and the '.join(missing)} of {name}: a job that "
+                f"job.track was not given the {' and the '.join(missing)} of {name}: a job that "
                 "goes on from this file begins with what its script makes, and not with what was "
-                f"trained. If it is to go on: job.keep({'=…, '.join(missing)}=…)",
+                f"trained. If it is to go on: job.track({'=…, '.join(missing)}=…)",
                 stacklevel=5,
             )
 
@@ -329,14 +329,14 @@ def load(
         )
     if set(content) != set(kept):
         raise ValueError(
-            f"{name} has {sorted(map(str, content))}, the job keeps {sorted(kept)}; keep the same"
+            f"{name} has {sorted(map(str, content))}, the job tracks {sorted(kept)}; track the same"
         )
     for key, thing in kept.items():
         there = _kind(content[key], key in head["plain"])
         if there != _kind(thing, _is_plain(thing)):
             raise ValueError(
                 f"{key} is {there} in {name}, and not {_kind(thing, _is_plain(thing))} as here; "
-                "keep the same"
+                "track the same"
             )
     plain = {key: thing for key, thing in kept.items() if _is_plain(thing)}
     for key, thing in kept.items():

@@ -78,7 +78,7 @@ class Explanation:
 
     Attributes:
         model: its class; where a job has several optimizers, with what tells it apart: the name
-            under which `job.keep` has it, or a number.
+            under which `job.track` has it, or a number.
         rows: gradients first, in the order of the model, then parameters.
         planning_s: spent on learning which allocations the gradients are, since the start.
     """
@@ -234,13 +234,13 @@ def _name_of(core: Replica) -> str:
     alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(job, core)]
     if len(alike) < 2:
         return _kept_name(job, core)
-    kept = job.kept_name(core.optimizer)
+    kept = job.tracked_name(core.optimizer)
     which = kept or str(1 + next(i for i, each in enumerate(alike) if each is core))
     return f"{_kept_name(job, core)} {which}"
 
 
 def _kept_name(job: jobs.Job, core: Replica) -> str:
-    name = job.kept_name(core.model)
+    name = job.tracked_name(core.model)
     return f"{name} ({core.ownership.model_name})" if name else core.ownership.model_name
 
 

@@ -74,8 +74,8 @@ class Job:
         self.closed = False
         self._pid = os.getpid()
         self._given = given
-        self._kept: dict[str, Any] = {}
-        self._saving = Saving(session, self._kept, self.local_replicas)
+        self._tracked: dict[str, Any] = {}
+        self._saving = Saving(session, self._tracked, self.local_replicas)
         self._epochs: object = None  # the present loop of `epochs`
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
@@ -323,7 +323,7 @@ class Job:
             for epoch in given:
                 session.begin_epoch(epoch)
                 if session.taking is not None:
-                    tell_offer(session, self._kept, self.local_replicas)
+                    tell_offer(session, self._tracked, self.local_replicas)
                 if progress is None and self.rank == 0:  # since another worker was killed
                     progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
@@ -369,9 +369,9 @@ class Job:
         if self._progress and steps is not None:
             self._progress.expect(steps - first)
 
-    # ---- keeping
+    # ---- saving
 
-    def keep(self, **objects: Any) -> None:
+    def track(self, **objects: Any) -> None:
         """Declares the objects that `save` and `load` handle: model=, optimizer=, best={…}, ….
 
         Each has `state_dict()` and `load_state_dict()`, or is a dict or a list of tensors, numbers,
@@ -383,12 +383,16 @@ class Job:
             ValueError: the name "tensorwire", which files have for what the job itself saves.
         """
         for name, thing in objects.items():
-            checkpoint.check_keepable(name, thing)
-        self._kept.update(objects)
+            checkpoint.check_trackable(name, thing)
+        self._tracked.update(objects)
 
-    def kept_name(self, thing: Any) -> str:
-        """Returns the first name that `keep` was given for an object; "" for none."""
-        return next((name for name, kept in self._kept.items() if kept is thing), "")
+    def keep(self, **objects: Any) -> None:
+        """Raises AttributeError: this is the name that `track` had before 0.1.0."""
+        raise AttributeError("job.keep is job.track now")
+
+    def tracked_name(self, thing: Any) -> str:
+        """Returns the first name under which `track` has an object; "" for none."""
+        return next((name for name, kept in self._tracked.items() if kept is thing), "")
 
     def save(
         self,

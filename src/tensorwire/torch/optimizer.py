@@ -32,21 +32,23 @@ if TYPE_CHECKING:
 
 PLACEMENTS = ("plan", "copy")
 SPARSE = ("exact", "lazy")
-SHARES = ("auto", "host")
+PARAMETERS_ON = ("auto", "host")
+# Options of earlier versions, until 0.1.0.
+_EARLIER = {"mode": "tw.init(mode=…)", "shares": "parameters_on=…"}
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module | Split,
     *,
-    mode: str | None = None,
     max_norm: float | None = None,
     buffers: str = "broadcast",
     placement: str = "plan",
     apply: str = "auto",
     ema: float | None = None,
     sparse: str = "exact",
-    shares: str = "auto",
+    parameters_on: str = "auto",
+    **earlier: Any,
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -65,8 +67,6 @@ def DistributedOptimizer(
             share a model, on the CPU, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
             optimizer is then plain SGD, Adagrad or SparseAdam, or see `sparse`.
-        mode: another one than `tw.init(mode=…)` was told is an error; for a script that must not
-            train in any other mode.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
@@ -85,10 +85,11 @@ def DistributedOptimizer(
         placement: "plan": backward produces gradients where the servers on this host read them (in
             the first step those from 64 KiB up), or in registered memory from which they are sent
             to other hosts; "copy": the worker copies each one. The same bits.
-        shares: of a model on a GPU. "auto": servers keep parameters and optimizer state on that GPU
-            and step there, if the models of all workers are on it (`docs/gpu-training.md` has the
-            other conditions; `explain` says what became of it). "host": they keep them in the
-            host's memory, so that they take none of the GPU's.
+        parameters_on: of a model on a GPU. "auto": servers keep parameters and optimizer state on
+            that GPU and step there, if the models of all workers are on it (`docs/gpu-training.md`
+            has the other conditions; `explain` says what became of it). "host": they keep them in
+            the host's memory, so that they take none of the GPU's.
+        earlier: takes no option; one that had another name before is an error that says the name.
 
     Returns:
         `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`,
@@ -102,10 +103,14 @@ def DistributedOptimizer(
             sense.
         UnavailableError: another optimizer, or parameters on several devices or a device other
             than CUDA's.
-        TypeError: `optimizer` is none of torch's, as where the arguments are swapped.
+        TypeError: `optimizer` is none of torch's, as where the arguments are swapped; there is no
+            such option.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).
     """
+    for name in earlier:
+        now = f": it is {_EARLIER[name]} now" if name in _EARLIER else ""
+        raise TypeError(f"DistributedOptimizer has no option {name!r}{now}")
     job = current_job()
     if isinstance(optimizer, DistributedMixin):
         raise RuntimeError(
@@ -117,11 +122,6 @@ def DistributedOptimizer(
             "the first argument of DistributedOptimizer has to be a torch.optim.Optimizer, not "
             f"{type(optimizer).__name__}: DistributedOptimizer(optimizer, model)"
         )
-    if mode not in (None, job.session.mode.name):
-        raise ValueError(
-            f"the mode of this job is {job.session.mode.name!r}, not {mode!r}: it is given to "
-            "tw.init(mode=…), for all optimizers"
-        )
     if max_norm is not None:
         _check_norm(max_norm)
     if placement not in PLACEMENTS:
@@ -132,8 +132,9 @@ def DistributedOptimizer(
         raise ValueError(f"ema is a decay between 0 and 1, as 0.999, not {ema!r}")
     if sparse not in SPARSE:
         raise ValueError(f"sparse is {' or '.join(map(repr, SPARSE))}, not {sparse!r}")
-    if shares not in SHARES:
-        raise ValueError(f"shares is {' or '.join(map(repr, SHARES))}, not {shares!r}")
+    if parameters_on not in PARAMETERS_ON:
+        places = " or ".join(map(repr, PARAMETERS_ON))
+        raise ValueError(f"parameters_on is {places}, not {parameters_on!r}")
     check_possible(optimizer)
     index = model_index_of(model)
     if index is not None:
@@ -160,7 +161,7 @@ def DistributedOptimizer(
             apply,
             ema or 0.0,
             sparse == "lazy",
-            shares,
+            parameters_on,
             index,
         )
     if index is not None:

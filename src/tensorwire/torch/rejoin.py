@@ -227,7 +227,9 @@ class Rejoin:
         try:
             state = self.save()
         except Exception as error:  # of an object that was kept
-            self.refuse(f"what job.keep has named cannot be noted: {type(error).__name__}: {error}")
+            self.refuse(
+                f"what job.track has named cannot be noted: {type(error).__name__}: {error}"
+            )
             return
         if where[0] == "epoch":
             self._began = {each: state[each] for each in ("sums", "versions")}

@@ -79,7 +79,7 @@ class Saving:
 
     Args:
         session: of the worker.
-        kept: what `job.keep` has named; more may be added.
+        kept: what `job.track` has named; more may be added.
         replicas: of its optimizers; more may be added.
 
     Attributes:

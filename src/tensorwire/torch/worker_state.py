@@ -25,7 +25,7 @@ class WorkerState:
     Args:
         session: of the worker.
         replicas: of its optimizers; more may be added.
-        kept: what `job.keep` has named; more may be added.
+        kept: what `job.track` has named; more may be added.
         saves: how often `job.save` was called, by path.
     """
 
@@ -68,7 +68,7 @@ class WorkerState:
         if found != sorted(state["kept"]) or len(self._replicas) != len(state["replicas"]):
             raise RuntimeError(
                 f"worker {session.rank} was killed, and the process in its place has other "
-                f"optimizers, or named other objects to job.keep before job.epochs: {found} and "
+                f"optimizers, or named other objects to job.track before job.epochs: {found} and "
                 f"not {sorted(state['kept'])}. {_GOES_ON}"
             )
         session.go_on(state)
@@ -133,21 +133,21 @@ class WorkerState:
         if missing := missing_kept(self._kept, self._replicas):
             raise RuntimeError(
                 f"worker {self._session.rank} was killed, and no other process can take its place: "
-                f"the script has not kept {missing}. {_GOES_ON}"
+                f"the script does not track {missing}. {_GOES_ON}"
             )
 
 
 def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
-    """Returns an object that changes steps and was not given to `job.keep`; "" if none is known."""
+    """Returns an object that changes steps and was not given to `job.track`; "" if none is known."""
     things = [thing for thing in kept.values() if not isinstance(thing, dict | list)]
     missing = ""
     for replica in replicas:
         scheduled = any("initial_lr" in group for group in replica.optimizer.param_groups)
         known = [getattr(thing, "optimizer", None) for thing in things]
         if scheduled and all(each is not replica.optimizer for each in known):
-            missing = "a learning rate scheduler: job.keep(scheduler=…)"
+            missing = "a learning rate scheduler: job.track(scheduler=…)"
         if replica.was_scaled and not any(hasattr(thing, "get_scale") for thing in things):
-            missing = "a GradScaler: job.keep(scaler=…)"
+            missing = "a GradScaler: job.track(scaler=…)"
     return missing
 
 
@@ -156,7 +156,7 @@ def tell_offer(session: Session, kept: Mapping[str, Any], replicas: Sequence[Rep
     assert session.taking is not None
     joining = "nothing is noted" if session.rejoin is None else session.rejoin.obstacle
     if not joining and (missing := missing_kept(kept, replicas)):
-        joining = f"the script has not kept {missing}"
+        joining = f"the script does not track {missing}"
     session.taking.begin_epoch(obstacle(session, replicas), joining)
 
 

@@ -148,7 +148,9 @@ class Opening:
         try:
             region = regions.allocate(self.member, kind, which, size_bytes, where)
         except MemoryError as error:
-            advice = 'DistributedOptimizer(…, shares="host") keeps them in memory of the host'
+            advice = (
+                'DistributedOptimizer(…, parameters_on="host") keeps them in memory of the host'
+            )
             raise MemoryError(f"of parameters and optimizer state: {error}; {advice}") from error
         self._allocated.append(region)
         if region.device != (where or "cpu"):  # it is of a predecessor

@@ -248,14 +248,14 @@ def device_parameters(
     return DeviceParameters(store, there, device)
 
 
-def shared_device(shares: str, trained: Sequence[torch.Tensor]) -> ModelDevice | None:
+def shared_device(parameters_on: str, trained: Sequence[torch.Tensor]) -> ModelDevice | None:
     """Returns the device that has all trained parameters, where servers may have their shares too.
 
     Args:
-        shares: as of `DistributedOptimizer`.
+        parameters_on: as of `DistributedOptimizer`.
         trained: the parameters of one optimizer that get gradients.
     """
-    if shares == "host" or any(is_on_host(each) for each in trained):
+    if parameters_on == "host" or any(is_on_host(each) for each in trained):
         return None
     device = device_of(trained)
     return None if device is None else model_device(device)

@@ -101,7 +101,7 @@ class Replica:
         apply: str,
         ema: float,
         lazy_rows: bool,
-        shares: str,
+        parameters_on: str,
         index: ModelIndex | None = None,
     ) -> None:
         self.session, self.optimizer, self.model = session, optimizer, model
@@ -110,7 +110,7 @@ class Replica:
         self.scaling: tuple[float | None, bool] = (None, False)
         self.finite, self.was_scaled = True, False
         self._others = others
-        self._placement, self._shares = placement, shares
+        self._placement, self._parameters_on = placement, parameters_on
         self._apply, self._ema, self._lazy_rows = apply, ema, lazy_rows
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
@@ -163,7 +163,7 @@ class Replica:
             session.slices, tuple(tensors), session.pipeline, arithmetic.kernel.scalars, self._ema,
         )  # fmt: skip
         spec.check()
-        device = shared_device(self._shares, [self.parameters[i] for i in self.trained])
+        device = shared_device(self._parameters_on, [self.parameters[i] for i in self.trained])
         self.store: Store = session.open_store(spec, arithmetic.kernel, part, device)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}

@@ -1,4 +1,4 @@
-"""`tensorwire info`: every finding has a state, and what is missing has a remedy."""
+"""`tensorwire doctor --quick`: every finding has a state, and what is missing has a remedy."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tensorwire.cli import main
 from tensorwire.doctor import advice, facts
@@ -16,14 +16,22 @@ from tensorwire.memory.devices import RdmaPort
 LIBRARY = "tensorwire.torch.allocator.library"
 
 
-def findings(*arguments: str) -> dict[str, dict[str, str]]:
-    result = CliRunner().invoke(main, ["info", "--json", *arguments])
+def look(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", "--quick", *arguments])
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> dict[str, dict[str, str]]:
+    path = tmp_path / "found.json"
+    result = look("--json", str(path))
     assert result.exit_code == 0, result.output
-    return {found["subject"]: found for found in json.loads(result.output)["findings"]}
+    return {found["subject"]: found for found in json.loads(path.read_text())["findings"]}
 
 
-def test_json_names_everything_and_each_lack_has_a_remedy() -> None:
-    found = findings()
+def test_json_names_everything_and_each_lack_has_a_remedy(
+    findings: dict[str, dict[str, str]],
+) -> None:
+    found = findings
     assert {"core", "shm", "tcp", "rdma", "numpy", "torch", "open files", "locked memory"} <= set(
         found
     )
@@ -35,15 +43,14 @@ def test_json_names_everything_and_each_lack_has_a_remedy() -> None:
             assert item["remedy"], item
 
 
-def test_shm_and_tcp_work_where_the_tests_run() -> None:
-    found = findings()
-    assert found["shm"]["state"] in ("yes", "partly")
-    assert found["tcp"]["state"] == "yes"
-    assert found["core"]["state"] == "yes"
+def test_shm_and_tcp_work_where_the_tests_run(findings: dict[str, dict[str, str]]) -> None:
+    assert findings["shm"]["state"] in ("yes", "partly")
+    assert findings["tcp"]["state"] == "yes"
+    assert findings["core"]["state"] == "yes"
 
 
-def test_without_rdma_the_remedy_is_told() -> None:
-    found = findings()["rdma"]
+def test_without_rdma_the_remedy_is_told(findings: dict[str, dict[str, str]]) -> None:
+    found = findings["rdma"]
     if not os.path.isdir("/sys/class/infiniband"):
         assert found["state"] == "no"
         assert "rdma link add" in found["remedy"]
@@ -59,18 +66,20 @@ def test_no_descriptor_is_left_open() -> None:
 
 
 def test_the_table_reads_without_colour() -> None:
-    result = CliRunner().invoke(main, ["info"])
+    result = look()
     assert result.exit_code == 0
     for word in ("shm", "tcp", "rdma", "remedy"):
         assert word in result.output
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def check_broken() -> advice.Finding:
         raise OSError("no such thing")
 
     monkeypatch.setattr(info_module, "CHECKS", {"broken": check_broken})
-    shown = json.loads(CliRunner().invoke(main, ["info", "--json"]).output)["findings"]
+    path = tmp_path / "found.json"
+    look("--json", str(path))
+    shown = json.loads(path.read_text())["findings"]
     assert [(each["subject"], each["state"]) for each in shown] == [("broken", "partly")]
     (found,) = info_module.look()
     assert (found.subject, found.level) == ("broken", advice.NOTE)
@@ -80,7 +89,20 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_any_transport_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = advice.Finding(advice.MISSING, "shm", "none", "another kernel")
     monkeypatch.setattr(info_module, "CHECKS", {"shm": lambda: nothing})
-    assert CliRunner().invoke(main, ["info"]).exit_code == 1
+    assert look().exit_code == 1
+
+
+def test_the_earlier_name_says_the_new_one() -> None:
+    result = CliRunner().invoke(main, ["info"])
+    assert result.exit_code == 2
+    assert "it is now: tensorwire doctor --quick" in result.output
+
+
+@pytest.mark.parametrize("other", [["10.0.0.1:7000"], ["--serve"], ["--seconds", "1"]])
+def test_nothing_is_measured_beside_it(other: list[str]) -> None:
+    result = look(*other)
+    assert result.exit_code == 2
+    assert "--quick measures nothing" in result.output
 
 
 def test_missing_torch_comes_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +111,7 @@ def test_missing_torch_comes_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("state", ["ACTIVE", "DOWN"])
-def test_info_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+def test_quick_and_whole_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """Named for a bug: for root one said that memory may be locked without limit, one that not."""
     port = RdmaPort("mlx5_0", 1, state, 100.0, "InfiniBand", ("fe80::1",), "")
     monkeypatch.setattr(info_module, "rdma_ports", lambda: [port])
@@ -153,10 +175,10 @@ def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_help_teaches_by_examples() -> None:
     for arguments, example in (
-        (["--help"], "tensorwire info"),
+        (["--help"], "tensorwire doctor --quick"),
         (["--help"], "tensorwire run --workers 2 train.py"),
         (["run", "--help"], "--full-tracebacks"),
-        (["info", "--help"], "tensorwire info --json"),
+        (["doctor", "--help"], "tensorwire doctor --quick"),
         (["bench", "memory", "--help"], "tensorwire bench memory --quick"),
     ):
         result = CliRunner().invoke(main, arguments)
