@@ -22,7 +22,7 @@ from tensorwire.errors import TensorwireError
 DEFAULT_LISTEN = "127.0.0.1:0"
 _PARTLY = ("partly", "yellow")
 _STATES = {OK: ("yes", "green"), NOTE: _PARTLY, WARNING: _PARTLY, MISSING: ("no", "red")}
-"""What `--quick` calls each level, and its colour."""
+"""The name of each level in `--quick`, and its colour."""
 
 
 @click.command(cls=Command)

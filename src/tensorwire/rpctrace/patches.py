@@ -266,7 +266,7 @@ class Tracer:
 
 
 def _patch(kind: Any, name: str, count: Any) -> None:
-    """Has a method of a class of grpcio called by `count`, where somebody counts its calls."""
+    """Makes `count` call a method of a class of grpcio, for objects whose calls are counted."""
     call = getattr(kind, name)
 
     @functools.wraps(call)

@@ -138,7 +138,7 @@ class WorkerState:
 
 
 def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
-    """Returns an object that changes steps and was not given to `job.track`; "" if none is known."""
+    """Returns an object that changes steps and is unknown to `job.track`; "" if there is none."""
     things = [thing for thing in kept.values() if not isinstance(thing, dict | list)]
     missing = ""
     for replica in replicas:
