@@ -356,7 +356,7 @@ def _place(results: Bytes, version: int) -> Bytes:
 
 
 def _reduced_words(share: Share) -> int:
-    """Returns the words of: a version, the number of slices, and each slice with its weight."""
+    """Returns how many words a version takes, its number of slices, and each with its weight."""
     return 2 + 2 * share.layout.spec.slices
 
 
