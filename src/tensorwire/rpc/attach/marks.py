@@ -151,11 +151,10 @@ class Sender:
         if attachment is None:
             return
         link.ended = True  # before the leases are looked at: see `SentMessage`
-        end = partial(attachment.end_call, link.call, link.leases, ok)
         if ok or self.ends_at_once:
-            end()
+            attachment.end_call(link.call, link.leases, ok)
         else:
-            JANITOR.soon(end)
+            JANITOR.soon(partial(attachment.end_call, link.call, link.leases, ok))
 
     def end_small(self, small: SmallCall, code: Any) -> None:
         """As `end`, of a call with a small request; its code is None if that is not known."""

@@ -302,7 +302,9 @@ class CallState(Waiter):
             self._initial = ending.initial
         self._pieces = []
         self._let_go()
-        self._tell(ending.code)
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(ending.code)
         self._ending = ending
         with self._client.mutex:
             callbacks, self._callbacks = self._callbacks, None

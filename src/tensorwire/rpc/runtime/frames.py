@@ -172,9 +172,11 @@ def call_frames(
     others: Sequence[memoryview] = ()
     first: bytes | memoryview = b""
     flags = 0
-    if message is not None:
+    if message is not None and len(message) <= PIECE_BYTES:  # as nearly always
+        first, flags = message, WHOLE
+    elif message is not None:
         first, others = _pieces(message)
-        flags = MORE if others else WHOLE
+        flags = MORE
     if streams:
         flags |= STREAM
     block = _encoded(metadata) if metadata else b""

@@ -362,6 +362,7 @@ class Service(AnyService):
             call.fail(_Code.INTERNAL, f"the call could not be carried out: {error}")
         finally:
             end.runner.took(call.method, time.monotonic() - began)
-            performance.ended()
+            if performance.traced is not None:
+                performance.ended()
             if self._most is not None:
                 self._ran()
