@@ -21,6 +21,7 @@ from test_rpc_large import LIES, UNLIMITED, Liar, message, nothing_is_used
 
 from tensorwire import rpc
 from tensorwire.rpc.payload import outgoing, push, route
+from tensorwire.rpc.payload.threads import THREADS
 
 CHUNK = 1 << 16
 SIZES = (999, 1000, CHUNK, CHUNK + 1, 5 * CHUNK + 123)
@@ -104,6 +105,34 @@ def test_messages_of_all_sizes_both_ways(wire: str) -> None:
         assert channel.runtime == wire
         assert await asyncio.gather(*(unary(big) for _ in range(20))) == [big] * 20
         await until(lambda: nothing_is_used(channel, server))
+
+    run(wire, FOUR, test)
+
+
+def test_what_has_memory_is_sent_without_a_thread(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread at each end of each message cost more than all else up to 1 MiB."""
+    ran: list[Callable[[], object]] = []
+    run_in_thread = THREADS.run
+
+    def counted(work: Callable[[], object]) -> None:
+        ran.append(work)
+        run_in_thread(work)
+
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/uu")
+        await unary(message(CHUNK))  # makes the memory
+        monkeypatch.setattr(THREADS, "run", counted)
+        calls = 10
+        for _ in range(calls):
+            await until(lambda: nothing_is_used(channel, server))
+            assert await unary(message(CHUNK)) == message(CHUNK)
+        # Of two messages each. What overtakes its payload is still read in a thread.
+        assert len(ran) <= 2 * calls
+        ran.clear()
+        await unary(message(CHUNK + 1))
+        assert len(ran) >= 2 or wire == "shm"
 
     run(wire, FOUR, test)
 

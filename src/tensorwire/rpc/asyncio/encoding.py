@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..payload import push
+from ..payload.attachment import RpcAttachment
 from ..payload.fields import may_have_tensors
 from ..payload.outgoing import SentMessage
 from ..runtime.leaving import OfCall, leaving
@@ -17,7 +19,7 @@ async def encode(
 ) -> tuple[bytes, SentMessage | None]:
     """Makes what travels of a message, as `leaving` does, without waiting in the loop.
 
-    The loop serializes. A thread sends ahead what is large and goes over a network.
+    The loop serializes. A thread sends ahead what goes over a network and may wait.
 
     Arrays are copied by the loop, whose other tasks may change them.
 
@@ -29,10 +31,16 @@ async def encode(
     """
     if may_have_tensors(type(message)):
         return leaving(message, call, serializer, last=last)
-    body, attachment = serializer(message), call.attachment
+    body = serializer(message)
     encode = partial(leaving, body, call, None, last=last)
-    may_wait = not attachment.maps and len(body) >= attachment.runtime_threshold_bytes
-    return await in_thread(encode) if may_wait else encode()
+    return await in_thread(encode) if _may_wait(call.attachment, len(body)) else encode()
+
+
+def _may_wait(attachment: RpcAttachment, size_bytes: int) -> bool:
+    """Returns whether sending a message of this size may wait: for new memory, or for room."""
+    if attachment.maps or size_bytes < attachment.runtime_threshold_bytes:
+        return False
+    return size_bytes > push.CHUNK_BYTES or not attachment.leases_there.has_idle(size_bytes)
 
 
 async def finish(message: SentMessage | None) -> None:

@@ -15,8 +15,8 @@ import grpc
 import grpc.aio
 
 from .. import logs
-from ..payload.envelope import is_pushed
 from ..payload.inbox import RefusedError
+from ..payload.incoming import may_wait
 from ..payload.outgoing import CallLink, SentMessage
 from ..payload.tensors import Holding, drop
 from ..runtime.behavior import AnyPerformance, Performance, refuse_payload
@@ -162,7 +162,7 @@ class AioPerformance(_Unexpected):
         if data is None:
             raise _EndedError
         try:
-            if is_pushed(data):
+            if may_wait(data):
                 return await in_thread(partial(self._decode, data, holdings))
             return self._decode(data, holdings)
         except RefusedError as error:

@@ -18,7 +18,7 @@ import grpc.aio
 
 from .. import logs
 from ..payload.attachment import RpcAttachment
-from ..payload.envelope import is_pushed
+from ..payload.incoming import may_wait
 from ..payload.outgoing import SentMessage
 from ..runtime.carry import NOT_SERIALIZED, AnyMethod
 from ..runtime.client import AnyClient
@@ -70,7 +70,7 @@ class AioCall(LoopWaiter, CallState):
         self._head.finish()
 
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
-        if large and is_pushed(self._pieces[0]):  # others have their turn while it is read
+        if large and may_wait(self._pieces[0]):  # others have their turn while it is read
             self._task = self._client.loop.create_task(self._make_later(body))
         else:
             self._make(body)
@@ -80,7 +80,7 @@ class AioCall(LoopWaiter, CallState):
 
     async def _received(self, data: bytes) -> Any:
         """Returns the same as `_message_of`, without blocking the event loop."""
-        if is_pushed(data):
+        if may_wait(data):
             return await in_thread(partial(self._message_of, data))
         return self._message_of(data)
 

@@ -42,7 +42,7 @@ _BOARD = "board"
 _PUSHED = "pushed"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
-"""All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
+"""All of this process, by their ids, for who sees an envelope pass."""
 
 
 _pid = os.getpid()

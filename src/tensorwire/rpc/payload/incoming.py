@@ -12,9 +12,9 @@ from typing import Any
 from tensorwire.memory.fresh import copied
 
 from ..tensor_pb2 import Tensor
-from .attachment import RpcAttachment
+from .attachment import ATTACHMENTS, RpcAttachment
 from .encode import carry_in_pickles
-from .envelope import BODY, MAGIC, Envelope, unseal
+from .envelope import BODY, MAGIC, Envelope, is_pushed, unseal
 from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
 from .push import Pushing
@@ -124,6 +124,19 @@ class Reader:
         finally:
             if holding is None:
                 landed.give_back()
+
+
+def may_wait(data: bytes) -> bool:
+    """Returns whether reading what came may wait for payload, or take long to copy it."""
+    if not is_pushed(data):
+        return False
+    try:
+        envelope = unseal(data)
+    except ValueError:
+        return False  # as reading it finds out
+    attachment = ATTACHMENTS.get(envelope.attachment)
+    pushing = None if attachment is None else attachment.pushing
+    return pushing is not None and not pushing.is_short_and_there(envelope)
 
 
 def _opened(

@@ -219,6 +219,15 @@ class LeasePool:
                 self._slots.append(slot)
             return None
 
+    def has_idle(self, size_bytes: int) -> bool:
+        """Returns whether `take_idle` would find some now."""
+        with self._lock:
+            self._collect()
+            lease = self._pick(_rounded(size_bytes))
+            if lease is not None:
+                self._idle.append(lease)
+        return lease is not None
+
     def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease | None:
         """As `take`, of memory that is there already; None: there is none that fits."""
         with self._lock:

@@ -220,6 +220,13 @@ class Pushing:
             self._check_turn(envelope)
         return taking.take()
 
+    def is_short_and_there(self, envelope: Envelope) -> bool:
+        """Returns whether all payload of an envelope is there, and is read in a moment."""
+        end = _end(envelope)
+        if end > CHUNK_BYTES or envelope.slot >= SLOTS:
+            return False
+        return self._word(envelope).value == _there(envelope.turn, end)
+
     def wait(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> None:
         """Waits until all payload of an envelope is there.
 
