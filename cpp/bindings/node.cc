@@ -74,6 +74,7 @@ void bind_node(nb::module_& m) {
           "readable"_a, "on_gpu"_a = false)
       .def("lend", &Node::lend, "descriptor"_a, "size_bytes"_a, "name"_a)
       .def("listener", &Node::duplicate_listener, nb::call_guard<WithoutGil>())
+      .def("stop_listening", &Node::stop_listening, nb::call_guard<WithoutGil>())
       .def("region", &Node::region, "name"_a)
       .def("free", &Node::free, "region"_a, nb::call_guard<WithoutGil>())
       .def(

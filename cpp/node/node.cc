@@ -369,6 +369,11 @@ PeerPtr Node::accept(Deadline deadline) {
   }
 }
 
+void Node::stop_listening() {
+  check_open();
+  fabric_.progress->run([this] { listener_->close(); });
+}
+
 std::vector<PeerPtr> Node::peers() const {
   if (epoch_ != fork::epoch()) check_open();
   auto result = all_peers();

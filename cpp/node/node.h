@@ -79,6 +79,8 @@ class Node : public std::enable_shared_from_this<Node> {
   int duplicate_listener() const;
   // The next peer that connected to us; null if the deadline passed (or a signal came).
   PeerPtr accept(Deadline deadline);
+  // Accepts no more peers, and closes the descriptors of the socket. Throws kClosed.
+  void stop_listening();
   // The peers that are connected and ready for use.
   std::vector<PeerPtr> peers() const;
 

@@ -388,7 +388,10 @@ def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> Non
 def test_the_runtime_has_smaller_arrays_go_ahead(
     serve: Callable[..., Any], options: dict[str, Any], runtime: bool
 ) -> None:
-    """Between the two thresholds of each transport, which the user has not set."""
+    """Of sizes around the threshold of each transport, which the user has not set.
+
+    By TCP calls of the runtime have payload beside them already below it.
+    """
     own = {"limits": rpc.Limits(), "runtime": runtime}
     size = 300_000
     server = serve({"/t/m": UU(lambda request, context: request, **TENSORS)}, **own)
@@ -397,7 +400,8 @@ def test_the_runtime_has_smaller_arrays_go_ahead(
         for _ in range(2):  # the first may still go by grpcio
             answer = rpc.unpack(tensor_call(channel)(rpc.pack(sent)))
             assert (answer == sent).all()
-        assert (channel.attachment.leases_there.leased_bytes > 0) == runtime
+        beside = runtime or options["transports"] == ("shm",)
+        assert (channel.attachment.leases_there.leased_bytes > 0) == beside
 
 
 def test_arrays_that_were_dropped_let_the_same_memory_be_used_again(

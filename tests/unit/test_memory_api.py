@@ -263,6 +263,23 @@ class TestNode:
             with pytest.raises(tw.BusyError, match="max_peers"):
                 second.connect(node.address)
 
+    def test_no_more_peers(self) -> None:
+        with Node() as node, Node() as first, Node() as second:
+            peer = first.connect(node.address)
+            accepted = node.accept(5)
+            node.stop_listening()
+            node.stop_listening()
+            with pytest.raises(tw.PeerLostError, match="refused"):
+                second.connect(node.address, timeout_s=1)
+            with pytest.raises(ClosedError):
+                node.listener()
+            Node(listen=node.address).close()  # no descriptor of the socket is left
+            first.allocate(8, name="here")
+            accepted.wait_region("here", timeout_s=5)
+            assert not peer.lost
+        with pytest.raises(ClosedError):
+            node.stop_listening()
+
     def test_forgotten(self) -> None:
         with assert_no_leak(), pytest.warns(ResourceWarning, match="'lost' was never closed"):
             Node("lost")  # its last reference ends here

@@ -399,9 +399,19 @@ class Node:
 
         Raises:
             BusyError: no descriptor is left.
-            ClosedError: the Node was closed; or this is a forked child.
+            ClosedError: the Node was closed, or listens no more; or this is a forked child.
         """
         return self._core.listener()
+
+    def stop_listening(self) -> None:
+        """Accepts no more peers, and gives back the two descriptors that this takes.
+
+        Peers that are connected stay. Calling it again does nothing.
+
+        Raises:
+            ClosedError: the Node was closed; or this is a forked child.
+        """
+        self._core.stop_listening()
 
     def stats(self) -> dict[str, int]:
         """Returns counters of this Node since its start; docs/memory.md explains each."""

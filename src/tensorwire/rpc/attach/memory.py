@@ -40,6 +40,7 @@ class OwnMemory:
         Raises:
             TensorwireError: the other end is gone.
         """
+        self.node.stop_listening()  # no other peer comes, and two descriptors are free
         id = bytes.fromhex(self.node.name)
         return RpcAttachment(
             id, self.node, self._board, peer, terms.limits, is_client=is_client, **agreed
