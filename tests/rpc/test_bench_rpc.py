@@ -112,7 +112,7 @@ def test_a_bar_of_equal_speed_names_the_limit_of_payload_in_its_message() -> Non
     (bar,) = [each for each in rpc.BARS if each.name.startswith("tcp unary tensor against")]
     for size, ratio, expected in (
         (8, 0.88, "beyond this machine, grpcio-tensor: 0.88"),
-        (1 << 20, 0.95, "grpcio-tensor: 0.95"),
+        (1 << 18, 0.95, "grpcio-tensor: 0.95"),
     ):
         report = Report("rpc", {})
         for system, found in (("tensor", 0.8), ("grpcio-tensor", ratio), ("in-turn", 2.0)):
