@@ -191,6 +191,34 @@ def test_a_gradient_changed_by_way_of_data(team: Team, transports: list[str] | N
     assert team.alone(gradient_data_changed, 2) == 2
 
 
+def halved(job: tw.Job, interrupts: bool, placement: str) -> str:
+    """Gradients leave in `step()`; they are halved before it, or after an interrupt in it."""
+    model, opt = ready(job, placement=placement)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for step in range(4):
+        with opt.accumulate():
+            backward(model, step, job.rank)
+        if interrupts:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(opt._tensorwire, "_hold", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    opt.step()
+        for p in model.parameters():
+            p.grad.data.mul_(0.5)
+        opt.step()
+        opt.zero_grad()
+    return digest(model)
+
+
+@pytest.mark.parametrize("placement", ["plan", "copy"])
+def test_what_left_in_a_step_that_was_interrupted_leaves_again(team: Team, placement: str) -> None:
+    assert team.run(halved, True, placement) == team.run(halved, False, placement)
+    assert team.alone(halved, True, placement) == team.alone(halved, False, placement)
+
+
 def test_every_byte_of_a_gradient_is_looked_at() -> None:
     sizes = {3: 5_000_000, 4: 12, 7: 0, 9: 40_000_001, 10: 300_000}
     looks = GradientChecks(sizes)

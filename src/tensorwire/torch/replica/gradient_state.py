@@ -19,6 +19,7 @@ class Left(NamedTuple):
     version: int
     address: int
     checksum: int | torch.Tensor | None  # of the bytes that are looked at
+    late: bool  # it left in the step that commits it
 
 
 @dataclass(slots=True, eq=False)

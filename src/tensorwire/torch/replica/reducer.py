@@ -190,7 +190,9 @@ class Reducer:
         self._first_push = self._first_push or started
         self._statistics.exposed_s += time.perf_counter() - started
 
-    def _push(self, state: GradientState, gradient: torch.Tensor, where: int | None) -> None:
+    def _push(
+        self, state: GradientState, gradient: torch.Tensor, where: int | None, late: bool = False
+    ) -> None:
         if gradient.dtype != state.dtype or is_on_host(gradient) != state.on_host:
             self._guard.check()
         self._check_layout(state, gradient)
@@ -217,8 +219,8 @@ class Reducer:
             count_copied(self._statistics, state, copied)
         at_server = where is not None or state.block is not None
         state.was_in_place = at_server or self._is_in_place(state, gradient)
-        looked = self._look_at(state, gradient)
-        state.left = Left(gradient, gradient._version, address_of(gradient), looked)
+        looked = None if late else self._look_at(state, gradient)
+        state.left = Left(gradient, gradient._version, address_of(gradient), looked, late)
 
     def _look_at(self, state: GradientState, gradient: torch.Tensor) -> int | torch.Tensor | None:
         return sum_of(gradient, state.parameter, self._looked_at.get(state.index))
@@ -293,8 +295,13 @@ class Reducer:
             return taking.slice_index
         return self._session.my_slices[self.turn]
 
-    def take(self) -> None:
+    def take(self, commits: bool) -> None:
         """Sends the gradients in `.grad` that have not left yet, and forgets withdrawn ones.
+
+        Args:
+            commits: a commit follows at once, and with it the step: the script cannot change what
+                leaves now, so that nobody looks at its bytes. If the step is interrupted before,
+                it leaves again.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.
@@ -305,11 +312,11 @@ class Reducer:
             if gradient is None:
                 state.forget()
                 self._tables.forget(state.index)
-            elif state.left is None:
+            elif state.left is None or state.left.late:
                 where = None
                 if state.shared and isinstance(slots, GradientSlots):
                     where = slots.find(state.index, gradient)
-                self._push(state, gradient, where)
+                self._push(state, gradient, where, commits)
             else:
                 self.check_unchanged(state)
         self._copy()

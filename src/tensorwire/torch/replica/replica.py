@@ -383,7 +383,7 @@ class Replica:
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
-            present = self._take()
+            present = self._take(commits=True)
         self._residency.guard.finish()
         self._same_hyper.check(reducer.turn, self.arithmetic)
         repeated = self.store.is_committed(slice_index)
@@ -425,9 +425,9 @@ class Replica:
         for each in self._others if self.session.notes else ():
             each.held.note(each is self)
 
-    def _take(self) -> tuple[bytes, tuple[int, ...]]:
+    def _take(self, commits: bool) -> tuple[bytes, tuple[int, ...]]:
         """Takes this slice's own gradients, not averaged; returns the entries of a commit."""
-        self.reducer.take()
+        self.reducer.take(commits)
         if self.same_batches.looks:
             self.same_batches.slice_comes(self.reducer.gradients())
         return self.reducer.present()
@@ -445,7 +445,7 @@ class Replica:
         self._residency.guard.check()
         self._taken.begin(self)
         self._scaled = scale
-        present, weight = self._take(), reducer.samples.weight()
+        present, weight = self._take(commits=False), reducer.samples.weight()
         if not self.store.is_committed(reducer.slice_index):
             reducer.check_repeated()
         if taking is not None:  # now: who goes on for this worker does not have them
