@@ -163,7 +163,7 @@ class FusedTile(CellTile):
         kept: Bytes,
     ) -> None:
         super().__init__(dtype, master, slots, states, kept)
-        self._kernel = kernel
+        self._kernel, self._every = kernel, list(self._states.values())
 
     def step(
         self,
@@ -178,8 +178,10 @@ class FusedTile(CellTile):
         """See `parameters.Tile.step`."""
         gradient = self._gradient(start, stop, kept, scale)
         divisor = None if kept else self._divisor
-        master = self._part(self._master, start, stop)
-        states = [self._part(state, start, stop) for state in self._states.values()]
+        master, states = self._master, self._every
+        if (start, stop) != (0, self._bytes):
+            master = self._part(master, start, stop)
+            states = [self._part(state, start, stop) for state in states]
         self._kernel(_Operands(master, gradient, states, divisor, count), hyper)
         return scalars
 

@@ -210,7 +210,7 @@ class OwnTile(CellTile):
         if divisor is not None:
             gradient.div_(divisor)  # a sum of several, in scratch memory
         elif self._spec.edits_gradient and scale == 1.0 and (kept or not self._in_scratch):
-            gradient = scratch(self._master)[: gradient.numel()].copy_(gradient)
+            gradient = scratch(*self._size)[: gradient.numel()].copy_(gradient)
         own, views = self._parts.get((start, stop)) or self._make_part(hyper, start, stop)
         begins = self._spec.lazy and count == 1
         return own.step(hyper, self._shaped(gradient), views, None if begins else scalars)

@@ -72,6 +72,7 @@ class CellTile:
         self._kept = tensor_over(kept, kind)
         self._kept_in_slot = self._kept.data_ptr() == self._slots[0].data_ptr()
         self._bytes = self._master.nbytes
+        self._size = kind, self._master.device, self._master.numel()
         self._on_device = self._master.device.type != "cpu"
         self._reduced = self._slots[0]  # what the last reduce() made, of its bytes
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
@@ -98,7 +99,7 @@ class CellTile:
         if len(weights) == 1 and weight == 1.0 and there:
             self._reduced = parts[0]
             return
-        target = self._kept if keep else scratch(self._master)
+        target = self._kept if keep else scratch(*self._size)
         self._in_scratch = not keep
         self._reduced = target = self._part(target, start, stop)
         if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
@@ -144,7 +145,7 @@ class CellTile:
         if scale == 1.0:
             return gradient
         # Not in place: what is kept stays what it is, its padding free of what is not finite.
-        return torch.mul(gradient, scale, out=scratch(self._master)[: gradient.numel()])
+        return torch.mul(gradient, scale, out=scratch(*self._size)[: gradient.numel()])
 
 
 _HOST = torch.device("cpu")
@@ -158,16 +159,20 @@ def constant(value: float, device: torch.device = _HOST) -> torch.Tensor:
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.wholes: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.parts: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
 
 
 _local = _Scratch()
 
 
-def scratch(like: torch.Tensor) -> torch.Tensor:
+def scratch(dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor:
     """Returns memory of this thread that every tile uses in turn, so that it stays in the cache."""
-    key = like.dtype, like.device
-    found = _local.tensors.get(key)
-    if found is None or found.numel() < like.numel():
-        found = _local.tensors[key] = torch.empty_like(like)
-    return found[: like.numel()]
+    part = _local.parts.get((dtype, device, count))
+    if part is None:
+        whole = _local.wholes.get((dtype, device))
+        if whole is None or whole.numel() < count:
+            _local.parts.clear()  # they keep the memory of the whole before
+            whole = _local.wholes[dtype, device] = torch.empty(count, dtype=dtype, device=device)
+        part = _local.parts[dtype, device, count] = whole[:count]
+    return part
