@@ -4,12 +4,14 @@ The promises for data in the loader's own order hold: each sample once, the same
 of workers, with a kill, with workers that come and go, and from a checkpoint.
 """
 
+import copy
 import itertools
 import random
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from team import Team
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import tensorwire.torch as tw
+from tensorwire.torch.order import mark_of
 
 
 class Stop(Exception):
@@ -162,12 +165,40 @@ def test_a_loader_made_anew_goes_on_shuffling(team: Team) -> None:
     assert found[3] != found[4]
 
 
+@dataclass
+class Record:
+    """A sample that is neither a number nor in a container; what was cached of it differs."""
+
+    index: int
+    cached: Any = field(default_factory=object, compare=False)
+
+
+class Counted(IterableDataset[Any]):
+    def __init__(self, count: int, first: int | None = None) -> None:
+        self.count, self.first = count, first
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.first is None:
+            return (Numbered()[index % COUNT] for index in range(self.count))
+        return map(Record, range(self.first, self.first + self.count))
+
+
+def of_records(records: list[Record]) -> list[torch.Tensor]:
+    return [torch.tensor([each.index for each in records]), torch.ones(len(records), 5)]
+
+
 def different(job: tw.Job, what: str) -> None:
     of = Training(job)
     if what == "stream":
         loader = job.loader(Stream((job.rank, job.size)), 3)
+    elif what == "longer":
+        loader = job.loader(Counted(38 + job.rank), 3)
+    elif what == "records":
+        loader = job.loader(Counted(COUNT, job.rank), 3, collate_fn=of_records)
     elif what == "part":
         loader = job.loader(job.shard(Numbered()), 3, shuffle=True)
+    elif what == "more":
+        loader = job.loader(Numbered(), 3, sampler=list(range(COUNT - 6 * job.rank)))
     else:
         loader = job.loader(Numbered(), 3, sampler=list(range(job.rank, COUNT, job.size)))
     for _ in job.epochs(1):
@@ -175,12 +206,26 @@ def different(job: tw.Job, what: str) -> None:
             of.step(batch)
 
 
-@pytest.mark.parametrize("what", ["stream", "sampler", "part"])
-def test_data_by_rank_are_told(team: Team, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "step"),
+    [("stream", 1), ("sampler", 1), ("part", 1), ("longer", 7), ("records", 1), ("more", 1)],
+)
+def test_data_by_rank_are_told(team: Team, what: str, step: int) -> None:
+    """Of a stream that is one sample longer in one worker, behind its last step."""
+    told = f"worker 1 has read other samples than worker 0 up to step {step} of a pass"
     for failure in team.failures(different, what):
         assert failure.kind == "RuntimeError"
-        assert "worker 1 has read other samples than worker 0 for step 1 of a pass" in failure.text
+        assert told in failure.text
         assert "leave out whatever gives a process its part" in failure.text
+
+
+def test_what_is_compared_of_a_sample() -> None:
+    alike = [Record(3), {Record(3).index: {"b", "a"}}, np.array([None, 2]), 3j, Path("a"), {1, 2}]
+    other = [Record(4), {Record(3).index: {"b", "c"}}, np.array([0, None]), 4j, Path("b"), {1, 3}]
+    for one, more in zip(alike, other, strict=True):
+        assert mark_of(one) == mark_of(copy.deepcopy(one))
+        assert (mark_of(one) == mark_of(more)) == isinstance(one, np.ndarray)  # by its class
+    assert mark_of({"a", "b", "c"}) == mark_of({"c", "b", "a"})
 
 
 def refused(job: tw.Job) -> list[str]:

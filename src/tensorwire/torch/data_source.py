@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .order import (
     Dealing,
     IndexPlan,
     PassPlan,
+    Step,
     Steps,
     call_set_epoch,
     check_sampler,
@@ -212,16 +214,17 @@ class DataSource:
             order = torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist()
         else:
             order = range(len(self.dataset))
-        named: Callable[[Any], Any] | None = None
+        shown: Callable[[Step], Any] | None = None
         if isinstance(self.dataset, Subset):  # which may be another part in each worker
-            named = self.dataset.indices.__getitem__
+            shown = partial(_named, self.dataset.indices)
         elif sources:
-            named = _itself
-        return IndexPlan(Steps(self.dealing.steps(order), reading), (seed, epoch), named)
+            shown = list
+        steps = Steps(self.dealing.steps(order), reading, shown)
+        return IndexPlan(steps, (seed, epoch), shown is not None)
 
 
-def _itself(index: Any) -> Any:
-    return index
+def _named(names: Sequence[Any], step: Step) -> list[list[Any]]:
+    return [[names[index] for index in part] for part in step]
 
 
 def _length(items: Any) -> int | None:

@@ -7,8 +7,15 @@ A plan has the facts of a pass and the requests of its batches: with indices her
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
 import random
-from collections import deque
+import uuid
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -133,11 +140,19 @@ class Steps:
     Args:
         steps: are read when they are asked for.
         reading: is entered meanwhile.
+        shown: returns what is compared of a step; None: nothing is.
     """
 
-    def __init__(self, steps: Iterator[Step], reading: AbstractContextManager[None]) -> None:
-        self._steps, self._reading = steps, reading
+    def __init__(
+        self,
+        steps: Iterator[Step],
+        reading: AbstractContextManager[None],
+        shown: Callable[[Step], Any] | None,
+    ) -> None:
+        self._steps, self._reading, self._shown = steps, reading, shown
         self._read: deque[Step] = deque()
+        self._marks: deque[int] = deque()
+        self._mark = 0
         self.first = 0
 
     def has(self, step: int) -> bool:
@@ -148,16 +163,25 @@ class Steps:
             if found is None:
                 return False
             self._read.append(found)
+            if self._shown is not None:
+                sizes = [len(each) for each in found]
+                self._mark = mark_of([self._mark, sizes, self._shown(found)])
+            self._marks.append(self._mark)
         return True
 
     def __getitem__(self, step: int) -> Step:
         """Returns a step that `has` has found."""
         return self._read[step - self.first]
 
+    def mark(self, step: int) -> int:
+        """Returns a checksum of what is compared of the steps up to one that `has` has found."""
+        return self._marks[step - self.first]
+
     def forget(self, before: int) -> None:
         """Lets go of the steps before one."""
         while self._read and self.first < before:
             self._read.popleft()
+            self._marks.popleft()
             self.first += 1
 
 
@@ -181,7 +205,7 @@ class PassPlan(Protocol):
         """Returns the samples of each slice of a step that was taken and is not forgotten."""
 
     def mark(self, step: int) -> int | None:
-        """Returns a checksum of these samples; None: all workers have the same for certain."""
+        """Returns a checksum of the samples up to a step; None: all workers have the same."""
 
     def forget(self, before: int) -> None:
         """Forgets steps before one, which nobody asks for any more."""
@@ -201,14 +225,11 @@ class IndexPlan:
     Args:
         steps: of indices.
         seed: parts of the seed of every batch.
-        named: returns what an index stands for, where workers may have different ones; None: all
-            have the same for certain.
+        compared: workers may have different ones.
     """
 
-    def __init__(
-        self, steps: Steps, seed: tuple[int, ...], named: Callable[[Any], Any] | None
-    ) -> None:
-        self._steps, self._seed, self._named = steps, seed, named
+    def __init__(self, steps: Steps, seed: tuple[int, ...], compared: bool) -> None:
+        self._steps, self._seed, self._compared = steps, seed, compared
 
     def has(self, step: int) -> bool:
         """See `PassPlan`."""
@@ -228,9 +249,7 @@ class IndexPlan:
 
     def mark(self, step: int) -> int | None:
         """See `PassPlan`."""
-        if (named := self._named) is None:
-            return None
-        return mark_of([[named(index) for index in part] for part in self._steps[step]])
+        return self._steps.mark(step) if self._compared else None
 
     def forget(self, before: int) -> None:
         """See `PassPlan`."""
@@ -299,9 +318,17 @@ def check_sampler(sampler: Any) -> None:
 def mark_of(value: Any) -> int:
     """Returns a checksum of samples; of large ones, of a part of each.
 
-    For objects that are no numbers, texts, arrays, tensors or containers the class counts.
+    For objects that are no numbers, texts, times, paths, arrays, tensors, containers or dataclasses
+    the class counts.
     """
     return crc32(b"\0".join(_parts(value)))
+
+
+_PLAIN = (
+    int, float, complex, bool, np.generic, type(None), datetime.date,
+    datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath,
+    uuid.UUID,
+)  # fmt: skip
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -312,16 +339,31 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield str((value.dtype, *value.shape)).encode()
         yield np.ascontiguousarray(value.reshape(-1)[:_MOST_BYTES]).tobytes()[:_MOST_BYTES]
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         yield b"{%d" % len(value)
         for key, item in islice(value.items(), _MOST_PARTS):
             yield from _parts(key)
             yield from _parts(item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | range):
         yield b"[%d" % len(value)
-        for item in value[:_MOST_PARTS]:
+        for item in islice(value, _MOST_PARTS):
             yield from _parts(item)
-    elif isinstance(value, str | bytes | int | float | bool | np.generic | None):
-        yield repr(value[:_MOST_BYTES] if isinstance(value, str | bytes) else value).encode()
+    elif isinstance(value, set | frozenset):  # in whatever order
+        yield b"(%d, %d" % (len(value), sum(map(mark_of, value)))
+    elif isinstance(value, enum.Enum):
+        yield f"{type(value).__qualname__}.{value.name}".encode()
+    elif isinstance(value, str | bytes | bytearray):
+        yield repr(value[:_MOST_BYTES]).encode()
+    elif isinstance(value, _PLAIN):
+        yield repr(value).encode()
     else:
         yield type(value).__qualname__.encode()
+        for item in map(value.__getattribute__, _compared_fields(value)):
+            yield from _parts(item)
+
+
+def _compared_fields(value: Any) -> list[str]:
+    """Returns the fields by which two objects of a dataclass, or of a class of attrs, are equal."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [each.name for each in dataclasses.fields(value) if each.compare]
+    return [each.name for each in getattr(type(value), "__attrs_attrs__", ()) if each.eq]

@@ -25,7 +25,8 @@ class LoaderPass:
         first_step: earlier steps were made before a checkpoint was saved.
         given: batches that this worker got.
         steps: that were made at the last version, the first ones included.
-        mark: a checksum of the samples of the present step; None: it need not be compared.
+        mark: a checksum of the samples up to the present step; None: they need not be compared.
+        is_last: there is no further step.
     """
 
     number: int
@@ -35,6 +36,7 @@ class LoaderPass:
     given: int = 0
     steps: int = 0
     mark: int | None = None
+    is_last: bool = False
 
 
 class Position:
@@ -141,13 +143,15 @@ class Position:
     def stepped(self) -> list[LoaderPass]:
         """Counts a new version; returns the passes whose samples are to be compared now.
 
-        That is so after steps 1, 2, 4, 8, …: all workers find the same, also a replacement process.
+        That is so after steps 1, 2, 4, 8, … and the last one: all workers find the same, also a
+        replacement process.
         """
         self.made_steps = True
         due = []
         for each in self._passes.values():
             before, each.steps = each.steps, each.first_step + each.given // each.batches_per_step
-            if each.mark is not None and each.steps.bit_length() > before.bit_length():
+            doubled = each.steps.bit_length() > before.bit_length()
+            if each.mark is not None and (doubled or (each.is_last and each.steps > before)):
                 due.append(each)
         return due
 

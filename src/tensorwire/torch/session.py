@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from zlib import crc32
 
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
 from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
@@ -334,11 +335,12 @@ class Session:
         if not self.mode.is_sync or self.pipeline > 1:
             return  # they make other steps, or not all of them read the data
         assert of.mark is not None
-        told = self.gather((of.mark << 1 | 1).to_bytes(8, "little"))
+        mark = crc32(of.data.encode(), of.mark)
+        told = self.gather((mark << 1 | 1).to_bytes(8, "little"))
         here = [rank for rank, each in enumerate(told) if any(each)]  # the others were killed
         if others := [rank for rank in here if told[rank] != told[here[0]]]:
             raise RuntimeError(
-                f"worker {others[0]} has read other samples than worker {here[0]} for step "
+                f"worker {others[0]} has read other samples than worker {here[0]} up to step "
                 f"{of.steps} of a pass over {of.data}, so that some would count twice and others "
                 "not at all. job.loader deals out what all workers read alike: leave out whatever "
                 "gives a process its part (by rank, job.shard, DistributedSampler, …), "

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, default_collate
 
 from .order import (
     Dealing,
+    Step,
     Steps,
     call_set_epoch,
-    mark_of,
     numbers_for,
     seed_for_a_batch,
 )
@@ -58,7 +58,7 @@ class About(NamedTuple):
     Attributes:
         sizes: samples of each slice; none: the stream has ended before.
         is_last: there is no further step.
-        mark: checksum of the samples.
+        mark: checksum of the samples so far.
     """
 
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class StreamReader(Dataset[Any]):
     def __init__(self, dataset: Any, dealing: Dealing) -> None:
         self._dataset, self._dealing = dataset, dealing
         self._of: StreamPass | None = None
-        self._steps = Steps(iter(()), numbers_for((), 0))
+        self._steps = Steps(iter(()), numbers_for((), 0), None)
 
     def __getitems__(self, wanted: Wanted) -> FoundSlice:
         if wanted.of != self._of or wanted.step < self._steps.first:
@@ -89,7 +89,7 @@ class StreamReader(Dataset[Any]):
             return FoundSlice(About((), True, 0), [])
         samples = steps[step]
         sizes = tuple(len(each) for each in samples)
-        about = About(sizes, not steps.has(step + 1), mark_of([each[0] for each in samples]))
+        about = About(sizes, not steps.has(step + 1), steps.mark(step))
         # A worker of several slices computes a group of steps for each of them.
         steps.forget(step + 1 - self._dealing.accumulate)
         seed_for_a_batch(wanted.seed)
@@ -103,7 +103,12 @@ class StreamReader(Dataset[Any]):
             yield from self._dataset
 
         numbers = numbers_for([self._dataset], of.seed)
-        self._steps = Steps(self._dealing.steps(samples()), numbers)
+        self._steps = Steps(self._dealing.steps(samples()), numbers, _firsts)
+
+
+def _firsts(step: Step) -> list[Any]:
+    """Returns the first sample of each slice."""
+    return [each[0] for each in step]
 
 
 class CollateFound:
