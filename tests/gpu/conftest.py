@@ -11,11 +11,12 @@ import pytest
 from tensorwire.testing.gpu import missing_gpu
 
 HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "cpp"
 
 
 def build_standin(folder: Path) -> Path:
     """Compiles the stand-in, unless this very source was compiled before."""
-    source, header = HERE / "standin.cc", HERE.parents[1] / "cpp/gpu/cuda_driver.h"
+    source, header = HERE / "standin.cc", CORE / "gpu/cuda_driver.h"
     digest = hashlib.sha256(source.read_bytes() + header.read_bytes()).hexdigest()[:16]
     library = folder / f"libstandin-{digest}.so"
     if not library.exists():
@@ -25,7 +26,7 @@ def build_standin(folder: Path) -> Path:
             pytest.skip("no C++ compiler for the stand-in of NVIDIA's driver")
         partial = library.with_suffix(f".{os.getpid()}")
         options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
-        include = ["-I", str(header.parent), "-o", str(partial)]
+        include = ["-I", str(CORE), "-o", str(partial)]
         subprocess.run([compiler, *options, *include, str(source)], check=True)
         partial.rename(library)
     return library

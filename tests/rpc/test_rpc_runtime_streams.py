@@ -112,18 +112,14 @@ def test_streams_leave_nothing_behind(both: Ends) -> None:
     wait_for(lambda: not client._calls and not client._kept)
     assert len(channel.attachment._idle_calls) == 1024
     names = [each.name for each in threading.enumerate()]
-    assert names.count("tensorwire-rpc-requests") < 8
+    assert names.count("tensorwire-rpc-work") < 8
 
 
 def test_threads_that_send_requests_end(both: Ends) -> None:
     both.methods = {"/t/ss": SS(lambda requests, context: requests)}
     channel = both.serve().channel()
     assert list(channel.stream_stream("/t/ss")(iter([b"a"]))) == [b"a"]
-    wait_for(
-        lambda: (
-            not [each for each in threading.enumerate() if each.name == "tensorwire-rpc-requests"]
-        )
-    )
+    wait_for(lambda: "tensorwire-rpc-work" not in [each.name for each in threading.enumerate()])
 
 
 def test_a_stream_that_begins_as_the_server_stops(both: Ends) -> None:

@@ -211,7 +211,7 @@ def different(job: tw.Job, what: str) -> None:
     [("stream", 1), ("sampler", 1), ("part", 1), ("longer", 7), ("records", 1), ("more", 1)],
 )
 def test_data_by_rank_are_told(team: Team, what: str, step: int) -> None:
-    """Of a stream that is one sample longer in one worker, behind its last step."""
+    """Names a stream that is one sample longer in one worker, after its last step."""
     told = f"worker 1 has read other samples than worker 0 up to step {step} of a pass"
     for failure in team.failures(different, what):
         assert failure.kind == "RuntimeError"
