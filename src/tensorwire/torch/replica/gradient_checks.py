@@ -62,3 +62,13 @@ def sum_of(
     if not is_on_host(gradient):
         return device_sum(gradient.detach(), part)
     return checksum(flat_bytes(gradient.detach())[part])
+
+
+def gradient_changed(name: str) -> RuntimeError:
+    """Returns the error for a gradient that a script changed after it had left."""
+    return RuntimeError(
+        f"the gradient of {name} was changed after it had left for the servers. To clip use "
+        "DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for loss scaling tw.GradScaler; "
+        "to read or edit averaged gradients call opt.synchronize() first; what averages them by "
+        "itself, as DistributedDataParallel or an all_reduce, is to be left out"
+    )

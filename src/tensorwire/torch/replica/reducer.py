@@ -42,7 +42,7 @@ from ..devices import device_of, is_on_host
 from ..session import Session
 from ..views import TensorsOver, address_of, flat_bytes, tensor_at
 from .device_gradients import DeviceGradients
-from .gradient_checks import GradientChecks, sum_of
+from .gradient_checks import GradientChecks, gradient_changed, sum_of
 from .gradient_state import GradientState, Left, count_copied
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
@@ -264,7 +264,7 @@ class Reducer:
                 if not shared:
                     self._store.push(self.slice_index, index, memory)
             if (changed := there.changed()) is not None:
-                raise self._changed(next(s for s in self.states if s.index == changed))
+                raise gradient_changed(next(s for s in self.states if s.index == changed).name)
 
     def _check_layout(self, state: GradientState, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.strided:
@@ -363,17 +363,7 @@ class Reducer:
             or address_of(gradient) != left.address
             or self._looks_different(state, left)
         ):
-            raise self._changed(state)
-
-    @staticmethod
-    def _changed(state: GradientState) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of {state.name} was changed after it had left for the servers. To clip "
-            "use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for loss scaling "
-            "tw.GradScaler; to read or edit averaged gradients call opt.synchronize() first; what "
-            "averages them by itself, as DistributedDataParallel or an all_reduce, is to be left "
-            "out"
-        )
+            raise gradient_changed(state.name)
 
     def _looks_different(self, state: GradientState, left: Left) -> bool:
         """Compares bytes: a change by way of `.grad.data` leaves no other trace."""
