@@ -18,7 +18,7 @@ CHANGE = Phase(
         ),
         Transition(
             "change.planned",
-            "all are told behind which step they change",
+            "all are told after which step they change",
             _NOBODY,
             waits="what they answer",
         ),

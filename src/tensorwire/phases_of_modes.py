@@ -77,7 +77,7 @@ STANDING = Phase(
         ),
         Transition(
             "pause.held",
-            "all servers stand still behind the same version",
+            "all servers stand still after the same version",
             "ends the pauses of its predecessor",
             waits="the answers of all servers",
         ),

@@ -370,7 +370,7 @@ POSITION = Phase(
         Transition(
             "position.noted",
             "its position in the script is noted",
-            "runs the script to there, and takes what is noted behind it",
+            "runs the script to there, and takes what is noted after it",
         ),
     ),
 )
@@ -475,7 +475,7 @@ CHANGING = Phase(
         ),
         Transition(
             "change.made",
-            "a worker has the places that it has behind the change, or none, and all servers know",
+            "a worker has the places that it has after the change, or none, and all servers know",
             _NEXT,
             waits="those that leave, if it stays",
         ),

@@ -22,7 +22,7 @@ class _Run(Command):
         ):
             behind = next((arg for arg in rest if arg.partition("=")[0] in own - {"-m"}), None)
             if behind is not None:
-                text = f"{behind} stands behind the script, which gets it; put it before {rest[0]}"
+                text = f"{behind} stands after the script, which gets it; put it before {rest[0]}"
                 raise click.UsageError(text, ctx)
         return rest
 

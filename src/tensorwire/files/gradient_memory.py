@@ -164,7 +164,7 @@ class GradientMemory:
             raise refuse(
                 errno.EBUSY,
                 path,
-                f"this worker has committed, and the version behind {self.version} is not in place",
+                f"this worker has committed, and the version after {self.version} is not in place",
             )
         if self.state == OVER:
             raise refuse(errno.ESTALE, path, "the optimizer was closed, or has other parameters")

@@ -111,7 +111,7 @@ class WorkerFiles:
             try:
                 data = self.memory.elements(index, path)
             except OSError as error:  # somebody wrote while another one committed
-                told = "was changed behind its commit, and has to be committed again"
+                told = "was changed after its commit, and has to be committed again"
                 sys.stderr.write(f"tensorwire: {path} {told}: {error.strerror}\n")
                 self.memory.reopen()
                 return False

@@ -244,7 +244,7 @@ class Moves:
         )  # fmt: skip
         at = ", ".join(f"{version} of store {store}" for store, version in versions.items())
         text = (
-            f"share {share} ({size} bytes) goes from server {giver} to server {to} behind version "
+            f"share {share} ({size} bytes) goes from server {giver} to server {to} after version "
             f"{at or '0'}: {self._why}"
         )
         self._say(text)

@@ -414,7 +414,7 @@ class Node:
         self._core.stop_listening()
 
     def stats(self) -> dict[str, int]:
-        """Returns counters of this Node since its start; docs/memory.md explains each."""
+        """Returns counters of this Node since its start; docs/memory-advanced.md explains each."""
         return self._core.stats()
 
     def close(self) -> None:

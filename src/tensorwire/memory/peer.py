@@ -208,7 +208,7 @@ class Peer(Connection):
                     if order is not None and order != behind:
                         raise ValueError(
                             f"local {position} comes from another stream than those before it: "
-                            "name one that is behind all of them by stream="
+                            "name one that is after all of them by stream="
                         )
                     order = behind
             # The core knows the region's end, not the slice's.
