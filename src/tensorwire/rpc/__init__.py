@@ -42,7 +42,7 @@ _RENAMED = {
     "array": "unpack(message)",
     "torch_tensor": 'unpack(message, like="torch")',
 }
-"""Names that were here until 0.1.0, and what takes their place."""
+"""The names that `tensorwire.rpc` had until 0.1.0, each with the expression that replaces it."""
 
 
 def __getattr__(name: str) -> Any:

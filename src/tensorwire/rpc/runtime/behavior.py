@@ -1,6 +1,6 @@
 """Runs the servicer of a call, of any arity, in a thread of the user's pool.
 
-The order of things, what they raise and what it is called are grpcio's: see its `_server.py`.
+The order of steps, the errors and their texts are grpcio's: see its `_server.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class AnyPerformance:
 
     Args:
         end: of the line that it came by.
-        call: what came.
+        call: the call that came.
         context: for the servicer.
         handled: the user's handler.
 
     Attributes:
         answered: it has a response.
         attachment: of the line.
-        traced: what counts messages, None if nobody does.
+        traced: counts messages; None if they are not counted.
     """
 
     answered = False
@@ -60,13 +60,13 @@ class AnyPerformance:
         self._began_ns = 0 if self.traced is None else self.traced.begin()
 
     def ended(self) -> None:
-        """Counts the call, which is over, if somebody counts."""
+        """Counts the call, which is over, if calls are counted."""
         if self.traced is not None:
             outcome = "answered" if self.answered else "not answered"
             self.traced.ended(self._began_ns, "over" if self.handled.gives_stream else outcome)
 
     def link(self) -> CallLink:
-        """For what travels beside the call, or may."""
+        """Returns the link for payload that travels beside the call, or may."""
         if self._own_link is None:
             call = self.call
             remaining = no_deadline if call.deadline is None else self.context.time_remaining
@@ -95,11 +95,11 @@ class AnyPerformance:
         return data if reader.plain is None else reader.plain(data)
 
     def _encode(self, response: Any) -> tuple[Any, SentMessage | None]:
-        """Returns what travels of a response, see `leaving`; raises what the serializer does."""
+        """Returns the bytes of a response, see `leaving`; raises the errors of the serializer."""
         return leaving(response, self, self._serializer, last=True)
 
     def _is_too_long(self, data: bytes) -> bool:
-        """Ends the call, if a response is longer than it may be; True if so."""
+        """Ends the call if a response is longer than it may be; True if so."""
         if not 0 <= self._most_bytes < len(data):
             return False
         text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
@@ -113,13 +113,13 @@ class AnyPerformance:
         message: bytes | None = None,
         rest: Callable[[], None] | None = None,
     ) -> None:
-        """Ends the call as its servicer has said, or says what is wrong with that.
+        """Ends the call with the servicer's status, or with an error if that status is not valid.
 
         Args:
-            code: where the servicer has named none.
-            details: likewise.
+            code: used if the servicer has named none.
+            details: used if the servicer has named none.
             message: the only response, None if there is none or it has left.
-            rest: sends what is left of the message.
+            rest: sends the rest of the message.
         """
         number, text = self.context.status(code, details)
         if number == 0:
@@ -192,7 +192,7 @@ class Performance(AnyPerformance):
             self.finish(_Code.UNKNOWN, details)
 
     def deserialize(self, data: bytes | None, holdings: list[Holding] | None = None) -> Any:
-        """The user's request; None if there is none, and the call has ended."""
+        """Returns the user's request; None if there is none, and the call has ended."""
         request = None
         if data is None:
             return None
@@ -208,13 +208,13 @@ class Performance(AnyPerformance):
         return request
 
     def _unusable(self, error: Exception, what: str) -> None:
-        """A message cannot be deserialized or serialized; the call ends by that."""
+        """Logs that a message cannot be deserialized or serialized, which ends the call."""
         logs.COMMON.exception(what)
 
     def serialize(self, response: Any) -> tuple[bytes, SentMessage | None] | None:
-        """The bytes of a response, and what is to `finish` when they have been sent, if anything.
+        """Returns the bytes of a response, and a message to `finish` after they are sent, or None.
 
-        None: there are none, and the call has ended.
+        None alone: there are no bytes, and the call has ended.
         """
         message = None
         try:
@@ -261,7 +261,10 @@ class Performance(AnyPerformance):
                 return
 
     def _respond_in_turn(self, turn: threading.Lock, response: Any) -> None:
-        """As `respond`, of any thread: pieces of two long messages would be taken for one."""
+        """Sends a response like `respond`, from any thread.
+
+        One at a time, as pieces of two must not mix.
+        """
         with turn:
             self.respond(response)
 
@@ -323,7 +326,7 @@ class RequestIterator:
         return request
 
     def _end(self) -> Exception:
-        """The end of the requests; the error if it is not the client that has ended them."""
+        """Returns the end of the requests; an error if it is not the client that has ended them."""
         if not self._performance.call.cancelled:
             return StopIteration()
         error: Exception = grpc.RpcError()

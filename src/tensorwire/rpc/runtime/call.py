@@ -91,9 +91,9 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         return True
 
     def sends_again(self, again: Callable[[], Any]) -> None:
-        """Has the call made by grpcio if the server refuses to carry it out here.
+        """Arranges that grpcio makes the call if the server refuses to carry it out here.
 
-        To be called before it begins, of a call that nobody waits for; others see `refused`.
+        To be called before the call begins, and if no thread waits for it; others read `refused`.
 
         Args:
             again: makes the call by grpcio, and gives back its future.
@@ -101,7 +101,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         self._again = again
 
     def leave_unattended(self) -> None:
-        """Lets it end though nobody waits for it. To be called before it begins."""
+        """Lets the call end though no thread waits for it. To be called before it begins."""
         self._unattended = True
         self._client.reader.watch()
         self.set_alarm(DEADLINES.add)
@@ -123,7 +123,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
             False: it has to be made by grpcio, because the server refuses to carry it out here.
         """
         try:
-            # Whoever sends the requests may end it too.
+            # The thread that sends the requests may end it too.
             whole = self.outflow is None
             if not self._client.reader.wait(self, self.deadline, whole=whole):
                 self.deadline_passed()
@@ -146,7 +146,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
             self._callbacks.append(callback)
             hurries = self._unattended and not self._hurries
             self._hurries = self._hurries or hurries
-            if hurries:  # nobody is to wait for it
+            if hurries:  # the callback must not need a thread that waits
                 self._client.reader.hurry()
         self._client.keep(self)  # until it has been called
         return True
@@ -169,7 +169,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         return self._ending.details
 
     def debug_error_string(self) -> str:
-        """What grpcio's objects have too: the status once more."""
+        """Returns the status once more as text, as grpcio's objects do."""
         self.wait()
         return self._error_string()
 

@@ -14,7 +14,10 @@ CallBack = Callable[[Sequence[Callable[[], object]]], None]
 
 
 class Callbacks:
-    """Calls them in one thread, which is there while there are any. Any thread may use it."""
+    """A queue of callbacks, called in a thread that runs while there are any.
+
+    Any thread may use it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handler of a signal may end a call in here
@@ -22,7 +25,7 @@ class Callbacks:
         self._running = False
 
     def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Has them called one after the other, soon."""
+        """Queues callbacks, which are called one after the other, soon."""
         with self._lock:
             self._waiting.extend(callbacks)
             start, self._running = not self._running, True
@@ -44,7 +47,7 @@ class Callbacks:
 
 
 def call_all(callbacks: Sequence[Callable[[], object]]) -> None:
-    """Calls them one after the other, whatever they raise."""
+    """Calls callbacks one after the other, and logs the errors that they raise."""
     for callback in callbacks:
         try:
             callback()

@@ -24,7 +24,7 @@ from .leaving import leaving
 from .requests import RequestSender
 
 LONGEST_S = 1e9
-"""Of a timeout; grpcio takes what is longer."""
+"""The longest timeout of a call here, in seconds; grpcio takes longer ones."""
 
 NOT_SERIALIZED = Ending(grpc.StatusCode.INTERNAL, "Exception serializing request!")
 _INTERRUPTED = Ending(grpc.StatusCode.CANCELLED, "the caller was interrupted")
@@ -45,8 +45,8 @@ class AnyMethod(Generic[_Call]):
         arity: "unary_unary" and so on.
         serializer: the user's, of requests.
         deserialize: makes the user's response of bytes, and of the link of its call.
-        ended: told of each call how it has ended.
-        owner: whose calls end together.
+        ended: called with the ending of each call.
+        owner: the channel; its calls end together.
     """
 
     kinds: tuple[type[_Call], type[_Call]]
@@ -76,7 +76,7 @@ class AnyMethod(Generic[_Call]):
         timeout: float | None,
         metadata: Any,
     ) -> tuple[Any, _Call, CarriedLink, Metadata] | None:
-        """Returns client, call, link and metadata of a call to begin; None: it is for grpcio.
+        """Returns client, call, link and metadata of a call to begin; None: grpcio has to make it.
 
         Args:
             attachment: of the channel, None if there is none.
@@ -134,15 +134,15 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         metadata: Any,
         again: Callable[[Any], Any] | None = None,
     ) -> RuntimeCall | None:
-        """Begins a call with one request; None: it is one for grpcio, and nothing has been sent.
+        """Begins a call with one request; None: grpcio has to make it, and nothing has been sent.
 
         Args:
             attachment: of the channel, None if there is none.
             request: the user's.
             timeout: in seconds.
             metadata: the user's.
-            again: makes the call by grpcio, for one with one response that nobody waits for; None:
-                its caller waits, and does that if it was refused.
+            again: makes the call by grpcio, for one with one response that no thread waits for;
+                None: its caller waits, and makes the call by grpcio if it was refused.
 
         Raises:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
@@ -170,7 +170,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
                 return None  # grpcio says that it takes bytes
             call.conclude(NOT_SERIALIZED)
             raise call
-        if link.left_s(1.0) <= 0:  # while it waited for memory: it does not go another way now
+        if link.left_s(1.0) <= 0:  # passed while it waited for memory: grpcio is no way out now
             call.conclude(OVERDUE)
             return call
         if again is not None:
@@ -198,13 +198,13 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         *,
         waits: bool,
     ) -> RuntimeCall | None:
-        """As `begin`, with a stream of requests.
+        """Begins a call with a stream of requests; None: grpcio has to make it, see `begin`.
 
         Args:
-            attachment: as there.
+            attachment: of the channel, None if there is none.
             requests: an iterator of the user's.
-            timeout: as there.
-            metadata: as there.
+            timeout: in seconds.
+            metadata: the user's.
             waits: the caller waits for the only response.
         """
         began = self._new(attachment, self._method, timeout, metadata)
@@ -221,12 +221,12 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
 
 
 class CarriedLink(CallLink):
-    """The link of a call of the runtime at its client, which tells everybody how it has ended.
+    """The link of a call of the runtime at its client, which reports how the call has ended.
 
     Args:
         attachment, number, remaining, needed: as of `CallLink`.
-        ended: told of the link, whether the call has ended well, and its code.
-        traced: what counts it, None if nobody does.
+        ended: called with the link, whether the call has ended well, and its code.
+        traced: counts it; None if calls are not counted.
 
     Attributes:
         traced: as given.
@@ -259,11 +259,11 @@ class CarriedLink(CallLink):
         return self
 
     def leaves(self, request: SentMessage) -> None:
-        """The bytes of the request are there. It is not kept: it has this link, and the payload."""
+        """Notes the tickets of the request. Keeps no request: it has this link, and the payload."""
         self._tickets = request.tickets
 
     def tell(self, code: grpc.StatusCode | None) -> None:
-        """Tells how it has ended; None: it was not carried out."""
+        """Reports how the call has ended; None: it was not carried out."""
         ok = code is grpc.StatusCode.OK
         self._ended(self, ok, code)
         if ok and self._tickets:

@@ -22,7 +22,7 @@ _CHANNEL_CLOSED = Ending(grpc.StatusCode.CANCELLED, "Channel closed!")
 
 
 class AnyClient:
-    """The client's end of a line, of whichever world.
+    """The client's end of a line, in either world.
 
     Attributes:
         line: of the calls.
@@ -58,10 +58,10 @@ class AnyClient:
     def begin(
         self, call: CallState, method: bytes, metadata: Metadata, message: bytes | None
     ) -> None:
-        """Sends a call, with its request if that is the only one.
+        """Sends the first frames of a call, with its request if that is the only one.
 
         Args:
-            call: it ends here if that fails.
+            call: ends here if sending fails.
             method: its name.
             metadata: of the user's.
             message: None: a stream of requests follows.
@@ -82,25 +82,25 @@ class AnyClient:
             self._conclude(call, "the connection is over")
 
     def forget(self, call: CallState) -> None:
-        """A call has ended, or goes on by grpcio; its slot may be that of another one by now."""
+        """Forgets a call that has ended, or goes on by grpcio, unless its slot has another one."""
         known = self._calls.get(call.number[0])
         if known is not None and known() in (call, None):
             self._calls.pop(call.number[0], None)
 
     def keep(self, call: CallState) -> None:
-        """A call goes on though its caller may forget it."""
+        """Keeps a call that goes on though its caller may forget it."""
         call.kept = True
         self._kept[id(call)] = call
-        if call.finished:  # perhaps before it knew
+        if call.finished:  # perhaps before `kept` was set
             self.unkeep(call)
 
     def unkeep(self, call: CallState) -> None:
-        """A call has ended, after `finish`."""
+        """Lets go of a kept call that has ended, after `finish`."""
         if self._kept:
             self._kept.pop(id(call), None)
 
     def arrived(self, frame: Frame) -> None:
-        """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
+        """Handles a frame, see `LineEnd`. Ignores late frames of calls that are over."""
         if frame.kind == frames.GOAWAY:
             self._going_away = True
             return
@@ -134,7 +134,7 @@ class AnyClient:
             self._conclude(call, reason)
 
     def end_calls_of(self, owner: object) -> None:
-        """Ends the calls that one channel has begun, which is closed."""
+        """Ends the calls of one channel, which is closed."""
         for known in list(self._calls.values()):
             call = known()
             if call is not None and call.owner is owner:

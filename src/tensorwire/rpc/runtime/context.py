@@ -18,22 +18,22 @@ _END_OF_TIME_S = float((1 << 63) // 10**9)
 
 
 class CallDetails(NamedTuple):
-    """What interceptors and generic handlers are given: a `grpc.HandlerCallDetails`."""
+    """A `grpc.HandlerCallDetails`, which interceptors and generic handlers are given."""
 
     method: str
     invocation_metadata: Metadata
 
 
 class AbortedError(Exception):
-    """`abort` ends the servicer by it, as grpcio does by a bare Exception."""
+    """The error by which `abort` ends the servicer; grpcio raises a bare Exception."""
 
 
 class AnyContext:
-    """What the contexts of servicers in threads and in tasks say in the same way.
+    """The common part of the contexts of servicers in threads and in tasks.
 
     Args:
-        caller: who calls.
-        call: what it is of.
+        caller: the client.
+        call: the call of this context.
 
     Attributes:
         head_sent: initial metadata have left, or would come too late.
@@ -63,7 +63,7 @@ class AnyContext:
         return dict(self._caller.auth_context)
 
     def disable_next_message_compression(self) -> None:
-        """Nothing is compressed here: memory is not a network."""
+        """Does nothing: messages are not compressed here, because memory is not a network."""
 
     def trailing_metadata(self) -> Any:
         return self._trailing
@@ -75,7 +75,7 @@ class AnyContext:
         return self._code
 
     def _initial(self, metadata: Any) -> Metadata:
-        """Initial metadata as they travel; ValueError if they cannot."""
+        """Returns initial metadata as they travel; ValueError if they cannot."""
         entries = as_metadata(metadata, reserved=True)
         if entries is None:
             raise ValueError(f"metadata was invalid: {metadata}")
@@ -89,7 +89,7 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
 
     Attributes:
         aborted: the servicer has called `abort`.
-        given_up: what the context itself has raised because the call does not go on.
+        given_up: the errors that the context itself has raised because the call does not go on.
     """
 
     aborted = False
@@ -114,7 +114,7 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
         return self._call.add_callback(callback)
 
     def set_compression(self, compression: Any) -> None:
-        """Nothing is compressed here: memory is not a network."""
+        """Does nothing: messages are not compressed here, because memory is not a network."""
 
     def send_initial_metadata(self, initial_metadata: Any) -> None:
         if self.head_sent:
@@ -149,11 +149,11 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
 
     @property
     def plain(self) -> bool:
-        """The servicer has said nothing of how the call ends."""
+        """True while the servicer has named neither code, details nor trailing metadata."""
         return self._code is None and self._details is None and self._trailing is None
 
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
-        """How the call ends: as the servicer has said, and where it said nothing, like this."""
+        """Returns the servicer's code and details, or the given ones where it has named none."""
         chosen = code if self._code is None else self._code
         number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
         return number, details.encode() if self._details is None else self._details

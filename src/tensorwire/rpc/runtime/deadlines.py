@@ -1,4 +1,4 @@
-"""Runs what is due when deadlines pass, in one thread per process."""
+"""Runs the actions of deadlines that have passed, in one thread per process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KEPT = 1000
 
 
 class Alarm(Protocol):
-    """What happens at a deadline."""
+    """An action that is due at a deadline."""
 
     def cancel(self) -> None:
-        """Takes it back."""
+        """Takes the action back."""
 
 
 class Deadline:
     """A deadline, until it has passed or is taken back.
 
     Attributes:
-        action: done then; None when that is taken back.
+        action: runs then; None once it is taken back.
     """
 
     __slots__ = ("action",)
@@ -46,7 +46,7 @@ class Deadlines:
         self.forked()
 
     def forked(self) -> None:
-        """Begins; again in a forked child, where the thread is not."""
+        """Resets the state; again in a forked child, where the thread does not run."""
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, Deadline]] = []
         self._numbers = itertools.count()
@@ -54,7 +54,7 @@ class Deadlines:
         self._started = False
 
     def add(self, at: float, action: Callable[[], object]) -> Deadline:
-        """Has something done at a time of time.monotonic, in the thread: it must not block."""
+        """Schedules an action for a time of time.monotonic, in the thread: it must not block."""
         deadline = Deadline(action)
         with self._changed:
             heap = self._heap
@@ -89,6 +89,6 @@ class Deadlines:
 
 
 DEADLINES = Deadlines()
-"""Those of this process."""
+"""The deadlines of this process."""
 
 os.register_at_fork(after_in_child=DEADLINES.forked)

@@ -2,8 +2,8 @@
 
 Frames that arrive change the state of a call, which may send some in turn. Knows neither threads
 nor event loops: `call.py` has calls that threads wait for, and `asyncio/runtime_client.py` those
-that tasks wait for. What becomes of a call is decided once, by what ends it first: its answer, its
-deadline, a cancellation or the end of the line.
+that tasks wait for. A call ends once, by the first of these: its answer, its deadline, a
+cancellation or the end of the line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Code = grpc.StatusCode
 _CODES = {code.value[0]: code for code in _Code}
 _OK = _Code.OK
 _LARGE_BYTES = 1 << 16
-"""Of a response whose making holds up others too long, as does one that travelled beside."""
+"""The size from which a response, like one with payload beside it, is made in another thread."""
 
 
 class Ending(NamedTuple):
@@ -59,7 +59,7 @@ class Ending(NamedTuple):
 
 
 def cancelled(details: str) -> Ending:
-    """Returns how a call ends that is cancelled here."""
+    """Returns the ending of a call that is cancelled here."""
     return Ending(_Code.CANCELLED, details, cancelled=True)
 
 
@@ -72,7 +72,7 @@ _ENDED: dict[int, object] = {0: None}
 
 
 class CallClient(Protocol):
-    """What calls need of their client.
+    """The client of a call, as the call sees it.
 
     Attributes:
         limits: of messages.
@@ -85,16 +85,16 @@ class CallClient(Protocol):
     call_back: CallBack
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Sends frames; nobody waits for it."""
+        """Sends frames, without waiting."""
 
     def forget(self, call: Any) -> None:
-        """A call has ended, or goes on by grpcio."""
+        """Forgets a call that has ended, or goes on by grpcio."""
 
     def keep(self, call: Any) -> None:
-        """A call goes on though its caller may forget it; sets its `kept`, so `unkeep` follows."""
+        """Keeps a call though its caller may forget it; sets its `kept`, so `unkeep` follows."""
 
     def unkeep(self, call: Any) -> None:
-        """A call has ended, after `finish`."""
+        """Lets go of a kept call that has ended, after `finish`."""
 
 
 class CallState(Waiter):
@@ -118,7 +118,7 @@ class CallState(Waiter):
             call.
     """
 
-    # What is so at first stands here: a small call takes little longer than to set all of it.
+    # First values stand here: a small call takes little longer than setting all of them.
     streams = False
     finished = False
     owner: object = None
@@ -144,7 +144,7 @@ class CallState(Waiter):
         ended: Callable[[grpc.StatusCode | None], None],
         outflow: Outflow | None = None,
     ) -> None:
-        self.args: Any = ()  # those of an exception would keep all of the above
+        self.args: Any = ()  # the arguments of an exception would keep all of the above
         self.latches = []
         self.number = number
         self.outflow = outflow
@@ -152,7 +152,7 @@ class CallState(Waiter):
         self.deadline = deadline
         self._deserialize = deserialize
         self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
-        self._endings: dict[int, object] = {}  # at most one; it is that of who ends the call
+        self._endings: dict[int, object] = {}  # at most one; the first one set ends the call
         self._pieces: list[bytes] = []
         self._callbacks: list[Callable[[], None]] | None = []
 
@@ -165,12 +165,12 @@ class CallState(Waiter):
     # What arrives.
 
     def head(self, initial: Metadata) -> None:
-        """Initial metadata came ahead."""
+        """Takes initial metadata that came ahead."""
         if self._initial is None:
             self._initial = initial
 
     def message(self, frame: Frame) -> None:
-        """A piece of the response came ahead of the end."""
+        """Adds a piece of the response that came ahead of the end."""
         if frame.flags not in (MORE, WHOLE):
             raise FrameError(f"a piece of a response with the flags {frame.flags}")
         if self._whole:
@@ -179,7 +179,7 @@ class CallState(Waiter):
         self._whole = frame.flags == WHOLE
 
     def _piece(self, data: bytes) -> bool:
-        """A piece of the response; False if it is longer than it may be, which ends the call."""
+        """Adds a piece of the response; False if that is too long, which ends the call."""
         self._bytes += len(data)
         if 0 <= self._client.limits.receive_bytes < self._bytes:
             self._too_long(self._bytes)
@@ -196,12 +196,12 @@ class CallState(Waiter):
         return Ending(_Code.RESOURCE_EXHAUSTED, text)
 
     def granted(self, size_bytes: int) -> None:
-        """The server has taken so much of the requests."""
+        """Opens the window of the requests by the bytes that the server has taken."""
         if self.outflow is not None:
             self.outflow.grant(size_bytes)
 
     def answered(self, frame: Frame) -> None:
-        """The server has ended the call."""
+        """Ends the call as the server says."""
         if frame.flags == WHOLE and not self._pieces and self._answered_plainly(frame.body):
             return
         if frame.flags & frames.REFUSED:
@@ -219,7 +219,7 @@ class CallState(Waiter):
             self._has_ended = True
             beside = self._pieces[0].startswith(MAGIC)
             if not beside:
-                self._client.forget(self)  # what becomes of the server changes nothing any more
+                self._client.forget(self)  # the fate of the server changes nothing any more
                 self._forgotten = True
             self._make_soon(body, large=beside or self._bytes >= _LARGE_BYTES)
             return
@@ -235,7 +235,7 @@ class CallState(Waiter):
         if body.startswith(MAGIC, PLAIN_END_BYTES) or 0 <= most < len(body) - PLAIN_END_BYTES:
             return False
         self._has_ended = self._whole = self._forgotten = True
-        self._client.forget(self)  # what becomes of the server changes nothing any more
+        self._client.forget(self)  # the fate of the server changes nothing any more
         self._pieces = [body[PLAIN_END_BYTES:]]
         self._make_soon(_PLAIN_BODY, large=False)
         return True
@@ -245,7 +245,7 @@ class CallState(Waiter):
         raise NotImplementedError
 
     def _make(self, body: EndBody) -> None:
-        """Ends the call with its response, once that is had."""
+        """Ends the call with its response, once that is made."""
         if not self._pieces:  # it has ended otherwise
             return
         try:
@@ -260,7 +260,7 @@ class CallState(Waiter):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _conclude_with(self, body: EndBody, response: Any) -> None:
-        """Ends the call, which has the given response, or an `Ending` instead."""
+        """Ends the call with the given response, or with an `Ending` in its place."""
         if isinstance(response, Ending):
             ending = response._replace(initial=body.initial, trailing=body.trailing)
         else:
@@ -284,14 +284,14 @@ class CallState(Waiter):
     # How it ends.
 
     def conclude(self, ending: Ending) -> bool:
-        """Ends the call; False if it had ended. What interrupts that comes behind the end."""
+        """Ends the call; False if it had ended. An interruption is raised after the end."""
         try:
             if self._endings.setdefault(0, ending) is not ending:
                 return False
             self._conclude(ending)
         except BaseException:
             if self._endings.get(0) is ending:
-                self._conclude(ending)  # what was done already is not done again
+                self._conclude(ending)  # the steps that were done already are not done again
             raise
         return True
 
@@ -315,7 +315,7 @@ class CallState(Waiter):
             self._client.call_back(callbacks)
 
     def _let_go(self) -> None:
-        """The call has ended: lets go of what only a call needs that goes on."""
+        """Releases, after the end, all that only a call that goes on needs."""
         self._deserialize = _nothing
         if self._alarm is not None:
             self._alarm.cancel()
@@ -328,7 +328,7 @@ class CallState(Waiter):
             ended(code)
 
     def _refused(self) -> None:
-        """The server does not carry it out here: it has to be made by grpcio, if it can."""
+        """Ends a call that the server has refused; its caller makes it by grpcio if it can."""
         if self.outflow is not None:  # requests cannot be sent again
             self.conclude(Ending(_Code.UNAVAILABLE, "the server refuses the call"))
             return
@@ -351,16 +351,16 @@ class CallState(Waiter):
         return True
 
     def leave_to_grpcio(self) -> None:
-        """It has not begun, and will not."""
+        """Marks a call as not begun: grpcio makes it."""
         if not self._endings:
             self._endings[0] = None
             self._tell(None)
 
     def set_alarm(self, new: Callable[[float, Callable[[], object]], Alarm]) -> None:
-        """Ends it at its deadline, unless it was forgotten.
+        """Sets an alarm that ends the call at its deadline, unless it was forgotten.
 
         Args:
-            new: has something called at a time of time.monotonic.
+            new: arranges that a function is called at a time of time.monotonic.
         """
         if self.deadline is not None:
             late = weakref.WeakMethod(self.deadline_passed)
@@ -370,22 +370,22 @@ class CallState(Waiter):
         """Ends the call because its time is over."""
         self.end_here(OVERDUE)
 
-    # What calls of both worlds say in the same way.
+    # Methods that are equal in both worlds.
 
     def cancel(self) -> bool:
         """Ends the call; False if it had ended."""
         return self.end_here(cancelled(LOCALLY))
 
     def done(self) -> bool:
-        """The call has ended."""
+        """Returns whether the call has ended."""
         return self._ending.code is not None
 
     def time_remaining(self) -> float | None:
-        """Seconds to the deadline, None if there is none."""
+        """Returns the seconds to the deadline, None if there is none."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
     def _error_string(self) -> str:
-        """What grpcio's objects have too: the status once more."""
+        """Returns the status once more as text, for `debug_error_string` of grpcio's objects."""
         return "" if self._ending.code is _OK else f"tensorwire: {self._ending.details}"
 
 
@@ -403,7 +403,7 @@ class StreamState(CallState):
         self._inflow = Inflow(client.limits.receive_bytes)
 
     def message(self, frame: Frame) -> None:
-        """A piece of a response came."""
+        """Adds a piece of a response."""
         if frame.flags not in (MORE, WHOLE):
             raise FrameError(f"a piece of a response with the flags {frame.flags}")
         self.head(())
@@ -422,13 +422,13 @@ class StreamState(CallState):
             self._client.send((frames.credit_frame(self.number, size_bytes),))
 
     def _too_long(self, size: int) -> None:
-        # Behind the responses that came before it, as in grpcio.
+        # After the responses that came before it, as in grpcio.
         if self._end is None:
             self._client.send((frames.short_frame(frames.CANCEL, self.number),))
             self._ends_with(self._excess(size))
 
     def answered(self, frame: Frame) -> None:
-        """The server has ended the call."""
+        """Ends the call as the server says, after the responses that came before."""
         if self._end is not None:
             return  # on its way when a response was too long
         body = frames.parse_end(frame.body)
@@ -463,7 +463,7 @@ class StreamState(CallState):
 
 
 def _nothing(data: bytes) -> None:
-    """What is made of a response to a call that has ended."""
+    """Makes None of the bytes: the deserializer of a call that has ended."""
 
 
 def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
@@ -473,7 +473,7 @@ def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
 
 
 def failure_of(error: Exception) -> Ending | None:
-    """What became of a response that was to be read; None if it is that it cannot be parsed."""
+    """Returns the ending of a call whose response is lost; None if it just cannot be parsed."""
     if isinstance(error, GivenUpError):  # unless the call has ended already
         return OVERDUE
     if isinstance(error, SenderGoneError):
@@ -482,7 +482,7 @@ def failure_of(error: Exception) -> Ending | None:
 
 
 def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:
-    """The code and the details of an END."""
+    """Returns the code and the details of an END."""
     code = _CODES.get(body.code)
     if code is None:
         return _Code.UNKNOWN, f"the server sent the unknown code {body.code}"

@@ -1,9 +1,10 @@
-"""Limits how much of a stream is under way: what one end may send until the other takes it.
+"""Limits the bytes of a stream that one end may send until the other end takes them.
 
-Each direction of a call that streams has a window of so many bytes. What arrives and is not taken
-uses it up, with its payload beside the frames, so a slow reader bounds memory at both ends. What is
-taken opens it again, by credits that travel back. A message that is longer than the window arrives
-while somebody waits for it, or is next in turn. Knows neither lines nor threads.
+Each direction of a call that streams has a window of `WINDOW_BYTES`. A message that has arrived and
+is not taken uses it up, with its payload beside the frames, so a slow reader bounds memory at both
+ends. Taking the message opens it again, by credits that travel back. A message that is longer than
+the window arrives while a thread waits for it, or it is next in turn. Knows neither lines nor
+threads.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class TooLongError(Exception):
 
 
 class Waiter:
-    """Something that threads wait for, such as the end of a call; an arriving frame ends it.
+    """An event that threads wait for, such as the end of a call; an arriving frame ends it.
 
     Attributes:
         finished: it has come about.
-        has_work: something is left to do for who waits, before it comes about.
+        has_work: a thread that waits has something to do, before it comes about.
         latches: of the threads that wait for it.
     """
 
@@ -42,13 +43,13 @@ class Waiter:
         self.latches: list[threading.Lock] = []
 
     def finish(self) -> None:
-        """Wakes all who wait for it, because it has come about."""
+        """Wakes all threads that wait for it, because it has come about."""
         self.finished = True
         for latch in list(self.latches):
             open_latch(latch)
 
     def leave(self, work: Callable[[], object]) -> None:
-        """Leaves work to who waits for it, and wakes them. Once."""
+        """Leaves work to a thread that waits for it, and wakes all of them. Once."""
         self._takers, self._work = {}, work
         self._offer()
 
@@ -58,13 +59,16 @@ class Waiter:
             open_latch(latch)
 
     def work(self) -> None:
-        """Does what was left, unless another thread does. What interrupts it leaves it again."""
+        """Does the work that was left, unless another thread does.
+
+        An interrupted thread leaves it again.
+        """
         work, mine = self._work, object()
         if work is None:
             return
         takers = self._takers
         try:
-            # Taken so, and not from a list, that also who is interrupted right here knows of it.
+            # Taken this way, not from a list, so that a thread interrupted right here knows of it.
             if takers.setdefault(0, mine) is mine:
                 self.has_work = False
                 work()
@@ -80,12 +84,12 @@ class Waiter:
         latch = threading.Lock()
         latch.acquire()
         self.latches.append(latch)
-        if not self.finished:  # whoever finishes it from here on finds the latch
+        if not self.finished:  # a thread that finishes it from here on finds the latch
             latch.acquire()
 
 
 def open_latch(latch: threading.Lock) -> None:
-    """Lets whoever waits for a latch go on; an open one stays open."""
+    """Lets the thread that waits for a latch go on; an open one stays open."""
     try:
         latch.release()
     except RuntimeError:
@@ -96,18 +100,18 @@ NewWaiter = Callable[[], Waiter]
 
 
 class _Direction:
-    """One direction of a call, and what is waited for until it goes on."""
+    """One direction of a call, and the waiter that is finished when it goes on."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiter: Waiter | None = None
 
     def _goes_on(self) -> bool:
-        """Nobody has to wait."""
+        """Returns whether no thread has to wait."""
         raise NotImplementedError
 
     def _awaited(self, new: NewWaiter) -> Waiter:
-        """Returns what is waited for; with the lock."""
+        """Returns the waiter to wait for; with the lock."""
         if self._waiter is None or self._waiter.finished:
             made = new()  # a handler of a signal may come in there
             if self._goes_on():
@@ -117,13 +121,13 @@ class _Direction:
         return self._waiter
 
     def _wake(self) -> None:
-        """Wakes who waits; without the lock."""
+        """Wakes the threads that wait; without the lock."""
         if (waiter := self._waiter) is not None and not waiter.finished:
             waiter.finish()
 
 
 class Outflow(_Direction):
-    """What may be sent in one direction of a call. Any thread may use it.
+    """The room for sending in one direction of a call. Any thread may use it.
 
     Args:
         limited: False: the other end takes one message, of any length, and gives no credits.
@@ -144,7 +148,7 @@ class Outflow(_Direction):
         return self._left > 0 or self._closed or not self._limited
 
     def reserve(self, size_bytes: int, new: NewWaiter = Waiter) -> Waiter | None:
-        """Takes room for a frame; None: it is taken, else what to wait for before asking again."""
+        """Takes room for a frame; None: taken, else the waiter to wait for before asking again."""
         with self._lock:
             if not self._goes_on():
                 return self._awaited(new)
@@ -152,7 +156,7 @@ class Outflow(_Direction):
             return None
 
     def grant(self, size_bytes: int) -> None:
-        """The other end has taken so much.
+        """Opens the window by the bytes that the other end has taken.
 
         Raises:
             FrameError: it has taken more than was sent.
@@ -168,16 +172,16 @@ class Outflow(_Direction):
     def lots(
         self, frames: Iterable[bytes], new: NewWaiter = Waiter
     ) -> Iterator[list[bytes] | Waiter]:
-        """Frames of messages that may be sent now, as many as there is room for together.
+        """Yields frames of a message that may be sent now, as many as there is room for together.
 
         A lot is written at once; each write wakes threads at both ends.
 
         Args:
             frames: of one message, in order.
-            new: makes what is waited for.
+            new: makes a waiter.
 
         Yields:
-            Frames to send, or what to wait for before going on.
+            Frames to send, or a waiter to wait for before going on.
         """
         lot: list[bytes] = []
         for number, frame in enumerate(frames):
@@ -194,7 +198,7 @@ class Outflow(_Direction):
             yield lot
 
     def close(self) -> None:
-        """Nobody waits any more: the call is over."""
+        """Wakes every thread that waits, because the call is over."""
         with self._lock:
             self._closed = True
         self._wake()
@@ -227,13 +231,13 @@ class Inflow(_Direction):
         return self._ended or bool(self._messages)
 
     def add(self, data: bytes, flags: int) -> int:
-        """What has arrived: a piece of a message, or LAST.
+        """Adds a piece of a message that has arrived, or LAST.
 
         Returns:
             The credit that is to be sent now, in bytes; 0 for none.
 
         Raises:
-            FrameError: more has arrived than there was credit for, or behind the last message.
+            FrameError: more has arrived than there was credit for, or after the last message.
             TooLongError: the message is longer than it may be.
         """
         if flags not in (MORE, WHOLE, LAST):
@@ -272,9 +276,9 @@ class Inflow(_Direction):
         return credit
 
     def take(self, new: NewWaiter = Waiter) -> bytes | Waiter | None:
-        """The next message; what to wait for before asking again; None: there are no more.
+        """Returns the next message, or a waiter to wait for first; None: there are no more.
 
-        Whoever has got a message calls `settle` when it is of use, or is not.
+        A thread that has got a message calls `settle` when it is of use, or is not.
         """
         with self._lock:
             if self._messages:
@@ -290,7 +294,7 @@ class Inflow(_Direction):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def settle(self) -> tuple[int, bool]:
-        """The message that was taken last is done with.
+        """Ends the use of the message that was taken last.
 
         Returns:
             The credit that is to be sent now, in bytes; and whether that was the last message.
@@ -315,10 +319,10 @@ class Inflow(_Direction):
             self._owed, self._cost = self._owed + self._cost, 0
 
     def close(self, *, drop: bool = True) -> bool:
-        """Nothing more arrives; True if nothing is left to be taken, or to be settled.
+        """Takes no more messages; True if nothing is left to be taken, or to be settled.
 
         Args:
-            drop: what was not taken will not be.
+            drop: discards the messages that were not taken.
         """
         with self._lock:
             self._ended = self._discards = True

@@ -22,12 +22,12 @@ of them."""
 
 HEADER = struct.Struct("<IBBHII")
 PIECE_BYTES = core.PIECE_BYTES
-"""Of a message in one frame; longer ones travel in several."""
+"""The most bytes of a message in one frame; longer ones travel in several."""
 MOST_METADATA_BYTES = 16 << 10
-"""Of a block of metadata, with the details of a status: a frame of them fits into every ring."""
+"""The most bytes of a block of metadata, with the details of a status: it fits into every ring."""
 MOST_BYTES = core.MOST_FRAME_BYTES
-"""Of a frame, which has at most one method, two blocks of metadata, and one piece."""
-_ENTRY_OF_HTTP2_BYTES = 32  # what an entry counts beside its key and value (RFC 9113, 6.5.2)
+"""The most bytes of a frame: it has at most one method, two blocks of metadata, and one piece."""
+_ENTRY_OF_HTTP2_BYTES = 32  # the size of an entry beside its key and value (RFC 9113, 6.5.2)
 NO_DEADLINE = (1 << 64) - 1
 
 _CALL = struct.Struct("<QHH")
@@ -36,7 +36,7 @@ _CALL_HEADER = struct.Struct("<IBBHIIQHH")
 _END_HEADER = struct.Struct("<IBBHIIIIHH")
 _CALL_BYTES, _END_BYTES = _CALL.size, _END.size
 PLAIN_END = _END.pack(0, 0, 0, 0)
-"""How the body of an END begins that has code 0, no details and no metadata."""
+"""The first bytes of the body of an END that has code 0, no details and no metadata."""
 _COUNT = struct.Struct("<H")
 _CREDIT = struct.Struct("<Q")
 _new = tuple.__new__
@@ -52,14 +52,14 @@ _OF_HTTP2 = frozenset(
         "grpc-trace-bin", "grpc-server-stats-bin",
     )
 )  # fmt: skip
-"""What grpcio takes for its own, whoever names it, so that nobody sees it at the other end."""
+"""The keys that grpcio takes for its own, so that they never arrive at the other end."""
 
 Number = tuple[int, int]
-"""Of a call: its slot in the attachment, and how often that was used."""
+"""The number of a call: its slot in the attachment, and how often that was used."""
 
 
 FrameError = core.FrameError
-"""The other end has sent what is no frame. Nothing that follows can be understood."""
+"""The error of bytes that are no frame. Nothing that follows them can be understood."""
 
 
 class Metadatum(NamedTuple):
@@ -73,7 +73,7 @@ Metadata = tuple[Metadatum, ...]
 
 
 def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
-    """The user's metadata as they travel; None: they are not plainly valid, or too long.
+    """Returns the user's metadata as they travel; None: they are not plainly valid, or too long.
 
     Args:
         entries: pairs of key and value; None for none.
@@ -108,7 +108,7 @@ def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
 
 
 def excess(metadata: Metadata, details: bytes | None = None) -> str:
-    """Says as gRPC does how metadata are too long for it; "" if they are not.
+    """Returns gRPC's message for metadata that are too long for it; "" if they are not.
 
     Args:
         metadata: initial, or trailing with details.
@@ -142,7 +142,7 @@ def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes | memoryv
 
 
 def _pieces(message: bytes) -> tuple[bytes | memoryview, Sequence[memoryview]]:
-    """The first piece of a message, and the others; nothing is copied."""
+    """Returns the first piece of a message, and the others; copies nothing."""
     if len(message) <= PIECE_BYTES:
         return message, ()
     starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
@@ -159,7 +159,7 @@ def call_frames(
     *,
     streams: bool = False,
 ) -> list[bytes]:
-    """How a call begins.
+    """Returns the frames that begin a call.
 
     Args:
         number: of the call.
@@ -192,18 +192,18 @@ def _message_frames(number: Number, pieces: Sequence[bytes | memoryview]) -> Ite
 
 
 def message_frames(number: Number, message: bytes) -> Iterator[bytes]:
-    """One message of a stream."""
+    """Yields the frames of one message of a stream."""
     first, others = _pieces(message)
     return _message_frames(number, (first, *others))
 
 
 def last_frame(number: Number) -> bytes:
-    """There are no more requests."""
+    """Returns the frame that says that there are no more requests."""
     return _frame(MESSAGE, LAST, number, ())
 
 
 def credit_frame(number: Number, size_bytes: int) -> bytes:
-    """So much of a stream was taken."""
+    """Returns the frame that says how many bytes of a stream were taken."""
     return _frame(CREDIT, 0, number, (_CREDIT.pack(size_bytes),))
 
 
@@ -225,7 +225,7 @@ def end_frames(
     *,
     refused: bool = False,
 ) -> list[bytes]:
-    """How a call ended, with its response if it has one."""
+    """Returns the frames that end a call, with its response if it has one."""
     frames, flags = [], REFUSED if refused else 0
     last: bytes | memoryview = b""
     if message is not None:
@@ -243,7 +243,7 @@ def end_frames(
 
 
 def plain_end_frame(number: Number, message: bytes) -> bytes:
-    """As `end_frames`, of a call that ended well with this response and nothing else.
+    """Returns the frame that ends a call well, with this response and nothing else.
 
     Args:
         number: of the call.
@@ -254,17 +254,17 @@ def plain_end_frame(number: Number, message: bytes) -> bytes:
 
 
 def head_frame(number: Number, initial: Metadata) -> bytes:
-    """Initial metadata that go ahead of the response."""
+    """Returns the frame of initial metadata that go ahead of the response."""
     return _frame(HEAD, 0, number, (_COUNT.pack(len(initial)), _encoded(initial)))
 
 
 def short_frame(kind: int, number: Number = (0, 0)) -> bytes:
-    """A frame without a body: CANCEL, GOAWAY."""
+    """Returns a frame without a body: CANCEL, GOAWAY."""
     return _frame(kind, 0, number, ())
 
 
 class Frame(NamedTuple):
-    """A frame whose header is in order; its body is parsed by who knows what to do with it."""
+    """A frame whose header is in order; the end that it arrives at parses its body."""
 
     kind: int
     flags: int
@@ -338,7 +338,7 @@ def parse_head(body: bytes) -> Metadata:
 
 
 def _decoded(body: bytes, at: int, count: int) -> tuple[Metadata, int]:
-    """A block of metadata that begins at a place, and where it ends."""
+    """Returns the block of metadata that begins at an offset, and the offset of its end."""
     made: list[Metadatum] = []
     for _ in range(count):
         key_bytes, value_bytes = _ENTRY.unpack_from(body, at)

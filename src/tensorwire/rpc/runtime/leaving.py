@@ -1,4 +1,4 @@
-"""Holds the bytes of a message that leaves by a line, and what is done after they are sent."""
+"""Makes the bytes of a message that leaves by a line, and the steps that follow once it is sent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import observed
 
 
 class OfCall(Protocol):
-    """What is known of the call that a message leaves in.
+    """The call that a message leaves in, as `leaving` needs it.
 
     Attributes:
         attachment: of the call.
-        traced: what counts its messages, None if nobody does.
+        traced: counts its messages; None if they are not counted.
     """
 
     attachment: RpcAttachment
@@ -31,17 +31,18 @@ class OfCall(Protocol):
 def leaving(
     message: Any, call: OfCall, serializer: Serializer, *, last: bool, keeps_body: bool = False
 ) -> tuple[Any, SentMessage | None]:
-    """What travels of a message, and whose `finish` follows; None: it is small, and all there.
+    """Returns the bytes of a message, and the message to `finish` after they are sent.
 
     Args:
         message: the user's.
         call: that it leaves in.
         serializer: the user's.
         last: as for `SentMessage`.
-        keeps_body: likewise.
+        keeps_body: as for `SentMessage`.
 
     Returns:
-        No bytes, if the serializer has made none.
+        No bytes, if the serializer has made none. None in place of the message to `finish`: it is
+        small, and nothing is left to do.
 
     Raises:
         Exception: as `SentMessage.serialize`.
@@ -50,7 +51,7 @@ def leaving(
         sent = SentMessage(message, call.link(), last=last, keeps_body=keeps_body)
         return observed.serialize(call.traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)
-    # What is small can only travel inside, in frames.
+    # A small message can only travel inside, in frames.
     least = call.attachment.runtime_threshold_bytes
     if type(data) is bytes and len(data) < least and not data.startswith(MAGIC):
         return data, None
@@ -59,9 +60,9 @@ def leaving(
 
 
 def lenient(serializer: Serializer, *, text: bool = False) -> Callable[[Any], bytes]:
-    """Returns a serializer that makes bytes of what `grpc.aio` sends: None is no bytes.
+    """Returns a serializer for the messages that `grpc.aio` sends, where None is empty bytes.
 
-    It raises TypeError for what is no message for `grpc.aio` either.
+    It raises TypeError for objects that `grpc.aio` does not send either.
 
     Args:
         serializer: the user's.

@@ -1,7 +1,7 @@
 """Moves frames between two ends: many threads write in turns, one at a time reads.
 
-Whoever sends while another thread writes leaves its frames to that thread, which writes all of them
-at once, in order. Knows the header of a frame, and nothing of calls.
+A thread that sends while another one writes leaves its frames to that thread, which writes all of
+them at once, in order. Knows the header of a frame, and nothing of calls.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from .ring import Rings
 
 _Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17
-"""Of a write that may wait for the one before: the other end handles one while it gets another."""
+"""The size of a write that may wait for the one before, which the other end handles meanwhile."""
 _LOOP_BATCH_BYTES = 1 << 18
-"""Of a write in an event loop, which may not: each has to be chained to the one before by a thread
-that is woken at its answer, which costs more than what the other end gets earlier.
+"""The size of a write in an event loop, which may not wait: a thread that wakes at the answer to
+one write starts the next, which costs more than the earlier arrival at the other end saves.
 """
 _SLICE_S = 0.05
 _LAZY_S = 0.004
 _MOST_DOUBTS = 50
-"""Of `LOOK_S`, in which the thread that has the turn does not say so."""
+"""The number of times `LOOK_S` that a thread waits for a turn whose owner is unknown."""
 MOST_BACKLOG = 256
-"""Of frames for a client: one that takes no answers gets no more calls."""
+"""The most frames that wait for a client: one that takes no answers gets no more calls."""
 LOOK_S = 0.001
 _INTERRUPTED = (
     "a handler of a signal has interrupted this thread while it read or wrote for this channel, "
     "so it cannot wait for a call of the same one; let it leave that to another thread"
 )
 _MOST_WAITING = 1024
-"""Of frames for a server: no more calls begin, or those whose time is over would pile up."""
+"""The most frames that wait for a server: beyond it no calls begin.
+
+Else overdue ones would pile up.
+"""
 
 
 class LineEnd(Protocol):
-    """What one end does with what arrives. Called by the thread that reads.
+    """The receiver of all that arrives at one end. Called by the thread that reads.
 
     Attributes:
-        patient: whoever sends may wait a millisecond for what was sent before.
+        patient: a thread that sends may wait a millisecond for the frames sent before.
     """
 
     patient: bool
@@ -58,7 +61,7 @@ class LineEnd(Protocol):
         """Handles a frame; FrameError if it makes no sense here."""
 
     def over(self, reason: str) -> None:
-        """Nothing arrives any more; called once."""
+        """Learns, once, that nothing arrives any more."""
 
 
 class Line:
@@ -88,17 +91,17 @@ class Line:
         self.is_over = False
         self._ending = threading.Lock()
         self.may_nest = False
-        self._unhandled = False  # perhaps: whoever read was interrupted before he handled it
+        self._unhandled = False  # perhaps: a reading thread was interrupted before it handled
         self.writer = 0
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Sends frames behind those that were sent before; nobody waits for it."""
+        """Sends frames after those that were sent before, without waiting."""
         self._outbox.extend(frames)
         if self._holder != threading.get_ident():
             self.flush()
 
     def hold(self) -> None:
-        """Leaves what this thread sends from now on to `release`, or to who sends before that."""
+        """Holds back the frames of this thread until `release`, or until another thread sends."""
         self._holder = threading.get_ident()
 
     def release(self) -> None:
@@ -135,7 +138,7 @@ class Line:
                         starting = False
                     self.writer = 0
                 writing.release()
-        except BaseException as error:  # wherever: others may have left their frames to this thread
+        except BaseException as error:  # anywhere: others may have left their frames to this thread
             if within:
                 raise  # as it will there
             while writing._is_owned():  # type: ignore[attr-defined]
@@ -153,7 +156,7 @@ class Line:
         try:
             return self._writer.write_out(outbox, self._batch_bytes, self._end.patient)
         except TensorwireError:
-            outbox.clear()  # whoever reads finds out why
+            outbox.clear()  # the thread that reads finds out why
         except FrameError as error:
             outbox.clear()
             self._fail(error)
@@ -164,7 +167,7 @@ class Line:
         return True
 
     def _write_later(self) -> None:
-        """In a thread of its own, until everything is written."""
+        """Waits for room and writes, in a thread of its own, until everything is written."""
         while True:
             error = None
             try:
@@ -177,7 +180,7 @@ class Line:
                 self.writer = threading.get_ident()
                 try:
                     if error is not None:
-                        self._outbox.clear()  # whoever reads finds out why
+                        self._outbox.clear()  # the thread that reads finds out why
                     self._blocked = not self._write_out()
                 finally:
                     self.writer = 0
@@ -186,7 +189,7 @@ class Line:
                 return
 
     def drain(self, timeout_s: float) -> None:
-        """Waits, at most so long, until what was sent is at the other end."""
+        """Waits until all that was sent is at the other end, at most `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         while self._outbox and not self.is_over and time.monotonic() < until:
             time.sleep(0.001)
@@ -194,10 +197,10 @@ class Line:
             try:
                 self._writer.drain(max(until - time.monotonic(), 0.0))
             except TensorwireError:
-                pass  # there is nobody, or it is not taken
+                pass  # the other end is gone, or does not read
 
     def read(self, timeout_s: float | None) -> None:
-        """Waits for something to arrive and has it handled. One thread at a time."""
+        """Waits until something arrives, and handles it. One thread at a time."""
         if self._unhandled:
             self.read_now()
             return
@@ -211,7 +214,7 @@ class Line:
             self._fail(error)
             return
         except TensorwireError as error:
-            self.read_now()  # the other end may have left behind its last word
+            self.read_now()  # the last frames of the other end may be there still
             self.end(str(error))
             return
         self._handle()
@@ -220,8 +223,8 @@ class Line:
         """Reads until it is over, as a task of the running event loop.
 
         Args:
-            most_backlog: whose other end takes nothing is read no further than to so many frames
-                for it; None: it is.
+            most_backlog: pauses reading while more frames than this wait for the other end; None:
+                never pauses.
         """
         while not self.is_over:
             while most_backlog is not None and self.backlog > most_backlog and not self.is_over:
@@ -236,7 +239,7 @@ class Line:
             await asyncio.sleep(0)  # others have their turn, whatever arrives
 
     def read_now(self) -> None:
-        """Has handled what there is, first what this thread was about to handle already."""
+        """Handles all frames that are there, first the ones that were taken and not handled yet."""
         self.may_nest, self._unhandled = False, True
         try:
             self._reader.take()
@@ -248,7 +251,7 @@ class Line:
             self._handle()
 
     def _handle(self) -> None:
-        """Has handled what was taken."""
+        """Passes the frames that the reader has taken to the end of this line."""
         self.may_nest = False
         take, arrived = self._reader.next, self._end.arrived
         try:
@@ -268,13 +271,13 @@ class Line:
         self._end_with_node(f"the other end sent what cannot be: {error}")
 
     def _give_up(self, error: BaseException) -> None:
-        """This thread was interrupted, perhaps with frames of others, which are lost with it."""
+        """Ends the line: this thread was interrupted, perhaps with frames of other threads."""
         self._end_with_node(f"a thread was interrupted that read or wrote for all: {error!r}")
 
     def _end_with_node(self, reason: str) -> None:
-        """Ends it, and closes the node, which is all that the two ends share."""
+        """Ends the line, and closes the node, which is all that the two ends share."""
         is_first = self._is_first_to_end()
-        # Before anybody is told, who would otherwise still send calls and payload by this node.
+        # First: a thread that learns of the end must not send calls and payload by this node.
         try:
             self._node.close()
         finally:
@@ -295,10 +298,10 @@ class Line:
 class SharedReader:
     """Lets threads that wait read in turns, so that an answer arrives in the thread that wants it.
 
-    At most one thread reads, the others sleep until what they wait for is finished, or the turn
-    comes to them. While somebody has asked for that by `watch`, a thread of the line reads when no
-    other one does, or has just done: who asks for one message after the other reads them itself.
-    `hurry` has it read at once.
+    At most one thread reads; each of the others sleeps until its waiter is finished, or the turn
+    comes to it. After `watch`, a thread of the line reads when no other one does, or has just done:
+    a thread that asks for one message after the other reads them itself. After `hurry`, that thread
+    reads at once.
 
     Args:
         line: that is read.
@@ -310,8 +313,8 @@ class SharedReader:
         _READERS.add(self)
 
     def forked(self) -> None:
-        """Begins; again in a child, where nobody is who had the turn, and the line is over."""
-        self._turn: dict[int, object] = {}  # at most one: what who has it has put here
+        """Resets the state; again in a forked child: no thread has the turn, the line is over."""
+        self._turn: dict[int, object] = {}  # at most one: a mark of the thread that has it
         self._leader = 0
         self._led_for: Waiter | None = None
         self._inside: set[int] = set()
@@ -325,10 +328,10 @@ class SharedReader:
         self._started = False
 
     def wait(self, waiter: Waiter, until: float | None, *, whole: bool = False) -> bool:
-        """Waits for something, until a time of time.monotonic; True if it is finished.
+        """Waits until a waiter is finished or a time of time.monotonic has come; True if finished.
 
         Args:
-            waiter: what is waited for.
+            waiter: is to be finished.
             until: None waits for ever.
             whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
 
@@ -336,8 +339,8 @@ class SharedReader:
             RuntimeError: this thread was handling frames or writing, and something has interrupted
                 it that waits too.
         """
-        # Owes: the turn is free, or about to be, and nobody else has been told. Whatever interrupts
-        # this thread, and wherever: it has the turn if `mine` is there.
+        # Owes: the turn is free, or about to be, and no other thread knows. Wherever this thread is
+        # interrupted: it has the turn if `mine` is there.
         owes, me, doubts, mine = False, threading.get_ident(), 0, object()
         # A handler of a signal may come when this thread has the turn, and could not say so yet.
         nested = me in self._inside
@@ -366,7 +369,7 @@ class SharedReader:
                         self._pass_on()
                     owes = False
                     if self._line.is_over and not (waiter.finished or waiter.has_work):
-                        time.sleep(0.001)  # another thread is telling everybody
+                        time.sleep(0.001)  # another thread is finishing the waiters
                 elif self._leader == me:
                     self._lead_within(waiter, until, whole=whole)
                 elif nested and not self._leader:
@@ -395,7 +398,7 @@ class SharedReader:
                 THREADS.run(waiter.work)
 
     def _lead(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
-        """Reads until something is finished or has work to do, or its time or the line is over."""
+        """Reads until a waiter is finished or has work to do, or its time or the line is over."""
         before, self._led_for = self._led_for, waiter
         try:
             while not (waiter.finished or waiter.has_work or self._line.is_over):
@@ -411,7 +414,7 @@ class SharedReader:
             self._led_for = before
 
     def _lead_within(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
-        """As `_lead`, in a handler of a signal or a deserializer that runs while this one reads."""
+        """Reads like `_lead`, in a signal handler or deserializer that interrupts this thread."""
         line = self._line
         if not line.may_nest:
             raise RuntimeError(_INTERRUPTED)
@@ -430,12 +433,14 @@ class SharedReader:
             self._line.may_nest = False
 
     def leave(self, waiter: Waiter, work: Callable[[], object], *, attended: bool) -> None:
-        """Leaves to another thread what would hold up all that arrives. In the one that reads.
+        """Leaves the work that would hold up all that arrives to another thread.
+
+        In the thread that reads.
 
         Args:
             waiter: the work finishes it, and is done by a thread that waits for it.
             work: raises nothing but what interrupts its thread.
-            attended: somebody waits for it, or is about to; else it may be a thread of its own.
+            attended: a thread waits for it, or is about to; else a thread of its own may do it.
         """
         waiter.leave(work)
         if not attended and self._led_for is not waiter:
@@ -450,20 +455,20 @@ class SharedReader:
             with self._mutex:
                 self._followers[mine] = latch
             waiter.latches.append(latch)
-            # Whoever finishes it, or gives up the turn, from here on finds the latch.
+            # A thread that finishes it, or gives up the turn, from here on finds the latch.
             if not (waiter.finished or waiter.has_work) and self._turn:
                 most = threading.TIMEOUT_MAX
                 latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
         finally:
-            with self._mutex:  # first: a turn that is passed on to nobody is lost
+            with self._mutex:  # first: a turn that no thread takes over is lost
                 chosen = self._followers.pop(mine, None) is None
             waiter.latches[:] = [each for each in waiter.latches if each is not latch]
         return chosen
 
     def _pass_on(self) -> None:
-        """The turn is free: wakes somebody who takes it, if anybody waits."""
+        """Wakes a thread that takes the turn, which is free, if any waits."""
         if not self._followers and self._watched <= 0:
-            return  # who comes from here on finds the turn free
+            return  # a thread that comes from here on finds the turn free
         with self._mutex:
             for mine, latch in self._followers.items():
                 open_latch(latch)  # before it is forgotten: this thread may be interrupted
@@ -474,7 +479,7 @@ class SharedReader:
             self._wanted.set()
 
     def watch(self) -> None:
-        """Has what arrives read even if nobody waits, until `unwatch`."""
+        """Starts to read all that arrives even if no thread waits, until `unwatch`."""
         with self._mutex:
             self._watched += 1
             start, self._started = not self._started, True
@@ -488,7 +493,7 @@ class SharedReader:
             self._watched -= 1
 
     def hurry(self) -> None:
-        """Has everything read as soon as it arrives, until `unhurry`; within a `watch`."""
+        """Starts to read everything as soon as it arrives, until `unhurry`; within a `watch`."""
         with self._mutex:
             self._hurried += 1
         self._hurry.set()
@@ -515,7 +520,7 @@ class SharedReader:
                 if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn):
                     continue
                 if self._turn.setdefault(0, self) is not self:
-                    break  # whoever has it passes it on
+                    break  # the thread that has it passes it on
                 self._leader = threading.get_ident()
                 try:
                     line.read(_SLICE_S)

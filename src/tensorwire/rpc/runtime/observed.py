@@ -7,16 +7,16 @@ from typing import Any
 from ..payload.outgoing import SentMessage
 
 OBSERVER: Any = None
-"""Given a side, an arity and a method, what counts its calls; see `rpctrace.patches`."""
+"""A function of a side, an arity and a method, which returns a counter; see `rpctrace.patches`."""
 
 
 def watched(side: str, arity: str, method: str) -> Any:
-    """What counts the calls of a method at one side, None if nobody does."""
+    """Returns the counter for the calls of a method at one side, None if they are not counted."""
     return None if OBSERVER is None else OBSERVER(side, arity, method)
 
 
 def serialize(traced: Any, message: SentMessage, serializer: Any) -> Any:
-    """The bytes of a message that leaves; counted, if `watched` says by what."""
+    """Returns the bytes of a message that leaves, counted by `traced` unless it is None."""
     if traced is None:
         return message.serialize(serializer)
     return traced.serialize(lambda sent: sent.serialize(serializer), message, protocol="runtime")

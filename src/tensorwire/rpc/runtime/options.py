@@ -11,7 +11,7 @@ from typing import Any
 _DEFAULT_RECEIVE_BYTES = 4 << 20
 _MOST_BYTES = (1 << 31) - 1
 _SEND, _RECEIVE = "grpc.max_send_message_length", "grpc.max_receive_message_length"
-# Of connections by HTTP/2 alone: nothing that a call could tell.
+# Options of connections by HTTP/2 alone: they change no result of a call.
 _OF_CONNECTIONS = (
     "grpc.http2.",
     "grpc.keepalive_",
@@ -39,10 +39,10 @@ ANY_LENGTH = MessageLimits(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one end says of the runtime.
+    """An offer of the runtime by one end, or the reason for none.
 
     Attributes:
-        limits: of messages; None: calls do not go by it.
+        limits: of messages; None: calls do not use the runtime.
         reason: why they do not.
     """
 
@@ -59,7 +59,7 @@ def named(options: Options) -> dict[str, Any]:
 
 
 def retries(options: Options) -> bool:
-    """Whether a channel's requests are sent again by grpcio, as its service config says."""
+    """Returns whether grpcio sends requests again, by the service config of the channel."""
     given = named(options)
     config = given.get("grpc.service_config", "")
     config = config.decode(errors="replace") if isinstance(config, bytes) else str(config)
@@ -67,15 +67,15 @@ def retries(options: Options) -> bool:
 
 
 def kept(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
-    """Options or interceptors for more than one reader, also where a user gave a generator."""
+    """Returns options or interceptors as a tuple, to be read more than once."""
     return None if values is None else tuple(values)
 
 
 def roomy(options: Options, pool_bytes: int) -> tuple[tuple[str | bytes, Any], ...]:
-    """Returns options under which grpcio takes messages as long as what may travel beside.
+    """Returns options under which grpcio takes messages as long as payload beside them may be.
 
-    So it makes no difference whether a message comes before the attachment is there. A limit that
-    the user has named stays.
+    So a message may also come before the attachment is there. A limit that the user has named
+    stays.
     """
     given = tuple(options or ())
     if _RECEIVE in named(given):
@@ -85,11 +85,11 @@ def roomy(options: Options, pool_bytes: int) -> tuple[tuple[str | bytes, Any], .
 
 
 def wanted(runtime: bool | None) -> bool:
-    """Whether the user wants it: what he says, else TENSORWIRE_RPC.
+    """Returns the user's choice for the runtime: the argument, else TENSORWIRE_RPC.
 
     Raises:
-        ValueError: he says neither yes nor no, or the variable has another value than "runtime" and
-            "attachments".
+        ValueError: the argument is neither a bool nor None, or the variable has another value than
+            "runtime" and "attachments".
     """
     if runtime is not None:
         if not isinstance(runtime, bool):
@@ -102,14 +102,14 @@ def wanted(runtime: bool | None) -> bool:
 
 
 def named_limits(options: Options) -> MessageLimits:
-    """Returns the limits of messages that a user has named; what is not named has none."""
+    """Returns the limits of messages that a user has named; a limit without a name is -1."""
     found = [named(options).get(name) for name in (_SEND, _RECEIVE)]
-    # What is no number grpcio complains of.
+    # grpcio complains of a value that is no number.
     return MessageLimits(*(each if isinstance(each, int) else -1 for each in found))
 
 
 def _is_gevent() -> bool:
-    """Whether greenlets call here, all of which a wait in the core would stop."""
+    """Returns whether greenlets call here; a wait in the core would stop all of them."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and any(map(monkey.is_module_patched, ("threading", "socket"))):
         return True
@@ -118,7 +118,7 @@ def _is_gevent() -> bool:
 
 
 def offer(runtime: bool | None, options: Options, compression: Any) -> Offer:
-    """What an end offers whose user gave these options.
+    """Returns the offer of an end whose user gave these options.
 
     Raises:
         ValueError: see `wanted`.

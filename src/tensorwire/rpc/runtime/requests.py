@@ -36,13 +36,13 @@ class RequestSender:
         self._outflow: Outflow = call.outflow
 
     def send(self, data: bytes, new: Callable[[], Waiter] = Waiter) -> Iterator[Waiter]:
-        """Sends the bytes of a request; yields what is to be waited for before it goes on.
+        """Sends the bytes of a request; yields each waiter to wait for before it goes on.
 
         It ends early with the call.
 
         Args:
             data: the bytes.
-            new: makes what is waited for.
+            new: makes a waiter.
         """
         most = self._client.limits.send_bytes
         if 0 <= most < len(data):
@@ -58,24 +58,24 @@ class RequestSender:
                 self._client.send(lot)
 
     def goes_on(self) -> bool:
-        """The call has not ended."""
+        """Returns whether the call goes on."""
         return not self._outflow.closed
 
     def send_last(self) -> None:
-        """Says that there are no more requests."""
+        """Sends the frame that says that there are no more requests."""
         if self.goes_on():
             self._client.send((last_frame(self._number),))
 
     def run(
         self, requests: Iterator[Any], link: CallLink, serializer: Serializer, traced: Any
     ) -> None:
-        """Sends all of them, in a thread, and that there are no more; ends early with the call.
+        """Sends all requests in a thread, and then the last frame; ends early with the call.
 
         Args:
             requests: the user's.
             link: of the call.
             serializer: the user's.
-            traced: what counts messages, None if nobody does.
+            traced: counts messages; None if they are not counted.
         """
         while self.goes_on():
             try:

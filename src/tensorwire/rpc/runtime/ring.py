@@ -1,6 +1,6 @@
 """Defines rings: memory of one end into which the other writes frames, over and over.
 
-The core reads and writes them, see cpp/rpc/line.h. Here is how its readers and writers are made.
+The core reads and writes them, see cpp/rpc/line.h. This module makes its readers and writers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RING = "ring"
 
 
 def make_ring(node: Node) -> Region:
-    """The memory that the other end writes into."""
+    """Allocates the memory that the other end writes into."""
     return node.allocate(core.RING_BYTES, name=RING)
 
 
 def checked(other: RemoteRegion) -> RemoteRegion:
-    """The ring of the other end, which has made it as it liked.
+    """Returns the ring that the other end has made, after checking its size.
 
     Raises:
         UnavailableError: it does not have the size of a ring.
@@ -40,8 +40,8 @@ class Rings(NamedTuple):
 
     Attributes:
         node: of this end.
-        memory: this end's ring, of `make_ring`. There the other end tells how far it has read.
-        other: the other end's, which is written into. There it is told how far this one has read.
+        memory: this end's ring, of `make_ring`. The other end writes there how far it has read.
+        other: the other end's ring, written from here, also how far this end has read.
         peer: the other end.
     """
 
@@ -51,10 +51,10 @@ class Rings(NamedTuple):
     peer: Peer
 
     def reader(self) -> core.LineReader:
-        """Returns what takes what arrives, as `Frame`s. One thread at a time."""
+        """Returns the reader of the frames that arrive, as `Frame`s. One thread at a time."""
         node, memory, other, peer = map(core_of, self)
         return core.LineReader(node, memory, other, peer, Frame)
 
     def writer(self) -> core.LineWriter:
-        """Returns what writes what leaves. One thread at a time."""
+        """Returns the writer of the frames that leave. One thread at a time."""
         return core.LineWriter(*map(core_of, self))

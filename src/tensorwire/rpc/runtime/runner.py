@@ -1,10 +1,10 @@
 """Runs quick calls of a client in one thread of the user's pool, which reads the next ones too.
 
-What costs most in a small call is to hand it from the thread that reads to another one, and to wake
-both. So a thread of the pool that has answered goes on reading for a moment, and runs what has come
-by itself. That is only for methods whose servicers were quick lately. Where one is not, after all,
-the thread that otherwise reads finds out within milliseconds, and everything goes on without the
-thread that is held up.
+The largest cost of a small call is to hand it from the thread that reads to another one, and to
+wake both. So a thread of the pool that has answered goes on reading for a moment, and runs the
+calls that have come by itself. Only methods whose servicers were quick lately run this way. If one
+is slow after all, the thread that otherwise reads finds out within milliseconds, and everything
+goes on without the thread that is held up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FRUITLESS, _TRY_EVERY = 4, 16
 
 
 class Runner:
-    """Who reads the line of one client, and who runs its calls. At most one thread reads at a time.
+    """A scheduler for one client's line: chooses the thread that reads and the one that runs calls.
 
     Args:
         line: of the client.
@@ -42,7 +42,7 @@ class Runner:
     def __init__(self, line: Line, pool: Any) -> None:
         self._line = line
         self._pool = pool
-        # Whether others wait for a thread is seen in the pool; one that cannot say runs each call.
+        # The queue of the pool shows if others wait for a thread; without one, it runs each call.
         queue = getattr(pool, "_work_queue", None)
         self._others: Callable[[], bool] | None = getattr(queue, "empty", None)
         if not isinstance(pool, ThreadPoolExecutor):
@@ -57,7 +57,7 @@ class Runner:
         self._fruitless = 0
 
     def took(self, method: str, seconds: float) -> None:
-        """A servicer of a method has run for so long."""
+        """Notes how many seconds a servicer of a method has run."""
         trust = self._trust.get(method, 0)
         if seconds > QUICK_S:
             if trust:
@@ -66,13 +66,16 @@ class Runner:
             self._trust[method] = trust + 1
 
     def takes(self, method: str) -> bool:
-        """Whether a call is added here, and not given to the pool. In the thread that reads."""
+        """Returns whether to add a call here instead of giving it to the pool.
+
+        In the thread that reads.
+        """
         if self._others is None or self._stuck:
             return False
         return self._trust.get(method, 0) >= _TRUSTED
 
     def add(self, run: Callable[[], object], gone: Callable[[Exception], object]) -> None:
-        """Has a call run. In the thread that reads, after `takes`.
+        """Adds a call that a thread of the pool will run. In the thread that reads, after `takes`.
 
         Args:
             run: runs it; raises nothing.
@@ -92,7 +95,7 @@ class Runner:
                 time.sleep(LOOK_S)
 
     def _start(self) -> None:
-        """Has a thread of the pool run what is ready, and waits until that leaves."""
+        """Lets a thread of the pool run the calls that are ready, and waits until it leaves."""
         self._parked.acquire(blocking=False)
         self._running = True
         try:
@@ -111,9 +114,9 @@ class Runner:
                 self._go_on_without()
 
     def _go_on_without(self) -> None:
-        """The thread that runs calls is held up by one, or has not come to the first."""
+        """Reads while the thread that runs calls is held up by one, or has not begun."""
         self._stuck = True
-        self._line.flush()  # perhaps it is held up by who waits for what it has sent
+        self._line.flush()  # perhaps the servicer waits for an answer to these frames
         try:
             while self._running and not self._line.is_over:
                 self._hand_over()
@@ -127,7 +130,7 @@ class Runner:
             self._stuck = False
 
     def _hand_over(self) -> None:
-        """Gives to the pool what waits for the thread that is held up."""
+        """Gives the calls that wait for the thread that is held up to the pool."""
         while True:
             try:
                 run, gone = self._ready.popleft()
@@ -139,7 +142,7 @@ class Runner:
                 gone(error)
 
     def _run(self) -> None:
-        """In a thread of the pool: runs what is ready, and what comes right after it."""
+        """Runs the calls that are ready, and those right after, in a thread of the pool."""
         until = time.monotonic() + _LONGEST_S
         try:
             while True:
@@ -159,7 +162,10 @@ class Runner:
             open_latch(self._parked)
 
     def _run_ready(self) -> None:
-        """Runs what is ready, and has what that sends written at once: fewer wake the client."""
+        """Runs the calls that are ready, and writes their frames together.
+
+        That wakes the client less often.
+        """
         line = self._line
         line.hold()
         try:
@@ -178,7 +184,7 @@ class Runner:
             line.release()
 
     def _lingers(self, until: float) -> bool:
-        """Whether to read for a moment: calls come quickly, and nobody else needs the thread."""
+        """Returns whether to read on: calls come quickly, and no other work needs the thread."""
         line = self._line
         if line.is_over or self._others is None or not self._others():
             return False

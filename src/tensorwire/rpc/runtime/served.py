@@ -30,19 +30,19 @@ ARITIES = {  # by whether requests and responses are streams
 
 
 def arity_of(handler: Any) -> str:
-    """The name of the method of a handler; what it says of its streams need not be a bool."""
+    """Returns the name of the method of a handler, whose marks of streams need not be bools."""
     return ARITIES[bool(handler.request_streaming), bool(handler.response_streaming)]
 
 
 class Handled:
-    """What is known of a user's handler; made once for those that are asked for again and again.
+    """A user's handler, taken apart; made once for a handler that serves many calls.
 
     Args:
         handler: the user's.
 
     Attributes:
         handler: as given.
-        arity: as `arity_of` says.
+        arity: the result of `arity_of`.
         behavior: the user's function.
         takes_stream, gives_stream: requests and responses are streams.
         reader: of its requests.
@@ -71,7 +71,7 @@ class Caller:
 
     Attributes:
         peer, auth_context, identities, identity_key: of its `ServicerContext`.
-        user_agent: what its channel says of itself.
+        user_agent: the name that its channel gives itself.
     """
 
     peer: str
@@ -82,7 +82,7 @@ class Caller:
 
     @classmethod
     def of(cls, context: grpc.ServicerContext) -> Caller:
-        """The client of a call by grpcio."""
+        """Returns the client of a call that came by grpcio."""
         agent = [each for each in context.invocation_metadata() or () if each[0] == "user-agent"]
         return cls(
             context.peer(),
@@ -94,7 +94,7 @@ class Caller:
 
 
 class Receiver(Protocol):
-    """What calls need of their end of a line.
+    """The end of a line, as its calls see it.
 
     Attributes:
         caller: the client.
@@ -111,13 +111,13 @@ class Receiver(Protocol):
     call_back: CallBack
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Sends frames; nobody waits for it."""
+        """Sends frames, without waiting."""
 
     def flush(self) -> None:
-        """Sends what is held back, if anything is."""
+        """Sends the frames that are held back, if there are any."""
 
     def forget(self, call: IncomingCall) -> None:
-        """A call has ended."""
+        """Forgets a call that has ended."""
 
 
 class IncomingCall:
@@ -130,7 +130,7 @@ class IncomingCall:
         takes_stream: the client takes any number of responses.
         pieces, bytes, whole: of the only request.
         requests: a stream of them; None: there is only one.
-        awaited: who is told when the first request of a stream has come, if anybody is.
+        awaited: at most one function, called when the first request of a stream has come.
         first: the first one of a stream of requests, if it was taken already.
         cancelled: it has ended otherwise than by its servicer.
         once: it is unary at the client, which can make it again by grpcio.
@@ -174,7 +174,7 @@ class IncomingCall:
         self._callbacks: list[Callable[[], None]] = []
 
     def is_active(self) -> bool:
-        """The call goes on."""
+        """Returns whether the call goes on."""
         return bool(self._token)
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -188,7 +188,7 @@ class IncomingCall:
     # What arrives.
 
     def arrived(self, data: bytes, flags: int) -> None:
-        """A piece of a request of the stream, or LAST. In the thread that reads."""
+        """Takes a piece of a request of the stream, or LAST. In the thread that reads."""
         assert self.requests is not None
         try:
             credit = self.requests.add(data, flags)
@@ -205,38 +205,38 @@ class IncomingCall:
             awaited()
 
     def take_awaited(self) -> Callable[[], object] | None:
-        """Who is to be told of the first request of a stream; once."""
+        """Returns the function to call when the first request of a stream has come; once."""
         try:
             return self.awaited.pop()
         except IndexError:
             return None
 
     def lacks_request(self) -> None:
-        """A stream of requests for a method that takes one has ended before the first one."""
+        """Fails a call that has to have one request: its stream has ended without any."""
         text = f'"{self.method}" requires exactly one request message.'
         self.fail(_Code.UNIMPLEMENTED, text, reading=True)
 
     def too_long(self, size: int) -> None:
-        """A request is longer than it may be."""
+        """Fails the call, because a request is longer than it may be."""
         most = self._end.limits.receive_bytes
         text = f"SERVER: Received message larger than max ({size} vs. {most})"
-        # Cancelled: whoever iterates over the requests must not take this for their end.
+        # Cancelled: a servicer that iterates over the requests must not take this for their end.
         self.fail(_Code.RESOURCE_EXHAUSTED, text, reading=True, cancelled=True)
 
     def request(self, new: Callable[[], Waiter] = Waiter) -> bytes | Waiter | None:
-        """The next request of a stream, see `Inflow.take`; `settle` follows."""
+        """Returns the next request of a stream, see `Inflow.take`; `settle` follows."""
         assert self.requests is not None
         return self.requests.take(new)
 
     def settle(self) -> None:
-        """The request that was taken last is done with."""
+        """Ends the use of the request that was taken last."""
         assert self.requests is not None
         credit, _ = self.requests.settle()
         if credit and self._token:
             self._end.send((frames.credit_frame(self.number, credit),))
 
     def only_request(self) -> bytes | None:
-        """The request of a method that takes one; it has arrived. None: the call is over."""
+        """Returns the only request of a method, which has arrived; None: the call is over."""
         if self.requests is not None:
             taken = self.requests.take() if self.first is None else self.first
             self.requests.discard()
@@ -248,7 +248,7 @@ class IncomingCall:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def granted(self, size_bytes: int) -> None:
-        """The client has taken so much of the responses."""
+        """Opens the window of the responses by the bytes that the client has taken."""
         if self._responses is not None:
             self._responses.grant(size_bytes)
 
@@ -265,20 +265,20 @@ class IncomingCall:
         return True
 
     def stream_responses(self) -> None:
-        """There will be any number of responses. To be called before the first one."""
+        """Prepares for any number of responses. To be called before the first one."""
         with self._end.mutex:
             self._responses = Outflow(limited=self.takes_stream)
             if not self._token:
                 self._responses.close()
 
     def send_message(self, message: bytes, new: Callable[[], Waiter] = Waiter) -> Iterator[Waiter]:
-        """Sends one of several responses; yields what is to be waited for before it goes on.
+        """Sends one of several responses; yields each waiter to wait for before it goes on.
 
         It ends early with the call.
 
         Args:
             message: the bytes.
-            new: makes what is waited for.
+            new: makes a waiter.
         """
         assert self._responses is not None
         for lot in self._responses.lots(frames.message_frames(self.number, message), new):
@@ -290,7 +290,7 @@ class IncomingCall:
                 self._end.send(lot)
 
     def flush(self) -> None:
-        """Sends now what is held back of it: this thread goes on with what follows."""
+        """Sends now the frames that are held back: this thread goes on with other work."""
         self._end.flush()
 
     # How it ends.
@@ -307,7 +307,7 @@ class IncomingCall:
 
         Args:
             frames: tell the client.
-            rest: sends what is left of the response, before anybody hears of the end.
+            rest: sends the rest of the response, before any callback learns of the end.
             reading: this thread must not be held up.
             cancelled: it is not the servicer that ends it.
         """
@@ -316,7 +316,7 @@ class IncomingCall:
                 return
             self._token.pop()
             self.cancelled = cancelled
-            # Who finds it ended finds its slot free: the client may use that again.
+            # A thread that finds it ended finds its slot free: the client may use that again.
             self._end.forget(self)
             callbacks, self._callbacks = self._callbacks, []
             responses = self._responses
@@ -343,7 +343,7 @@ class IncomingCall:
         reading: bool = False,
         cancelled: bool = False,
     ) -> None:
-        """Ends the call with a status of the server itself."""
+        """Ends the call with a status that the server itself chooses."""
         end = frames.end_frames(self.number, code.value[0], details.encode())
         self.finish(end, reading=reading, cancelled=cancelled)
 

@@ -1,6 +1,6 @@
 """Runtime, server side: finds the servicer of a call and runs it in the user's thread pool.
 
-The order of things, what they raise and what it is called are grpcio's: see its `_server.py`.
+The order of steps, the errors and their texts are grpcio's: see its `_server.py`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ServerEnd:
     """The server's end of one line. Its thread reads, and runs interceptors.
 
     Attributes:
-        line, caller, attachment: as given, or made of that.
+        line, caller, attachment: as given; `line` is made of the rings.
         send, flush: see `Line`.
         limits: of messages.
         mutex: guards the state of calls.
         call_back: for threads that must not be held up.
         patient: see `LineEnd`.
-        runner: who reads, and runs quick calls.
+        runner: reads, and runs quick calls.
 
     Args:
         service: of the server.
@@ -78,11 +78,11 @@ class ServerEnd:
         return len(self._calls)
 
     def forget(self, call: IncomingCall) -> None:
-        """A call has ended."""
+        """Forgets a call that has ended."""
         self._calls.pop(call.number[0], None)
 
     def arrived(self, frame: Frame) -> None:
-        """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
+        """Handles a frame, see `LineEnd`. Ignores late frames of calls that are over."""
         if frame.kind == frames.CALL:
             self._begins(frame)
             return
@@ -142,19 +142,21 @@ class ServerEnd:
         self.line.send((frames.short_frame(frames.GOAWAY),))
 
     def cancel_all(self) -> None:
-        """Ends all calls."""
+        """Ends all calls with UNAVAILABLE."""
         for call in list(self._calls.values()):
             call.fail(_Code.UNAVAILABLE, "the server is stopped", cancelled=True)
 
     def close(self, *, lost: bool) -> None:
-        """Ends it; calling it again does nothing."""
+        """Ends this end of the line; calling it again does nothing."""
         if not lost:
             self.line.drain(1.0)
         self.line.end("the server is closed")
 
 
 class AnyService:
-    """What a server does for calls of all its lines, in whichever world. Any thread may use it.
+    """The part of a server that begins calls, for all its lines, in either world.
+
+    Any thread may use it.
 
     Attributes:
         limits: of messages.
@@ -200,7 +202,7 @@ class AnyService:
         self._registered |= {f"/{service_name}/{name}": each for name, each in handlers.items()}
 
     def _find(self, details: Any) -> Any:
-        """The user's handler of a method, None if there is none."""
+        """Returns the user's handler of a method, None if there is none."""
         found = self._registered.get(details.method)
         if found is not None:
             return found
@@ -211,7 +213,7 @@ class AnyService:
         return None
 
     def attach(self, attachment: RpcAttachment, caller: Caller, rings: Rings) -> ServerEnd:
-        """The server's end of a new line; `start` lets calls come."""
+        """Returns the server's end of a new line; `start` lets calls come."""
         end = self.kind_of_end(self, attachment, caller, rings)
         with self._lock:
             self._ends.add(end)
@@ -235,19 +237,22 @@ class AnyService:
             end.go_away()
 
     def cancel_all(self) -> None:
-        """Ends all calls."""
+        """Ends all calls of all lines."""
         for end in self._all():
             end.cancel_all()
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
-        """Has a call carried out that has its request, or begins its requests.
+        """Begins a call whose only request, or whose stream of requests, is there.
 
         In the thread that reads.
         """
         raise NotImplementedError
 
     def _is_refused(self, call: IncomingCall) -> bool:
-        """The server is stopping, so a call ends: the client makes it by grpcio if it can."""
+        """Ends a call if the server is stopping; True if so.
+
+        The client makes it by grpcio if it can.
+        """
         if self._stopping and call.once:
             call.refuse()
         elif self._stopping:
@@ -255,9 +260,9 @@ class AnyService:
         return self._stopping
 
     def _admits(self, call: IncomingCall, handled: Handled) -> bool:
-        """Admits a call whose servicer is to run, and `_ran` follows; False: the call has ended."""
+        """Admits a call, whose servicer then runs and `_ran` follows; False: the call has ended."""
         if call.once and (handled.takes_stream or handled.gives_stream):
-            call.refuse()  # grpcio says what comes of that
+            call.refuse()  # grpcio makes the right error of that
             return False
         if self._most is None:
             return True
@@ -274,7 +279,10 @@ class AnyService:
                 self._running -= 1
 
     def _handled(self, method: str, handler: Any) -> Handled:
-        """What is known of a handler; kept of grpcio's own, which are tuples: others may change."""
+        """Returns a handler taken apart.
+
+        Keeps the result only for grpcio's own, which are tuples: others may change.
+        """
         known = self._known.get(method)
         if known is not None and known.handler is handler:
             return known
@@ -287,7 +295,7 @@ class AnyService:
 
 
 class Service(AnyService):
-    """What a synchronous server does for its calls.
+    """The part of a synchronous server that begins calls.
 
     Args: as of `AnyService`.
     """
@@ -328,7 +336,7 @@ class Service(AnyService):
                 never()
 
     def _never_ran(self, call: IncomingCall) -> None:
-        """A call has ended; perhaps its only request has never come."""
+        """Takes back the admission of a call that has ended before its only request came."""
         if call.take_awaited() is not None:
             self._ran()
 
@@ -346,12 +354,12 @@ class Service(AnyService):
             self._gone(call, error)
 
     def _gone(self, call: IncomingCall, error: Exception) -> None:
-        """The pool takes nothing any more."""
+        """Fails a call, because the pool takes nothing any more."""
         self._ran()
         call.fail(_Code.UNAVAILABLE, f"the server's threads are gone: {error}", reading=True)
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
-        """In a thread of the user's."""
+        """Runs the servicer of a call, in a thread of the user's."""
         performance = Performance(end, call, CallContext(end.caller, call), handled)
         began = time.monotonic()
         try:
