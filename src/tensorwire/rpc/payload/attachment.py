@@ -1,7 +1,7 @@
 """Joins a client and a server: a Node at each end, connected to each other alone.
 
 An attachment belongs to one channel and one server. The client asks for it over gRPC itself
-(`attach/registry.py`) and gets a secret that nobody else has; both then know each other's memory.
+(`attach/registry.py`) and gets a secret that only the two have; both then know each other's memory.
 It ends with the peer.
 """
 
@@ -29,9 +29,9 @@ from .route import threshold
 from .window import Window
 
 CALLS = 1024
-"""Calls of an attachment at a time that may have payload beside them."""
+"""The most calls of an attachment at a time that may have payload beside them."""
 LAST_GENERATION = (1 << 32) - 1
-"""The highest of a call's number: it travels in 4 bytes."""
+"""The highest generation of a call's number: it travels in 4 bytes."""
 
 _RECENT = 8
 _GRACE_S = 2.0
@@ -42,11 +42,11 @@ _BOARD = "board"
 _PUSHED = "pushed"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
-"""All of this process, by their ids, for who sees an envelope pass."""
+"""All attachments of this process, by their ids, for code that sees an envelope pass."""
 
 
 _pid = os.getpid()
-"""Of this process; asking the system for it takes longer than the rest of a look at `lost`."""
+"""The id of this process; asking the system takes longer than the rest of a look at `lost`."""
 
 
 def _forked() -> None:
@@ -58,18 +58,18 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class CallCarrier(Protocol):
-    """What carries calls between the two ends, besides grpcio: an end of a line of `runtime`."""
+    """An end of a line of `runtime`, which carries calls besides grpcio."""
 
     def close(self, *, lost: bool) -> None:
-        """Ends it, because the other end is gone (lost) or this one is closed."""
+        """Ends the line, because the other end is gone (lost) or this one is closed."""
 
 
 class SharedNumber:
     """The number of all calls of a client that send nothing beside their requests.
 
     So their mark is the same for each, which HTTP/2 compresses to a byte. When one of them fails,
-    the server may have sent a response that nobody sees. Others then begin with a new number, and
-    the old one ends with the last of its calls. Any thread may use it, without a lock.
+    the server may have sent a response that is never read. Other calls then begin with a new
+    number, and the old one ends with the last of its calls. Any thread may use it, without a lock.
 
     Attributes:
         attachment: of the calls.
@@ -85,7 +85,7 @@ class SharedNumber:
         self.spoiled = False
         self._number = number
         self._active: list[None] = []  # one for each call: appending and popping are atomic
-        self._end = [None]  # popped by who ends the number
+        self._end = [None]  # popped by the thread that ends the number
 
     def begin(self) -> bool:
         """Begins a call; False if it has to take another number."""
@@ -114,12 +114,12 @@ class SharedNumber:
 
 
 def make_board(node: Node) -> Region:
-    """The words that the other end raises: of leases, of calls, and of what was taken."""
+    """Allocates the words that the other end raises: for leases, calls, and messages taken."""
     return node.allocate(_BOARD_BYTES, name=_BOARD)
 
 
 def make_push_board(node: Node) -> Region:
-    """The words that the other end raises as it pushes; see `RpcAttachment.add_pushing`."""
+    """Allocates the words that the other end raises as it pushes, see `add_pushing`."""
     return node.allocate(BOARD_BYTES, name=_PUSHED)
 
 
@@ -129,15 +129,15 @@ class RpcAttachment:
     Attributes:
         id, limits, peer: as given.
         transport: by which payload travels.
-        threshold_bytes: from where payload of grpcio's calls travels beside its message.
-        runtime_threshold_bytes: the same of the runtime's calls.
+        threshold_bytes: the least payload of grpcio's calls that travels beside its message.
+        runtime_threshold_bytes: the least payload of the runtime's calls that does.
         maps: each end has the memory of the other one mapped.
-        leases_here: what the other end writes into.
-        leases_there: what this end writes into.
+        leases_here: the memory that the other end writes into.
+        leases_there: the memory that this end writes into.
         handlers: for the server, the handlers that serve calls of it.
-        recent: what the latest messages are held by, see `look_at_recent`. A list, as copying it
+        recent: the holdings of the latest messages, see `look_at_recent`. A list, as copying it
             is atomic.
-        runtime: what carries calls besides grpcio; None: nothing does.
+        runtime: carries calls besides grpcio; None: only grpcio does.
         pushing: for calls of the runtime; None: there is no runtime.
         sent_bytes, taken_bytes: as given.
 
@@ -147,7 +147,7 @@ class RpcAttachment:
         board: of `make_board`.
         peer: the other end.
         limits: of this end.
-        lent_bytes: what the other end lets this one write into.
+        lent_bytes: the memory that the other end lets this one write into.
         is_client: the end that numbers the calls.
         sent_bytes: the longest message that may travel beside from here; -1 for no limit.
         taken_bytes: the longest one that is taken here; -1 for no limit.
@@ -202,19 +202,25 @@ class RpcAttachment:
 
     @property
     def lost(self) -> bool:
-        """The other end, or the way to it, is gone; or this is a forked child."""
+        """True when the other end, or the way to it, is gone, and in a forked child."""
         return self.peer.lost or self._pid != _pid
 
     def least_bytes(self, *, by_runtime: bool) -> int:
-        """Returns from how many bytes payload travels beside its message."""
+        """Returns the least size of payload that travels beside its message."""
         return self.runtime_threshold_bytes if by_runtime else self.threshold_bytes
 
     def may_send(self, size_bytes: int) -> bool:
-        """Whether a message so long may travel beside; if not, grpcio says what is wrong."""
+        """Returns whether a message of this size may travel beside.
+
+        If not, grpcio reports the error.
+        """
         return self.sent_bytes < 0 or size_bytes <= self.sent_bytes
 
     def look(self) -> bool:
-        """For the janitor: ends with the peer, and takes back what calls have left."""
+        """Ends with the peer, and takes back the memory of calls that are over.
+
+        Called by the janitor.
+        """
         if self.lost:
             self.close()
             return False
@@ -242,7 +248,7 @@ class RpcAttachment:
 
     @property
     def awaited(self) -> bool:
-        """The other end has not given back payload that it was sent."""
+        """True while the other end has not given back payload that it was sent."""
         return bool(self.leases_there.used)
 
     def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
@@ -251,12 +257,12 @@ class RpcAttachment:
             self.leases_there.retire(leases, call)
 
     def remember(self, holding: Watched) -> None:
-        """The memory of a message is looked at before the next ones."""
+        """Notes the memory of a message, to be looked at before the next messages."""
         self.recent.append(holding)
         del self.recent[:-_RECENT]
 
     def look_at_recent(self) -> None:
-        """Has the memory of the latest messages given back, if they were dropped meanwhile."""
+        """Gives the memory of the latest messages back, if they were dropped meanwhile."""
         recent = self.recent
         for each in recent[:]:
             if not each.look():
@@ -264,7 +270,7 @@ class RpcAttachment:
                     recent.remove(each)
 
     def tell_full(self, size_bytes: int, failure: str = "") -> None:
-        """A message travels inside, for lack of memory for it; the first one is told.
+        """Logs, once, that a message travels inside because there is no memory for it.
 
         Args:
             size_bytes: of the message.
@@ -283,17 +289,17 @@ class RpcAttachment:
         )
 
     def end_line(self) -> None:
-        """Ends calls that do not go by grpcio, before `close`. Calling it again does nothing."""
+        """Ends calls that do not use grpcio, before `close`. Calling it again does nothing."""
         # A lock may be held for ever in a forked child.
         if self.runtime is not None and self._pid == _pid:
             self.runtime.close(lost=self.peer.lost)
 
     def close(self) -> None:
-        """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
+        """Ends the attachment; views of memory that arrived stay. Calling it again does nothing."""
         self.end_line()
         self._node.close()
 
-    # The client numbers its calls: what one raises for another has to name it.
+    # The client numbers its calls: a word raised for a call has to name it.
 
     def begin_call(self) -> tuple[int, int] | None:
         """Takes a number for a call; None: as many are under way as there are numbers left."""
@@ -306,13 +312,13 @@ class RpcAttachment:
         return slot, self._generations[slot]
 
     def end_call(self, call: tuple[int, int], leases: Sequence[Lease], complete: bool) -> None:
-        """Gives a number back, and takes back what was sent in the call and not seen.
+        """Gives a number back, and takes back payload that was sent in the call and not seen.
 
         Args:
             call: the number.
-            leases: what was sent from here.
-            complete: the call ended well, so everything that was sent to here was seen. The server
-                may be about to give back what it has seen, so it is given a moment for that.
+            leases: the memory of the payload that was sent from here.
+            complete: the call ended well, so all payload that was sent to here was seen. The server
+                may be about to give memory back, so it is given a moment for that.
         """
         if not complete:
             self._raise(call)
@@ -324,11 +330,11 @@ class RpcAttachment:
             self._idle_calls.append(call[0])
 
     def window(self) -> Window:
-        """The window of a stream that begins to send here in a call by grpcio."""
+        """Returns the window of a stream that begins to send here in a call by grpcio."""
         return Window(self.peer, self._board, _TAKEN)
 
     def share(self) -> SharedNumber | None:
-        """At the client: begins a call that has a number together with others; None: there is none.
+        """Begins a call, at the client, that shares its number; None: there is no number left.
 
         The call ends by `SharedNumber.end`.
         """
@@ -343,11 +349,11 @@ class RpcAttachment:
                 self._shared = SharedNumber(self, number)
 
     def confirm(self, call: tuple[int, int]) -> None:
-        """The server tells the client that the call is one of this attachment."""
+        """Tells the client that this server has the call."""
         self._raise(call)
 
     def confirmed(self, call: tuple[int, int], timeout_s: float = 0) -> bool:
-        """At the client: whether the server that has the call is the one of this attachment.
+        """Returns, at the client, whether the server of this attachment has the call.
 
         Raises:
             PeerLostError, ClosedError: the attachment is over.
@@ -362,7 +368,7 @@ class RpcAttachment:
         return True
 
     async def confirmed_later(self, call: tuple[int, int], timeout_s: float) -> bool:
-        """As `confirmed`, without blocking the event loop; False if the attachment is over."""
+        """Returns the result of `confirmed`, without blocking; False if the attachment is over."""
         try:
             await self._board.word(_place(call)).reached(call[1], timeout_s, peer=self.peer)
         except TensorwireError:
@@ -373,7 +379,7 @@ class RpcAttachment:
         try:
             self._other_board.word(_place(call)).set(call[1])
         except TensorwireError:
-            pass  # nobody is there to be told
+            pass  # the other end is gone
 
     def _call_ended(self, call: tuple[int, int]) -> bool:
         return call[0] < CALLS and self._board.word(_place(call)).value >= call[1]

@@ -25,7 +25,7 @@ class Encoded:
 
     Args:
         message: the user's.
-        serializer: what made them.
+        serializer: has made them.
         body: its bytes.
     """
 
@@ -37,19 +37,19 @@ class Encoded:
         self._body: bytes | None = body
 
     def take(self) -> bytes:
-        """Its bytes. They are not kept; if they were taken already, they are made once more."""
+        """Returns its bytes, and keeps them no longer; makes them once more if they were taken."""
         body, self._body = self._body, None
         return self._serializer(self._message) if body is None else body
 
 
 def as_sent(request: Any, body: bytes | None) -> Any:
-    """A request for a second attempt, whose bytes are those of the first.
+    """Returns a request for a second attempt, with the same bytes as the first one.
 
     The user may have changed the message for the next call since.
 
     Args:
         request: the user's message.
-        body: what was made of it; None: it has arrays, and is serialized again.
+        body: the bytes of it; None: it has arrays, and is serialized again.
     """
     return request if body is None else Encoded(request, lambda _: body, body)
 
@@ -75,14 +75,14 @@ class Encoder:
 
         Args:
             message: the user's.
-            least_bytes: a message of so many bytes, or with arrays of so many, is not small.
+            least_bytes: a message of this size, or with arrays of this size, is not small.
 
         Returns:
-            Its bytes, with the tickets of its arrays if it has some. What is not small is returned
-            for a `SentMessage`: with its bytes, if they were made, else None.
+            Its bytes, with the tickets of its arrays if it has some. A message that is not small is
+            returned for a `SentMessage`: with its bytes, if they were made, else None.
 
         Raises:
-            Exception: what the serializer raises.
+            Exception: the error of the serializer.
         """
         kind, serializer = type(message), self._serializer
         if kind is not self._plain:
@@ -98,7 +98,7 @@ class Encoder:
         try:
             arrays = sources_of(message)
         except StaleHandleError:
-            return None  # whoever sends it finds out, and says so
+            return None  # the sender finds out, and reports it
         if sum([each.nbytes for each in arrays.values()]) >= least_bytes:
             return None
         body = inside(message, arrays, self._serializer)
@@ -110,7 +110,7 @@ class Encoder:
 def embed(message: Any) -> Any:
     """Returns a copy of a message with the bytes of its Tensors in it.
 
-    For everything that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
+    For every way that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
     grpcio channel, JSON, `Any.Pack`.
 
     Raises:
@@ -123,12 +123,12 @@ def embed(message: Any) -> Any:
 
 
 def arrays_of(message: Any) -> dict[int, NDArray[np.uint8]]:
-    """What the Tensors of a message stand for, by their tickets."""
+    """Returns the arrays that the Tensors of a message stand for, by their tickets."""
     return sources_of(message) if may_have_tensors(type(message)) else {}
 
 
 def inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
-    """Returns what the serializer makes of a message with these arrays in it."""
+    """Returns the serializer's result for a message with these arrays in it."""
     if arrays:
         if type(message) is Tensor and serializer is Tensor.SerializeToString:
             body = _appended(message, arrays)
@@ -139,7 +139,7 @@ def inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Seria
 
 
 def _appended(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> bytes | None:
-    """Encodes a Tensor with its array, which is copied once; None: this protobuf allows it not."""
+    """Encodes a Tensor with its array, copied once; None: this protobuf does not allow it."""
     head = without_held(message.SerializePartialToString())
     if head is None:
         return None
@@ -149,7 +149,7 @@ def _appended(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> bytes | Non
 
 @lru_cache(maxsize=256)
 def _data_head(size_bytes: int) -> bytes:
-    """Encodes what goes before the bytes of a Tensor's field `data`: its tag and the length."""
+    """Encodes the tag and the length that precede the bytes of a Tensor's field `data`."""
     head = bytearray([Tensor.DESCRIPTOR.fields_by_name["data"].number << 3 | 2])
     while size_bytes >= 0x80:
         head.append(size_bytes & 0x7F | 0x80)
@@ -158,7 +158,7 @@ def _data_head(size_bytes: int) -> bytes:
 
 
 def without_arrays(message: Any, serializer: Serializer) -> Any:
-    """Returns what a serializer makes of a message whose arrays travel beside it.
+    """Returns the serializer's result for a message whose arrays travel beside it.
 
     Other serializers than ours refuse it, see `HELD`; so they get one that looks complete.
     """
@@ -186,7 +186,7 @@ def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
 
 
 def carry_in_pickles(message_type: Any) -> None:
-    """Has pickle, and what uses it, take the arrays of such messages with it."""
+    """Makes pickle take the arrays of messages of this class with them."""
     copyreg.dispatch_table.setdefault(message_type, _reduced)
 
 

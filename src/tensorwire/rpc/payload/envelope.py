@@ -1,8 +1,8 @@
 """Encodes envelopes, which travel in the place of messages with payload beside them. Pure.
 
-It names the memory of the receiver that the payload lies in, and has the rest of the message.
-docs/internals/rpc-wire.md has the layout as a table. No protobuf parser takes it for a message: its
-first bytes are a tag of wire type 7, which there is none of.
+An envelope names the memory of the receiver that the payload lies in, and has the rest of the
+message. docs/internals/rpc-wire.md has the layout as a table. No protobuf parser takes it for a
+message: its first bytes are a tag of wire type 7, which does not exist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAGIC = b"\xff\xfftensorwire-rpc"
 VERSION, PUSHED_VERSION = 1, 3
-"""Of an envelope whose payload went ahead; of one whose payload is under way as itself is."""
+"""The versions of an envelope whose payload went ahead, and of one whose payload is under way."""
 MAX_PIECES = 1 << 16
 BODY = 0
 """The ticket of the piece that is the message itself."""
@@ -35,9 +35,9 @@ class Envelope:
         attachment: 16 bytes, see `RpcAttachment`.
         slot: the sender's number of the memory, which credits are counted by.
         serial: the memory is the region of this number, see `lease_name`.
-        turn: how often the slot was used; each use has a higher one.
-        pieces: what lies in the memory, and where. Without any the body is a message that only
-            looks like an envelope.
+        turn: rises with each use of the slot, see `leases.py`.
+        pieces: the parts that lie in the memory, and where. Without any the body is a message that
+            only looks like an envelope.
         body: the message, unless a piece is it.
         version: VERSION or PUSHED_VERSION: whether the payload is there.
     """
@@ -52,17 +52,17 @@ class Envelope:
 
     @property
     def is_pushed(self) -> bool:
-        """Its payload may not be there yet."""
+        """True when its payload may not be there yet."""
         return self.version == PUSHED_VERSION
 
     @property
     def is_message(self) -> bool:
-        """Its payload is a message, and nothing else."""
+        """True when its payload is a message, and nothing else."""
         return len(self.pieces) == 1 and self.pieces[0][0] == BODY
 
 
 def lease_name(serial: int) -> str:
-    """The name of the region that an envelope calls `serial`."""
+    """Returns the name of the region that an envelope calls `serial`."""
     return f"lease-{serial}"
 
 
@@ -87,12 +87,12 @@ def escape(attachment: bytes, message: bytes) -> bytes:
 
 
 def is_pushed(data: bytes) -> bool:
-    """Whether what came looks like an envelope whose payload is to be waited for."""
+    """Returns whether data look like an envelope whose payload is to be waited for."""
     return data.startswith(MAGIC) and data[len(MAGIC) : len(MAGIC) + 1] == b"\x03"
 
 
 def payload_bytes(data: bytes) -> int:
-    """Returns how many bytes lie beside what came, as its sender says; 0 of a plain message."""
+    """Returns how many bytes lie beside a message, as its sender says; 0 for a plain one."""
     if not data.startswith(MAGIC) or len(data) < _HEAD.size:
         return 0
     (count,) = _COUNT.unpack_from(data, _COUNT_AT)
@@ -104,7 +104,7 @@ def payload_bytes(data: bytes) -> int:
 
 
 def unseal(data: bytes) -> Envelope:
-    """Decodes what starts with MAGIC.
+    """Decodes an envelope, whose first bytes are MAGIC.
 
     Raises:
         ValueError: it is no envelope, or one of another version.
@@ -125,7 +125,7 @@ def unseal(data: bytes) -> Envelope:
 
 
 def mark(attachment: bytes, slot: int, generation: int) -> bytes:
-    """What a call's metadata say of its attachment: which it is, and the call's number in it."""
+    """Encodes the mark in a call's metadata: its attachment, and the call's number in it."""
     return _MARK.pack(attachment, slot, generation)
 
 

@@ -1,7 +1,7 @@
 """Finds which fields of a message are Tensors. Pure: descriptors and messages only.
 
 For each type of message it is looked up once which of its fields can lead to one, so that a message
-that can have none costs one look into a table. Extensions and what is packed in an Any are not
+that can have none costs one look into a table. Extensions and messages packed in an Any are not
 looked into.
 """
 
@@ -20,7 +20,7 @@ _ways: dict[Any, tuple[tuple[str, str, bool], ...]] = {}
 
 
 def may_have_tensors(message_type: Any) -> bool:
-    """Whether objects of this class can have a Tensor."""
+    """Returns whether objects of this class can have a Tensor."""
     descriptor = getattr(message_type, "DESCRIPTOR", None)
     if descriptor is None:
         return False
@@ -34,12 +34,12 @@ def may_have_tensors(message_type: Any) -> bool:
 
 
 def tensors(message: Any, passed: list[Any] | None = None) -> Iterator[Any]:
-    """All Tensors of a message that are set.
+    """Yields all Tensors of a message that are set.
 
     Args:
-        message: any object; what is no protobuf message has none.
-        passed: gets every object on the way to a Tensor and the Tensors, owners before what they
-            own. Whoever has a Tensor of the message has got it from one of them.
+        message: any object; one that is no protobuf message has none.
+        passed: gets every object on the way to a Tensor and the Tensors, each owner before its
+            parts. Code that has a Tensor of the message has got it from one of them.
     """
     descriptor = getattr(message, "DESCRIPTOR", None)
     if descriptor is None:
@@ -75,7 +75,10 @@ def tensors(message: Any, passed: list[Any] | None = None) -> Iterator[Any]:
 
 
 def _ways_from(descriptor: Any) -> tuple[tuple[str, str, bool], ...]:
-    """Of each field that can lead to a Tensor its name, how it does, and whether it has them."""
+    """Returns (name, kind, whether it has Tensors) of each field that can lead to a Tensor.
+
+    The kind is "one", "many" or "map".
+    """
     ways = _ways.get(descriptor)
     if ways is None:
         ways = _ways[descriptor] = tuple(
@@ -89,7 +92,7 @@ def _ways_from(descriptor: Any) -> tuple[tuple[str, str, bool], ...]:
 
 
 def _target(field: Any) -> tuple[Any, str] | None:
-    """The type of message that a field leads to, and how; None for a plain value."""
+    """Returns the type of message that a field leads to, and its kind; None for a plain value."""
     if field.message_type is None:
         return None
     if field.message_type.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""Tells whether both ends of an attachment are on one host, by what each says of its own."""
+"""Tells whether both ends of an attachment are on one host, by the name that each gives its own."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from .. import logs
 
 
 def host_id() -> str:
-    """Names this host as it was booted, and its network; "" where the system does not tell.
+    """Returns a name for this host as it was booted, and its network; "" where there is none.
 
     Two ends with the same name may share memory, and reach each other by 127.0.0.1. Containers that
     have a network each are two hosts.
@@ -27,7 +27,7 @@ def host_id() -> str:
 
 
 def descriptors_are_scarce() -> bool:
-    """Whether three quarters of the descriptors that this process may have are in use.
+    """Returns whether three quarters of the descriptors that this process may have are in use.
 
     The others are for connections: without attachments gRPC works, without descriptors it does not.
     A new descriptor is the lowest free number (open(2)).
@@ -50,18 +50,18 @@ _TOLD: set[str] = set()
 
 
 def tell_scarce(consequence: str) -> None:
-    """Logs once what follows from `descriptors_are_scarce`."""
+    """Logs once the consequence of `descriptors_are_scarce`."""
     if consequence not in _TOLD:
         _TOLD.add(consequence)
         logs.OWN.warning("%s. So %s. This is told once.", SCARCE, consequence)
 
 
 def no_way(theirs: Container[object], ours: Container[object], near: bool) -> str:
-    """Why payload has no way between two ends, with what decides about that.
+    """Returns a text that says why payload has no way between two ends.
 
     Args:
         theirs: the transports that the client has named.
-        ours: those of the server.
+        ours: the transports of the server.
         near: both are on one host.
     """
     known = ("shm", "tcp", "rdma")

@@ -25,18 +25,18 @@ _FORKED = (
 
 
 class RefusedError(Exception):
-    """An envelope names memory that this side does not have, or not like that.
+    """An envelope names memory that this side does not have, or that does not fit.
 
     The sender sends the message again without.
     """
 
 
 class GivenUpError(RefusedError):
-    """Nobody needs the message any more: its call is over, or the time of that."""
+    """The message is not needed any more: its call is over, or has no time left."""
 
 
 class StalledError(RefusedError):
-    """The sender has not gone on with a message for long: it was stopped, or its machine slept."""
+    """The sender paused for long in the middle of a message: stopped, or its machine asleep."""
 
 
 class SenderGoneError(RefusedError):
@@ -69,7 +69,7 @@ class Landed:
         self._disowned = False
 
     def piece(self, ticket: int) -> NDArray[np.uint8]:
-        """The bytes of a piece, where they are; an array that those made from it refer to.
+        """Returns the bytes of a piece, where they are; arrays made from it refer to this one.
 
         Raises:
             ClosedError: in a forked child, see `disown`.
@@ -80,7 +80,7 @@ class Landed:
         return np.frombuffer(self._memory, np.uint8, size, offset)
 
     def disown(self) -> None:
-        """In a forked child: the memory is mapped in its parent alone, who gives it back."""
+        """Lets go in a forked child: only the parent has the memory mapped, and gives it back."""
         self._disowned = True
         self._give_back = None
 
@@ -89,7 +89,7 @@ class Landed:
         self._let_go(reusable=True)
 
     def abandon(self) -> None:
-        """Lets go of memory that the sender may still write into, who frees it with the call."""
+        """Lets go of memory that the sender may still write into, and frees with the call."""
         self._let_go(reusable=False)
 
     def _let_go(self, *, reusable: bool) -> None:
@@ -109,7 +109,7 @@ class Inbox:
     Args:
         node: the only peer of it is the sender.
         credits: the sender's memory with a word that counts, and one for each slot.
-        taken: where there are as many words for what its reader has taken.
+        taken: offset of as many words for messages that the reader has taken.
     """
 
     def __init__(self, node: Node, credits: RemoteRegion, taken: int) -> None:
@@ -120,22 +120,22 @@ class Inbox:
         self._taken = taken
         self._taken_word = credits.word(taken)
         self._taken_count = 0
-        # A handler of a signal, or what is collected, may come back in here while it is held.
+        # A handler of a signal, or a finalizer, may come back in here while it is held.
         self._lock = threading.RLock()
         self._turns: dict[int, int] = {}
         self._held: set[tuple[int, int]] = set()
 
     @property
     def held(self) -> int:
-        """Messages that are still here, or a view of them."""
+        """The number of messages that are still here, or a view of them."""
         return len(self._held)
 
     def arrive(self, envelope: Envelope) -> Landed:
         """Finds the memory of an envelope, which can be used once.
 
         Raises:
-            RefusedError: it is not here (any more), was used before, or is smaller than what is
-                said to lie there.
+            RefusedError: it is not here (any more), was used before, or is smaller than the pieces
+                that the envelope places there.
         """
         slot, turn = envelope.slot, envelope.turn
         if slot >= SLOTS:
@@ -168,8 +168,8 @@ class Inbox:
             )
 
     def _region(self, serial: int) -> Region:
-        # Looked up each time: what is kept here is not given back when the sender frees it, and
-        # counts as used when it wants other memory.
+        # Looked up each time: a region kept here is not given back when the sender frees it, and
+        # counts as used when the sender wants other memory.
         try:
             return self._node.region(lease_name(serial))
         except LookupError:
@@ -178,7 +178,7 @@ class Inbox:
     def _give_back(self, slot: int, turn: int, reusable: bool) -> None:
         with self._lock:
             if (slot, turn) not in self._held:
-                return  # it was interrupted behind that
+                return  # it was interrupted after that
             # A later turn: the sender has given up this one, and must not see its word fall.
             if reusable and self._turns[slot] == turn:
                 self._tell(slot, turn)
@@ -196,4 +196,4 @@ class Inbox:
                 turn.to_bytes(8, "little"), signal=(counter, count)
             )
         except TensorwireError:
-            pass  # the attachment is over, and nobody waits
+            pass  # the attachment is over, so the sender does not wait

@@ -1,7 +1,7 @@
 """gRPC: puts the payload of an arriving message back before any user code sees it.
 
 The same for requests and responses. Tickets of Tensors that come from outside are never believed:
-those that an envelope has memory for get a new one, all others are taken off.
+a Tensor that an envelope has memory for gets a new one; from all others it is taken off.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Deserializer = Callable[[bytes], Any] | None
 
 
 class Reader:
-    """Turns what travelled into the user's messages, for one kind of message.
+    """Turns the bytes that travelled into the user's messages, for one kind of message.
 
     Args:
         deserializer: the user's, None for messages that are bytes.
-        streams: a call has several such messages, so their sender is told which were taken.
+        streams: a call has several of them, so their sender is told which were taken.
 
     Attributes:
-        plain: makes messages that came as themselves, as `inside`; the user's own where nothing is
-            to be taken off them.
+        plain: makes messages that came as themselves, as `inside`; the user's own where no ticket
+            has to be taken off.
     """
 
     __slots__ = ("_deserializer", "_streams", "_strips", "plain")
@@ -48,10 +48,10 @@ class Reader:
         self.plain: Deserializer = self.inside if self._strips else deserializer
 
     def inside(self, data: bytes) -> Any:
-        """The message that came as itself.
+        """Returns the message that came as itself.
 
         Raises:
-            Exception: what the deserializer raises.
+            Exception: the error of the deserializer.
         """
         message: Any = data if self._deserializer is None else self._deserializer(data)
         if type(message) is Tensor:
@@ -72,15 +72,15 @@ class Reader:
         """Returns the message that came as itself or as an envelope.
 
         Args:
-            data: what grpcio has received.
-            find: the attachment of an id, if there is one that may send this.
-            holdings: gets what keeps the memory of the message's Tensors.
-            needed: asked while payload is waited for; False ends that. None: there is nothing to be
-                waited for, as in calls by grpcio.
+            data: the bytes that have arrived.
+            find: returns the attachment of an id, if there is one that may send this.
+            holdings: gets the `Holding` of the message's Tensors, if they have memory.
+            needed: asked while payload is waited for; False ends the wait. None: all payload is
+                there, as in calls by grpcio.
 
         Raises:
-            RefusedError: what looks like an envelope is of an unknown attachment, or lies.
-            Exception: what the deserializer raises.
+            RefusedError: bytes that look like an envelope are of an unknown attachment, or lie.
+            Exception: the error of the deserializer.
         """
         if not data.startswith(MAGIC):
             return self.inside(data)
@@ -127,7 +127,7 @@ class Reader:
 
 
 def may_wait(data: bytes) -> bool:
-    """Returns whether reading what came may wait for payload, or take long to copy it."""
+    """Returns whether reading these bytes may wait for payload, or take long to copy it."""
     if not is_pushed(data):
         return False
     try:
@@ -142,7 +142,7 @@ def may_wait(data: bytes) -> bool:
 def _opened(
     data: bytes, find: Callable[[bytes], RpcAttachment | None]
 ) -> tuple[Envelope, RpcAttachment]:
-    """The envelope that came, and its attachment."""
+    """Decodes an envelope, and finds its attachment."""
     try:
         envelope = unseal(data)
         attachment = find(envelope.attachment)
@@ -158,7 +158,7 @@ def _opened(
 def _pushing(
     envelope: Envelope, attachment: RpcAttachment, needed: Callable[[], bool] | None
 ) -> Pushing | None:
-    """What waits for the payload of an envelope; None: it is there."""
+    """Returns the `Pushing` that waits for the payload of an envelope; None: it is there."""
     if not envelope.is_pushed:
         return None
     pushing = attachment.pushing
@@ -172,7 +172,7 @@ def _pushing(
 def _body(
     envelope: Envelope, landed: Landed, pushing: Pushing | None, needed: Callable[[], bool]
 ) -> bytes:
-    """The message of an envelope, whose memory is given back."""
+    """Returns the message of an envelope, and gives its memory back."""
     if pushing is not None:
         return pushing.read(envelope, landed, needed)
     try:
@@ -217,5 +217,5 @@ def _redeem(message: Any, arrival: Landed) -> Holding | None:
 
 
 def find_only(attachment: RpcAttachment | None, id: bytes) -> RpcAttachment | None:
-    """Memory is of the attachment of the call, and of no other one that the client knows."""
+    """Returns the attachment of a call if it has this id: a client may not name any other."""
     return attachment if attachment is not None and attachment.id == id else None

@@ -1,7 +1,7 @@
 """Gives memory back in one thread per process, where the noticing thread must not.
 
-What nobody reports (a message that was dropped, a peer that died) is looked for in turns, as long
-as somebody has asked for that. What may block is put into a queue.
+Events without a report (a message was dropped, a peer died) are looked for in turns, as long as an
+object is watched. Work that may block is put into a queue.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Protocol
 from .. import logs
 
 _TURN_S = 0.05
-_TURN_OF_ONE_S = 1e-4  # so that looking takes a few percent of a core, however much there is
+_TURN_OF_ONE_S = 1e-4  # so that looking takes a few percent of a core, however many are watched
 
 
 class Watched(Protocol):
-    """What the janitor looks at every turn."""
+    """An object that the janitor looks at every turn."""
 
     def look(self) -> bool:
-        """Gives back what is no longer needed. False: there is nothing to look for any more."""
+        """Gives back memory that is no longer needed. False: there is nothing left to look for."""
 
 
 class Janitor:
@@ -41,15 +41,15 @@ class Janitor:
         self._started = False
 
     def forked(self) -> None:
-        """In a forked child, where the thread is not, and nothing of what it cared for."""
+        """Resets the state in a forked child, without the thread and the watched objects."""
         self._is_forked = True
         self._begin()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Has `work` done by the thread; here, if it was never needed, as then little is there.
+        """Runs `work` in the thread; here, if the thread was never needed, as little is there then.
 
-        In a forked child nobody does it until the thread is needed there: locks may be held for
-        ever by threads that only the parent has.
+        In a forked child it waits until the thread is needed there: locks may be held for ever by
+        threads that only the parent has.
         """
         if self._started or self._is_forked:
             self._queue.put(work)
@@ -57,7 +57,7 @@ class Janitor:
             _attempt(work)
 
     def watch(self, watched: Watched) -> None:
-        """Looks at it every turn until it says no, or is gone."""
+        """Looks at an object every turn until its `look` returns False, or it is gone."""
         with self._lock:
             asleep = not self._watched
             self._watched.add(watched)
@@ -96,18 +96,18 @@ class Janitor:
 
 
 def _wake() -> None:
-    """What is put into the queue of a thread that is to look at once how long it may sleep."""
+    """Does nothing: as work in the queue, it wakes the thread, which checks how long to sleep."""
 
 
 def _attempt(work: Callable[[], object]) -> object:
     try:
         return work()
-    except BaseException:  # whatever it is, there is other work
+    except BaseException:  # any error: there is other work
         logs.OWN.exception("giving memory back failed")
         return True
 
 
 JANITOR = Janitor()
-"""The one of this process."""
+"""The janitor of this process."""
 
 os.register_at_fork(after_in_child=JANITOR.forked)

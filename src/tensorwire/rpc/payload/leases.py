@@ -1,8 +1,8 @@
 """Manages leases: the memory at the peer into which this side writes payload.
 
 A lease is a region of the receiver that the sender allocated there. It is used over and over: the
-receiver raises a word when nobody looks at a use any more, which is the credit for the next one.
-A turn of a lease counts bytes: all that its slot was used for before, and one more. Knows neither
+receiver raises a word when the payload of a use is read, which is the credit for the next one. A
+turn of a lease counts bytes: all that its slot was used for before, and one more. Knows neither
 gRPC nor messages.
 """
 
@@ -24,18 +24,19 @@ from .host import SCARCE, descriptors_are_scarce
 from .janitor import JANITOR
 
 SLOTS = 512
-"""Leases that one side may have; the other side has a word for each."""
+"""The most leases that one side may have; the other side has a word for each."""
 
 IDLE_S = 300.0
-"""Memory that was not used for so long is freed."""
+"""The seconds after which memory that was not used is freed."""
 
 ALIGNMENT = 64
 _SMALLEST_STEP = 1 << 16
 _SLICE_S = 0.05
 _FREED_AT_ONCE = 16
 _PAUSES = 10
-"""A receiver that does not answer is asked again after so many times as long as it was waited for,
-of which one second counts at most."""
+"""The pause before a receiver that did not answer is asked again, as a multiple of the time that
+it was waited for, of which one second counts at most.
+"""
 
 
 class Lease:
@@ -46,7 +47,7 @@ class Lease:
         serial: of the region, see `lease_name`.
         memory: where to write.
         turn: of the use; higher than any before in this slot.
-        call: for whom it is used, None while it is idle.
+        call: that uses it, None while it is idle.
         seen: its turn when `LeasePool.free_idle` first found it idle after that, and when that was.
     """
 
@@ -76,8 +77,8 @@ class LeasePool:
         self._count = credits.word(0)
         self._given_back: NDArray[np.uint64] = credits.array("uint64")[1 : 1 + SLOTS]
         self._limit_bytes = limit_bytes
-        # A handler of a signal may make a call in here, behind any call of a function. So what one
-        # statement has seen of these lists is looked at once more, without any, before it is used.
+        # A handler of a signal may make a call in here, after any call of a function. So a value
+        # that was taken from these lists is checked once more, without any call, before its use.
         self._lock = threading.RLock()
         self._bytes = 0
         self._serial = 0
@@ -85,8 +86,8 @@ class LeasePool:
         # it has given some back since, as it did not answer.
         self.failure = ""
         self._silent = (-1, 0.0)
-        self._in_vain = -1  # the credits that there were when somebody had waited for more
-        # The same of calls that used as much as they may, and of these which.
+        self._in_vain = -1  # the credits that there were when a call had waited for more
+        # The credits when calls that used as much as they may had waited, and those calls.
         self._calls_in_vain: tuple[int, set[tuple[int, int]]] = (-1, set())
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
@@ -95,14 +96,14 @@ class LeasePool:
 
     @property
     def used(self) -> int:
-        """Leases that the receiver has not given back yet."""
+        """The number of leases that the receiver has not given back yet."""
         with self._lock:
             self._collect()
             return len(self._used)
 
     @property
     def leased_bytes(self) -> int:
-        """Memory at the receiver, used and idle."""
+        """The bytes of memory at the receiver, used and idle."""
         return self._bytes
 
     def take(
@@ -116,17 +117,17 @@ class LeasePool:
     ) -> Lease | None:
         """Takes memory for one message.
 
-        Waits for credits where the limit is reached and the receiver has some to give; not if
-        somebody has waited in vain, and the receiver has given none since. A call that has waited
-        so for what it uses itself gets no more until then.
+        Waits for credits where the limit is reached and the receiver has some to give. Does not
+        wait if a call has waited in vain, and the receiver has given none since. A call that has
+        waited in vain for memory that it uses itself gets no more until the receiver gives some.
 
         Args:
-            size_bytes: at least so much.
+            size_bytes: the least size of the memory.
             call: the number of the call in its attachment.
             patience_s: how long to wait for credits.
             needed: asked while waiting; False ends it.
             answer_s: how long the receiver may take to allocate.
-            most: a call that uses so many had better wait for one of them than take new memory.
+            most: a call that uses this number of leases waits for one of them, and takes no more.
 
         Returns:
             None: there is none, so the message has to travel without.
@@ -172,7 +173,10 @@ class LeasePool:
     def _attempt(
         self, size_bytes: int, call: tuple[int, int], answer_s: float, most: int
     ) -> tuple[Lease | None, bool]:
-        """Memory if there is some now, and whether there may be if the receiver gives some back."""
+        """Takes memory if there is some now.
+
+        The second result says whether there may be some once the receiver gives some back.
+        """
         wanted_bytes, size_bytes = size_bytes, _rounded(size_bytes)
         if size_bytes > self._limit_bytes:
             return None, False
@@ -199,7 +203,7 @@ class LeasePool:
         return self._use(new, call, wanted_bytes), False
 
     def _make(self, slot: int, serial: int, size_bytes: int, answer_s: float) -> Lease | None:
-        """New memory for a slot that is reserved; None: there is none, and it is free again."""
+        """Makes new memory for a reserved slot; None: there is none, and the slot is free again."""
         seen, until = self._silent
         try:
             if seen == self._count.value and time.monotonic() < until:
@@ -229,7 +233,7 @@ class LeasePool:
         return lease is not None
 
     def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease | None:
-        """As `take`, of memory that is there already; None: there is none that fits."""
+        """Takes memory for one message from idle leases; None: there is none that fits."""
         with self._lock:
             self._collect()
             lease = self._pick(_rounded(size_bytes))
@@ -242,21 +246,21 @@ class LeasePool:
         try:
             memory.free(timeout_s=0.05)
         except TensorwireError:
-            pass  # it will do so when it can, or the attachment is over and the memory gone with it
+            pass  # the receiver frees it later, or it is gone with the attachment
 
     def uses(self, call: tuple[int, int]) -> int:
-        """How many are used for a call, and not given back yet."""
+        """Returns the number of leases that are used for a call, and not given back yet."""
         with self._lock:
             self._collect()
             return sum(each.call == call for each in self._used.values())
 
     def all(self) -> list[Lease]:
-        """All there are, used and idle."""
+        """Returns all leases, used and idle."""
         with self._lock:
             return [*self._used.values(), *self._idle]
 
     def used_of(self, leases: Sequence[Lease], call: tuple[int, int]) -> list[Lease]:
-        """Which of these leases are used for a call, and not given back yet."""
+        """Returns those of the leases that are used for a call, and not given back yet."""
         if not leases:
             return []
         with self._lock:
@@ -267,8 +271,9 @@ class LeasePool:
     def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
         """Gives up uses by a call that the receiver may never see, with their memory.
 
-        It is freed: should the receiver still come to it, the name is unknown; what it looks at
-        already stays, for itself. Those that came back meanwhile just stay leases.
+        The memory is freed: if the receiver still comes to it, the name is unknown. Payload that
+        the receiver looks at already stays, for the receiver alone. A lease that came back
+        meanwhile just stays one.
         """
         with self._lock:
             self._collect()
@@ -283,7 +288,7 @@ class LeasePool:
             JANITOR.soon(partial(self._free, lease.memory))
 
     def retire_calls(self, over: Callable[[tuple[int, int]], bool]) -> None:
-        """Retires what is used for calls that are over."""
+        """Retires the leases that are used for calls that are over."""
         with self._lock:
             self._collect()
             used = list(self._used.values())
@@ -294,7 +299,7 @@ class LeasePool:
     def free_idle(self) -> None:
         """Frees memory that has been idle for IDLE_S, to be called now and then.
 
-        The receiver may have stopped, and takes up to 0.05 s for each then, so these are few.
+        A receiver that has stopped takes up to 0.05 s for each, so a call frees only a few.
         """
         now = time.monotonic()
         gone: list[Lease] = []
@@ -329,7 +334,10 @@ class LeasePool:
                     self._idle.append(lease)
 
     def _pick(self, size_bytes: int) -> Lease | None:
-        """The smallest idle lease that is large enough and not wastefully so; the last used."""
+        """Takes the smallest idle lease that fits, and is at most four times as large.
+
+        The one that was used last, if several have that size.
+        """
         best = None
         for lease in self._idle:
             size = lease.memory.size_bytes
@@ -343,9 +351,9 @@ class LeasePool:
         return None
 
     def _reserve(self, size_bytes: int, freed: list[RemoteRegion]) -> int | None:
-        """A slot for new memory; None: wait for credits.
+        """Reserves a slot for new memory; None: wait for credits.
 
-        Idle memory that has to make room for it is added to `freed`, to be freed by who calls.
+        Adds idle memory that has to make room for it to `freed`; the caller frees that.
         """
         while self._bytes + size_bytes > self._limit_bytes or not self._slots:
             if not self._idle:
@@ -362,13 +370,13 @@ class LeasePool:
 
 
 def _rounded(size_bytes: int) -> int:
-    """Sizes of leases: so few that one serves messages of similar length."""
+    """Returns the size of a lease, one of few, so that it serves messages of similar length."""
     step = max(_SMALLEST_STEP, 1 << max(size_bytes.bit_length() - 4, 0))
     return -(-size_bytes // step) * step
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where pieces of these lengths go in a lease: (their offsets, bytes in all)."""
+    """Returns the offsets of pieces of these lengths in a lease, and the bytes in all."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

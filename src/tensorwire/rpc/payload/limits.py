@@ -1,4 +1,4 @@
-"""Says how much memory payload may take, from which size it travels beside, and how long it waits.
+"""Limits the memory of payload, the sizes that travel beside messages, and the time that they wait.
 
 The only object of limits that users make. Knows no channels and no servers.
 """
@@ -15,18 +15,18 @@ from .route import chosen_threshold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a channel or server grants to the other end, and when its own payload travels beside.
+    """The memory that a channel or server grants to the other end, and rules for its own payload.
 
     Attributes:
-        threshold_bytes: a message whose payload is smaller travels as it is. None: what
-            TENSORWIRE_RPC_THRESHOLD_BYTES says, else what pays on the transport (docs/rpc.md).
+        threshold_bytes: a message whose payload is smaller travels as it is. None: the value of
+            TENSORWIRE_RPC_THRESHOLD_BYTES, else the best size for the transport (docs/rpc.md).
         pool_bytes: memory here that the other end, of a server each client, may write into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         max_attachments: of a server: clients at a time whose payload travels beside messages;
             others get plain gRPC. A channel does not heed it.
 
     Raises:
-        ValueError: a value, or the variable, is not what it can be.
+        ValueError: a value, or the variable, is out of its range or of another type.
     """
 
     threshold_bytes: int | None = None

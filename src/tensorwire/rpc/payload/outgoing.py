@@ -1,7 +1,7 @@
 """gRPC: sends the payload of a message as `route` decides, and makes the bytes for grpcio.
 
-The same for requests and responses. Whatever cannot travel beside its message travels inside, as
-without tensorwire: no attachment, no memory at the receiver, a payload that is too small.
+The same for requests and responses. Payload that cannot travel beside its message travels inside,
+as without tensorwire: no attachment, no memory at the receiver, a payload that is too small.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AT_ONCE_S = 0.1
 _SLICE_S = 0.1
 _ANSWER_S = 5.0
 _SURE_S = 0.1
-"""Whoever has not confirmed a call after this time is taken for somebody else."""
+"""The time that the other end has to confirm a call, before it is taken not to have the call."""
 MOST_BYTES = (1 << 31) - 1
 _IN_ONE_GO_BYTES = 1 << 16  # as in grpcio, less frames and headers: messages of 250 kB do, too
 
@@ -48,19 +48,19 @@ class CallLink:
     Attributes:
         attachment, call: as given.
         goes_on: tells whether the call goes on, as far as its end was not noticed here.
-        leases: what was sent in the call, as far as this end has to take it back.
+        leases: the memory that messages of the call use, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
-        foreign: somebody else has the call, so everything travels inside.
+        foreign: another server has the call, so everything travels inside.
         unsure: that may be wrong: there was no time to find out.
         patience_s: how long a message waits for memory; None: as the attachment says.
         answer_s: how long the other end may take to make new memory.
-        ended: the call is over; whoever sends in it still takes that back.
+        ended: the call is over; a thread that still sends in it takes its memory back.
         by_runtime: it is a call of the runtime, whose payload may be pushed.
         window: of its messages that travel beside, if they are a stream that gRPC carries.
-        in_loop: it is one of an event loop, which copies before it goes on what it can at once.
+        in_loop: it is one of an event loop, which copies small payload at once.
     """
 
-    # What is so at first stands here: a small call takes little longer than to set all of it.
+    # First values stand here: a small call takes little longer than setting all of them.
     leases: Sequence[Lease] = ()
     must_confirm = False
     patience_s: float | None = None
@@ -85,7 +85,7 @@ class CallLink:
         self._remaining = remaining
 
     def needed(self) -> bool:
-        """Returns whether anybody still needs what is sent in the call."""
+        """Returns whether the messages of the call are still needed."""
         return not self.ended and self.goes_on()
 
     def waits(self) -> bool:
@@ -97,44 +97,44 @@ class CallLink:
         self.patience_s, self.answer_s = 0.0, _AT_ONCE_S
 
     def awaits_messages(self) -> bool:
-        """The call goes on, and its time."""
+        """Returns whether the call goes on, and has time left."""
         return not self.ended and self.left_s(1.0) > 0
 
     def notice(self, size_bytes: int) -> None:
-        """A message of so many bytes travels inside, as the call has no attachment."""
+        """Learns that a message of this size travels inside, because the call has no attachment."""
 
     def left_s(self, at_most: float) -> float:
-        """Seconds to the deadline of the call, and not more than `at_most`."""
+        """Returns the seconds to the deadline of the call, and not more than `at_most`."""
         remaining = self._remaining()
         return at_most if remaining is None else min(at_most, max(remaining, 0.0))
 
 
 def no_deadline() -> None:
-    """Of a call without one."""
+    """Returns None, the time that is left to a call without a deadline."""
 
 
 def at_once() -> float:
-    """What is left to a call whose event loop must not wait."""
+    """Returns the seconds that are left to a call whose event loop must not wait."""
     return _AT_ONCE_S
 
 
 def always() -> bool:
-    """Of a call that cannot end while its message is made."""
+    """Returns True: a call cannot end while its message is made."""
     return True
 
 
 PLAIN = CallLink(None, (0, 0), no_deadline, always)
-"""For calls without an attachment."""
+"""The link of calls without an attachment."""
 
 AGAIN = CallLink(None, (0, 0), no_deadline, always)
-"""For a request that is sent again as it is, because its payload went ahead to somebody else."""
+"""The link of a request sent again unchanged, because its payload went ahead to another server."""
 
 
 def is_kept(data: Any) -> bool:
-    """Whether grpcio may keep a call with this request beyond its deadline.
+    """Returns whether grpcio may keep a call with this request beyond its deadline.
 
-    It does if the socket takes no more in the middle of the message, until the socket ends. What is
-    not longer than its buffer of writes is written in one go, and the call then ends in time.
+    It does if the socket takes no more in the middle of the message, until the socket ends. A
+    message not longer than its buffer of writes is written in one go, so its call ends in time.
     """
     return isinstance(data, bytes) and len(data) > _IN_ONE_GO_BYTES
 
@@ -148,8 +148,8 @@ class SentMessage:
         tickets: of the arrays that it stands for, when it was serialized.
         ahead: its payload went ahead of it.
         last: the arrays are let go when it has left, and not when the call has ended well.
-        staging: what is left of the payload to be pushed when the bytes have been sent, if
-            anything: whoever sends them calls `finish`.
+        staging: the rest of the payload, if any, which is pushed after the bytes have been sent:
+            their sender then calls `finish`.
         is_kept: it was prepared, and `is_kept` says so of its bytes.
         kept: keeps the memory of its arrays, where they are those of a request.
     """
@@ -195,7 +195,7 @@ class SentMessage:
             delivered([each.held.ticket for each in tensors(self.message)])
 
     def with_arrays(self) -> SentMessage:
-        """Itself, with the arrays of its Tensors, which it keeps until it is serialized.
+        """Returns itself, with the arrays of its Tensors, which it keeps until it is serialized.
 
         For asyncio, where grpcio sends an empty message if a serializer fails.
 
@@ -206,7 +206,7 @@ class SentMessage:
         return self
 
     def prepare(self, serializer: Serializer) -> None:
-        """Serializes it now, and keeps what comes of that for `serialize`."""
+        """Serializes it now, and keeps the bytes or the error for `serialize`."""
         try:
             data = self._made = self.serialize(serializer)
         except Exception as error:
@@ -215,12 +215,12 @@ class SentMessage:
             self.is_kept = is_kept(data)
 
     def serialize(self, serializer: Serializer) -> bytes:
-        """The bytes that travel.
+        """Returns the bytes that travel.
 
         Raises:
             StaleHandleError: the array of a Tensor is gone.
             ValueError: arrays that do not travel beside it are too long for it.
-            Exception: what the serializer raises.
+            Exception: the error of the serializer.
         """
         made, self._made = self._made, None
         if isinstance(made, Exception):
@@ -273,7 +273,7 @@ class SentMessage:
         return self._left(data)
 
     def _take_arrays(self) -> dict[int, NDArray[np.uint8]]:
-        """The arrays of the message's Tensors, which it keeps no longer."""
+        """Returns the arrays of the message's Tensors, and keeps them no longer."""
         arrays, self._arrays = self._arrays, None
         if arrays is not None:
             return arrays
@@ -284,7 +284,7 @@ class SentMessage:
             raise
 
     def _encode(self, attachment: RpcAttachment | None, serializer: Serializer) -> Any:
-        """What the serializer makes of a message without arrays."""
+        """Returns the serializer's bytes for a message without arrays."""
         if attachment is not None and attachment.recent:
             # The other end writes into the same memory again, which caches still have.
             attachment.look_at_recent()
@@ -300,7 +300,7 @@ class SentMessage:
         rest: bytes,
         way: PayloadWay,
     ) -> bytes | None:
-        """The envelope of a message whose payload travels beside it; None: it cannot.
+        """Returns the envelope of a message whose payload travels beside it; None: it cannot.
 
         Args:
             attachment: of the call.
@@ -325,7 +325,7 @@ class SentMessage:
             return None  # the attachment is over; the call is not
 
     def _is_ours(self, attachment: RpcAttachment) -> bool:
-        """Whether the other end of the attachment has the call, as far as that has to be known."""
+        """Returns whether the attachment's other end has the call, as far as it must be known."""
         link = self.link
         if not link.must_confirm:
             return True
@@ -339,7 +339,7 @@ class SentMessage:
         return not link.foreign
 
     def _has_window(self, attachment: RpcAttachment) -> bool:
-        """Whether the reader of a stream has taken enough; waits for that where it may."""
+        """Waits, where it may, until a stream has room; True if its reader has taken enough."""
         window = self.link.window
         if window is None or not window.full:
             return True
@@ -351,10 +351,10 @@ class SentMessage:
         return attachment.limits.patience_s if own is None else own
 
     def _take(self, attachment: RpcAttachment, size: int) -> Lease | None:
-        """Memory of the receiver; None: there is none in time."""
+        """Takes memory of the receiver; None: there is none in time."""
         link, pool = self.link, attachment.leases_there
         patience_s = self._patience_s(attachment)
-        # Where a call of the runtime has some already, the receiver is behind.
+        # Where a call of the runtime has some already, the receiver reads too slowly.
         most = OF_A_CALL if link.by_runtime and not link.in_loop else SLOTS
         lease = pool.take_idle(size, link.call)
         if lease is None:
@@ -378,7 +378,7 @@ class SentMessage:
         rest: bytes,
         way: PayloadWay,
     ) -> bytes | None:
-        """The envelope of payload that is in this memory, or on its way there."""
+        """Returns the envelope of payload that is in this memory, or on its way there."""
         link, sources = self.link, list(beside.values())
         sizes = [each.nbytes for each in sources]
         offsets, _ = place(sizes)
@@ -401,13 +401,13 @@ class SentMessage:
         return seal(Envelope(attachment.id, *at, pieces, rest, version))
 
     def _plain(self, attachment: RpcAttachment | None, data: Any) -> Any:
-        """What travels of a message that is not an envelope."""
+        """Returns the bytes of a message that is not an envelope, escaped if they look like one."""
         if attachment is None or self.link.foreign or not isinstance(data, bytes):
             return data
         return escape(attachment.id, data) if data.startswith(MAGIC) else data
 
     def _left(self, data: bytes) -> bytes:
-        """The bytes of a message that leaves; lets go of its arrays."""
+        """Lets go of the arrays of a message that leaves, and returns its bytes."""
         if self.last and self.tickets:
             delivered(self.tickets)
         if self.staging is None:
@@ -415,15 +415,16 @@ class SentMessage:
         return data
 
     def _let_go(self) -> None:
-        """The message has left with its arrays, which may have been those of a request.
+        """Looks at memory of requests after a message has left with its arrays.
 
-        So its memory is given back now, and that of others, before the other end needs it.
+        The arrays may lie in a request's memory, which is given back now, before the other end
+        needs it.
         """
         if self.tickets and self.link.attachment is not None:
             self.link.attachment.look_at_recent()
 
     def _whole(self, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
-        """The message with its arrays in it; ValueError if they are too long for that."""
+        """Returns the message with its arrays in it; ValueError if they are too long for it."""
         size_bytes = sum(each.nbytes for each in arrays.values())
         if size_bytes > MOST_BYTES:
             error = ValueError(
@@ -435,12 +436,12 @@ class SentMessage:
         return inside(self.message, arrays, serializer)
 
     def _tell(self, error: Exception) -> None:
-        """Why a message cannot be sent, of which grpcio says only that it cannot be serialized."""
+        """Logs why a message cannot be sent, as grpcio says only that it cannot be serialized."""
         if not self.link.in_loop:  # there the user gets the error itself
             logs.OWN.error("a message cannot be sent: %s", error)
 
     def finish(self) -> None:
-        """Copies what is left of the message, whose bytes have been sent."""
+        """Copies the rest of the message, whose bytes have been sent."""
         staging, self.staging = self.staging, None
         if staging is not None:
             staging.run(self.link.awaits_messages)
@@ -448,7 +449,7 @@ class SentMessage:
             self._let_go()
 
     def _own(self, attachment: RpcAttachment, lease: Lease) -> None:
-        """Memory is used for this call, whose end takes it back."""
+        """Notes memory as used for this call, whose end takes it back."""
         link = self.link
         leases = [each for each in link.leases if each is not lease]
         link.leases = [lease, *attachment.leases_there.used_of(leases, link.call)]
@@ -461,7 +462,7 @@ class SentMessage:
         return True
 
     def _wait(self, transfer: Transfer) -> bool:
-        """False when nobody needs the message any more."""
+        """Waits for a transfer; False when the message is not needed any more."""
         while True:
             try:
                 transfer.wait(_SLICE_S, lead=False)  # a call has other things to do between two
@@ -496,8 +497,8 @@ class Responses:
 
         Args:
             response: the user's.
-            link: gives that of the call, for a response that is not small.
-            call: what it takes.
+            link: makes the link of the call, for a response that is not small.
+            call: the arguments of `link`.
         """
         found = self._encoder.small(response, self._least)
         if type(found) is bytes:

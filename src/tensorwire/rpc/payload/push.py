@@ -1,7 +1,7 @@
 """Pushes payload: writes it into the receiver's memory while its envelope is under way.
 
-A word of the receiver says how far the sender has come. A message is taken out of the memory piece
-by piece, as it comes. Knows neither gRPC nor messages.
+A word of the receiver says how far the sender has come. The receiver takes a message out of the
+memory piece by piece, as it comes. Knows neither gRPC nor the classes of messages.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .leases import SLOTS, Lease
 from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word
 
 OF_A_CALL = 2
-"""Messages of a call at a time for which memory is taken: one is under way, or copied, while the
-other one is read. New memory is slow, and more would not be read any sooner."""
+"""The messages of a call at a time for which memory is taken: one is under way, or copied, while
+the other one is read. New memory is slow, and more messages would not be read any sooner."""
 BOARD_BYTES = 8 * SLOTS
-"""Of a board: a word for each slot."""
+"""The size of a board: a word for each slot."""
 CHUNK_BYTES, MAPPED_CHUNK_BYTES = 4 << 20, 2 << 20
-"""Of a message, that the receiver takes at a time."""
+"""The bytes of a message that the receiver takes at a time: memory not mapped, and mapped."""
 
 _AT_A_TIME_BYTES = 1 << 26
 _LAST_BYTES = 1 << 20
-"""The last of arrays, which are copied while their receiver wakes up."""
+"""The last bytes of arrays, which are copied while their receiver wakes up."""
 _SLICE_S = 0.05
 _UNDER_WAY = 2
-"""Writes of a message at a time, where its memory is not mapped."""
+"""The most writes of a message at a time, where its memory is not mapped."""
 _LEAST_BYTES_PER_S = 100e6
-"""Slower copies of arrays are taken for none."""
+"""The least speed of a copy of arrays; a slower one is taken for stopped."""
 
 
 class Push:
     """Payload on its way into memory of the receiver.
 
-    Where that is mapped, whoever calls copies the payload. So nothing looks at an array any more
-    when `run` has returned, and the receiver never takes half of one. Where it is not mapped, the
-    payload is a message, which cannot change, and nobody waits until it is written.
+    Where that is mapped, the thread that calls copies the payload. So arrays may change when `run`
+    has returned, and the receiver never takes half of one. Where it is not mapped, the payload is a
+    message, which cannot change, and no thread waits until it is written.
 
     Args:
         memory: of the receiver.
@@ -85,7 +85,7 @@ class Push:
         self.left_bytes = sum(each.nbytes for each in sources)
 
     def _step(self, most_bytes: int) -> None:
-        """Writes some, and says how far it has come where the receiver waits for that."""
+        """Writes a part, and raises the word where the receiver waits for that."""
         now: list[NDArray[np.uint8]] = []
         places: list[int] = []
         end = 0
@@ -115,7 +115,7 @@ class Push:
         self._under_way.append(self._word.set(said, after=(written, *self._under_way)))
 
     def _settle(self, needed: Callable[[], bool]) -> None:
-        """Waits until a few writes are under way at most."""
+        """Waits until only a few writes are under way."""
         while len(self._under_way) > _UNDER_WAY and needed():
             try:
                 self._under_way[0].wait(_SLICE_S)
@@ -124,7 +124,7 @@ class Push:
             self._under_way.popleft()
 
     def run(self, needed: Callable[[], bool]) -> None:
-        """Writes what is left. Whoever waits for it finds out if there is no sender any more.
+        """Writes the rest of the payload. If there is no sender any more, its receiver finds out.
 
         Args:
             needed: asked now and then; False ends it.
@@ -139,7 +139,7 @@ class Push:
 
 
 def _there(turn: int, end: int) -> int:
-    """The value of the word of a slot when the first bytes of its memory are there.
+    """Returns the value of a slot's word when the first `end` bytes of its memory are there.
 
     A turn is higher than all bytes that were sent in the slot before.
     """
@@ -147,7 +147,7 @@ def _there(turn: int, end: int) -> int:
 
 
 class Pushing:
-    """What one end of an attachment has for it. Any thread may use it.
+    """The part of one end of an attachment that pushes and waits. Any thread may use it.
 
     Attributes:
         maps: each end has the memory of the other one mapped.
@@ -177,7 +177,7 @@ class Pushing:
         *,
         chunked: bool,
     ) -> Push | None:
-        """Begins to push payload. Returns what does the rest when its envelope has left, if any.
+        """Begins to push payload. Returns the `Push` to run when its envelope has left, if any.
 
         Args:
             lease: memory of the receiver.
@@ -209,7 +209,7 @@ class Pushing:
             needed: asked while it is not there yet; False ends it.
 
         Raises:
-            GivenUpError: nobody needs it.
+            GivenUpError: it is not needed any more.
             SenderGoneError: the other end is gone.
             RefusedError: the sender does not go on with it.
         """
@@ -251,7 +251,7 @@ class Pushing:
 
     @contextmanager
     def _abandoning(self, landed: Landed, needed: Callable[[], bool]) -> Iterator[None]:
-        """Lets go of memory that the sender may still write into, where it is not waited for."""
+        """Lets go of memory, if an error ends the wait: the sender may still write into it."""
         try:
             with self._telling_why(needed):
                 yield
@@ -261,7 +261,7 @@ class Pushing:
 
     @contextmanager
     def _telling_why(self, needed: Callable[[], bool]) -> Iterator[None]:
-        """Raises what has become of payload that does not come."""
+        """Raises the reason why payload does not come, as a `RefusedError`."""
         try:
             yield
         except TensorwireError as error:
@@ -274,7 +274,7 @@ class Pushing:
             raise RefusedError(f"the sender's payload cannot be read: {error}") from None
 
     def _check_turn(self, envelope: Envelope) -> None:
-        """Refuses what is waited for, if its slot has other memory by now.
+        """Refuses payload whose slot has other memory by now.
 
         The sender has given up the call then, and perhaps its arrays, half of them copied.
         """
@@ -282,7 +282,7 @@ class Pushing:
             raise GivenUpError(GIVEN_UP)
 
     def _longest_s(self, size_bytes: int) -> float:
-        """How long arrays may take until they are nearly there."""
+        """Returns the seconds that arrays may take until they are nearly there."""
         return STALLED_S + size_bytes / _LEAST_BYTES_PER_S
 
     def _received(self) -> int:
@@ -309,7 +309,7 @@ class _Taking:
         self._fresh = FreshBytes(self._size) if self._size > chunk_bytes else None
 
     def pieces(self) -> Iterator[int]:
-        """Yields the value of the word that is to be waited for before the next piece is taken."""
+        """Yields the value of the word to wait for before the next piece is taken."""
         data = self._landed.piece(BODY)
         for at in range(0, self._size, self._chunk_bytes):
             end = min(at + self._chunk_bytes, self._size)
@@ -327,7 +327,7 @@ class _Taking:
 
 
 def _end(envelope: Envelope) -> int:
-    """Where the payload of an envelope ends in its memory."""
+    """Returns the offset of the end of an envelope's payload in its memory."""
     return max((offset + size for _, offset, size in envelope.pieces), default=0)
 
 

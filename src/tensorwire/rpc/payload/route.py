@@ -10,14 +10,14 @@ from typing import Protocol
 from tensorwire.memory import crowded
 
 THRESHOLDS = {"shm": 1 << 17, "tcp": 1 << 20, "rdma": 1 << 18}
-"""From how many bytes payload travels beside its message, by transport.
+"""The least size of payload that travels beside its message, by transport.
 
-Below gRPC's limit of 4 MiB, so that no message meets it. That of rdma was not measured.
+Below gRPC's limit of 4 MiB, so that no message meets it. The size for rdma was not measured.
 """
 MOST_IN_FRAMES = 1 << 18
-"""From so many bytes on it does in calls of the runtime by every transport: half of a ring."""
+"""The highest threshold of calls of the runtime, for every transport: half of a ring."""
 PUSHED_BYTES = 1 << 19
-"""Less payload is there before its envelope leaves, where memory is mapped.
+"""The least size of payload that is pushed, where memory is mapped. Smaller payload goes ahead.
 
 To wait for it costs the receiver more than it gains.
 """
@@ -25,7 +25,7 @@ _VARIABLE = "TENSORWIRE_RPC_THRESHOLD_BYTES"
 
 
 def threshold(transport: str, own: int | None, *, by_runtime: bool) -> int:
-    """Returns from how many bytes payload travels beside its message.
+    """Returns the least size of payload that travels beside its message.
 
     Args:
         transport: by which it would.
@@ -43,14 +43,14 @@ def least_threshold(own: int | None, transports: Sequence[str]) -> int:
 
 
 class PayloadWay(enum.Enum):
-    """How payload travels."""
+    """The way that the payload of a message travels."""
 
     INSIDE = enum.auto()
-    """In its message."""
+    """The payload is in its message."""
     LEASED = enum.auto()
-    """Ahead of its envelope: it is in the receiver's memory when that leaves."""
+    """The payload goes ahead of its envelope: it is in the receiver's memory when that leaves."""
     PUSHED = enum.auto()
-    """Beside its envelope: the receiver waits for it."""
+    """The payload goes beside its envelope: the receiver waits for it."""
 
 
 class Carrier(Protocol):
@@ -59,10 +59,10 @@ class Carrier(Protocol):
     maps: bool
 
     def least_bytes(self, *, by_runtime: bool) -> int:
-        """Returns from how many bytes payload travels beside its message."""
+        """Returns the least size of payload that travels beside its message."""
 
     def may_send(self, size_bytes: int) -> bool:
-        """Whether a message so long may travel beside."""
+        """Returns whether a message of this size may travel beside."""
 
 
 def route(
@@ -77,11 +77,11 @@ def route(
 
     Args:
         size_bytes: of the arrays of a message, or of a message without any.
-        attachment: of the call, None if it has none, or if somebody else has the call.
+        attachment: of the call, None if it has none, or if another server has the call.
         arrays: the payload is arrays. Their owner may change them when the call has ended, so only
             the caller's thread copies them.
         by_runtime: it is a call of the runtime, whose two ends can push.
-        in_loop: it is a call of an event loop, which copies at once what it can.
+        in_loop: it is a call of an event loop, which copies payload at once if it can.
     """
     if attachment is None or size_bytes < attachment.least_bytes(by_runtime=by_runtime):
         return PayloadWay.INSIDE
@@ -91,14 +91,14 @@ def route(
         return PayloadWay.LEASED
     if attachment.maps and (in_loop or size_bytes < PUSHED_BYTES):
         return PayloadWay.LEASED
-    # Whom the caller's thread wakes might take its core before all arrays are copied.
+    # A thread that the caller's wakes might take its core before all arrays are copied.
     if arrays and (not attachment.maps or crowded()):
         return PayloadWay.LEASED
     return PayloadWay.PUSHED
 
 
 def chosen_threshold(given: int | None) -> int | None:
-    """Returns the user's threshold: what it gives, else the environment variable, else None.
+    """Returns the user's threshold: the given one, else the environment variable, else None.
 
     Raises:
         ValueError: the variable is no whole number from 0 up.

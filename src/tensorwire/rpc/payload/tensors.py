@@ -1,4 +1,4 @@
-"""Makes messages of arrays: what a Tensor stands for while it is in this process.
+"""Makes messages of arrays, and the arrays that their Tensors name while they are in this process.
 
 A protobuf message holds bytes only, so a Tensor holds a ticket: a number under which this process
 keeps an array that is to be sent, or the memory that one arrived in. Tickets that come from outside
@@ -32,14 +32,14 @@ from .inbox import Landed
 from .janitor import JANITOR
 
 HOLD_S = 600.0
-"""How long an array without an owner waits to be sent."""
+"""The seconds that an array without an owner waits to be sent."""
 
 
 class LentArray:
     """An array that a Tensor stands for until it is sent.
 
     Attributes:
-        source: what `RemoteRegion.write` takes; keeps the array alive.
+        source: the bytes for `RemoteRegion.write`; keeps the array alive.
         owned: it stays after it was sent.
         since: of time.monotonic; it is dropped `HOLD_S` later, unless it is owned.
     """
@@ -55,15 +55,15 @@ class LentArray:
 class Holding:
     """The memory that Tensors of one message arrived in.
 
-    It is given back when nobody has the message, a part of it that leads to a Tensor, or an array
-    over the memory. Messages of protobuf cannot tell that they are dropped, so their reference
-    counts are looked at: owners first, since who has none of the owners cannot get at the rest.
+    It is given back when no references are left to the message, to a part of it that leads to a
+    Tensor, or to an array over the memory. Messages of protobuf cannot tell that they are dropped,
+    so their reference counts are looked at: owners first, as without them no code reaches the rest.
 
     Args:
         arrival: the memory.
         tickets: which Tensor stands for which piece.
         passed: the objects of the message, owners first, that lead to its Tensors; the list is
-            emptied. Nobody else has them yet, but the caller the first one, the message itself.
+            emptied. Only the caller has a reference, to the first one, the message itself.
     """
 
     __slots__ = ("__weakref__", "_arrival", "_is_over", "_lock", "_message", "_pieces", "_views")
@@ -72,7 +72,7 @@ class Holding:
         self._arrival = arrival
         self._is_over = False
         self._pieces = tickets
-        # Whatever is collected while it is held may look at an array.
+        # An object that is collected while it is held may look at an array.
         self._lock = threading.RLock()
         self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._message = _counted(passed)
@@ -81,7 +81,7 @@ class Holding:
         JANITOR.watch(self)
 
     def view(self, ticket: int) -> NDArray[np.uint8] | None:
-        """The bytes of a piece; None if they were given back."""
+        """Returns the bytes of a piece; None if they were given back."""
         with self._lock:
             if self._is_over:
                 return None
@@ -93,24 +93,27 @@ class Holding:
             return view
 
     def has(self, ticket: int) -> bool:
-        """A Tensor stands for a piece of it."""
+        """Returns whether a Tensor stands for a piece of this memory."""
         return ticket in self._pieces
 
     def _is_viewed(self) -> bool:
-        """Somebody has an array over the memory."""
+        """Returns whether any array over the memory is still there."""
         for view in list(self._views.values()):
             if view() is not None:
                 return True
         return False
 
     def forked(self) -> None:
-        """In a forked child, where the memory is not mapped, and nobody may let go of the lock."""
+        """Resets the lock, which another thread may hold, in a forked child.
+
+        No memory is mapped there.
+        """
         self._lock = threading.RLock()
         self._views.clear()
         self._arrival.disown()
 
     def look(self) -> bool:
-        """Gives the memory back if nobody can see it. False when it was given back."""
+        """Gives the memory back if no code can reach it any more. False when it was given back."""
         with self._lock:
             if not self._is_over and self._is_seen():
                 return True
@@ -129,7 +132,7 @@ class Holding:
         for each, alone in self._message:
             if getrefcount(each) > alone:
                 return True
-        # What had the message may have been collected since, and have looked at an array before.
+        # The message's owner may have been collected since, and have looked at an array before.
         return self._is_viewed()
 
 
@@ -141,7 +144,7 @@ def drop(request: list[Any], holdings: list[Holding], response: Any) -> None:
     Args:
         request: the only reference to it, which is taken out.
         holdings: of its memory.
-        response: a message, or anything else, which has none.
+        response: a message, or any other object, which has no Tensors.
     """
     if holdings and any(
         holding.has(each.held.ticket) for each in tensors(response) for holding in holdings
@@ -153,7 +156,7 @@ def drop(request: list[Any], holdings: list[Holding], response: Any) -> None:
 
 
 def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
-    """Each object with the reference count that `look` sees when nobody else has it."""
+    """Returns each object with the count that `look` sees when no other reference is left."""
     message = [(each, 0) for each in passed]
     passed.clear()
     # Seen as in `look`: by the tuple, the loop, and the call. Owners in pure Python have what they
@@ -166,7 +169,7 @@ def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
 
 
 def _alone() -> int:
-    """The count of an object that one tuple has, seen in a loop."""
+    """Returns the count of an object that one tuple has, seen in a loop."""
     for each, _ in [(object(), 0)]:
         return getrefcount(each)
     raise AssertionError
@@ -176,26 +179,26 @@ _ALONE = _alone()
 
 
 class _Overdue:
-    """Drops arrays that nobody has sent.
+    """A watch over arrays that were not sent; drops them after `HOLD_S`.
 
     Attributes:
-        due: of time.monotonic; whoever lends an array after it calls `watch`.
+        due: of time.monotonic; a thread that lends an array after it calls `watch`.
     """
 
     def __init__(self) -> None:
         self.due = 0.0
 
     def forked(self) -> None:
-        """In a forked child, whose janitor looks at nothing yet."""
+        """Resets the state in a forked child, whose janitor looks at nothing yet."""
         self.due = 0.0
 
     def watch(self, now: float) -> None:
-        """Has the janitor look; once a second, as that costs more than making an array."""
+        """Asks the janitor to look, at most once a second: that costs more than an array."""
         self.due = now + 1.0
         JANITOR.watch(self)
 
     def look(self) -> bool:
-        self.due = 0.0  # whoever comes after this asks again
+        self.due = 0.0  # a thread that comes after this asks again
         now, waits = time.monotonic(), False
         # A list of pairs would make objects, so that a collection might let arrays go meanwhile.
         for ticket in list(_lent):
@@ -217,7 +220,7 @@ _overdue = _Overdue()
 
 
 def _forked() -> None:
-    """In a forked child: its numbers are its own, and what has arrived is its parent's."""
+    """Resets the state in a forked child: new numbers, and no memory, as that is its parent's."""
     _tickets.clear()
     _overdue.forked()
     for holding in set(_held.values()):
@@ -228,7 +231,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def new_ticket() -> int:
-    """A number that nobody can guess, never 0."""
+    """Returns a number that no peer can guess, never 0."""
     while True:
         try:
             return _tickets.pop()
@@ -239,13 +242,13 @@ def new_ticket() -> int:
 def pack(array: Any, *, owner: object = None) -> Any:
     """Makes a Tensor of an array, whose bytes leave only when the message is sent.
 
-    The array is not copied, unless its elements do not lie one behind the other in C order, and
-    must not change until the message was sent: until the call that sends it returns, or for a
-    message of a stream until the next one is asked for.
+    The array is not copied if its elements lie one after the other in C order. It must not change
+    until the message was sent: until the call that sends it returns, or for a message of a stream
+    until the next one is asked for.
 
     Args:
-        array: a numpy array, torch tensor on the CPU, `Region` (its bytes), or what np.asarray
-            takes.
+        array: a numpy array, torch tensor on the CPU, `Region` (its bytes), or any object that
+            np.asarray takes.
         owner: the Tensor can be sent any number of times, also by copies of the message, as long as
             this object lives. Without one the array is let go when it was delivered, and after
             ten minutes if it never is: a request when its call has ended well, a response or a
@@ -284,9 +287,9 @@ def pack(array: Any, *, owner: object = None) -> Any:
 def unpack(message: Any, like: str = "numpy") -> Any:
     """Returns the array of a Tensor, writable.
 
-    Of a Tensor that arrived beside its message it is a view of that memory, which is this process's
-    until the array, all that is made from it, and the message are gone. The sender gets it back
-    then. A Tensor that came in its message, as from a peer without tensorwire, gives a copy.
+    If the Tensor arrived beside its message, the array is a view of that memory. The memory is this
+    process's until the array, all arrays made from it, and the message are gone; then the sender
+    gets it back. A Tensor that came in its message, as from a plain gRPC peer, gives a copy.
 
     Args:
         message: a `tensorwire.rpc.Tensor`, received or made by `pack`.
@@ -295,7 +298,7 @@ def unpack(message: Any, like: str = "numpy") -> Any:
 
     Raises:
         TypeError: not a Tensor, or its dtype is unknown there.
-        ValueError: what its fields say does not fit together, or `like` is something else.
+        ValueError: its fields do not fit together, or `like` is neither of the two.
         StaleHandleError: its memory was given back: this is a copy of a message that is gone.
         ClosedError: it arrived in the process that this one was forked from.
         UnavailableError: torch is asked for and not installed.
@@ -320,7 +323,7 @@ def unpack(message: Any, like: str = "numpy") -> Any:
 
 
 def _torch_tensor(message: Any) -> Any:
-    """As `unpack`, a torch tensor."""
+    """Returns the array of a Tensor as a torch tensor; see `unpack`."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
@@ -340,7 +343,7 @@ def _torch_tensor(message: Any) -> Any:
 
 
 def sources_of(message: Any) -> dict[int, NDArray[np.uint8]]:
-    """The bytes that the Tensors of a message stand for, of whatever origin, by their tickets.
+    """Returns the bytes that the Tensors of a message stand for, of any origin, by their tickets.
 
     Raises:
         StaleHandleError: they are gone.
@@ -371,7 +374,7 @@ _TICKET = struct.Struct("<Q")
 
 
 def _around_ticket() -> tuple[bytes, bytes]:
-    """The bytes before and after the ticket in an encoded `held` field."""
+    """Returns the bytes before and after the ticket in an encoded `held` field."""
     ticket = 0xFEDCBA9876543210
     message = Tensor(held=HELD)
     message.held.ticket = ticket
@@ -399,14 +402,14 @@ def _head(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def give_ticket(message: Any, ticket: int) -> None:
-    """Has a Tensor stand for an array of this process."""
+    """Makes a Tensor stand for an array of this process."""
     held = message.held
     held.CopyFrom(HELD)
     held.ticket = ticket
 
 
 def delivered(tickets: Sequence[int]) -> None:
-    """Lets go of arrays that have left, unless somebody owns them."""
+    """Lets go of arrays that have left, except those with an owner."""
     for ticket in tickets:
         lent = _lent.get(ticket)
         if lent is not None and not lent.owned:
@@ -414,17 +417,17 @@ def delivered(tickets: Sequence[int]) -> None:
 
 
 def lent_arrays() -> int:
-    """How many arrays wait to be sent; for tests."""
+    """Returns the number of arrays that wait to be sent; for tests."""
     return len(_lent)
 
 
 def held_tensors() -> int:
-    """How many Tensors that arrived are still here; for tests."""
+    """Returns the number of Tensors that arrived and are still here; for tests."""
     return len(_held)
 
 
 def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
-    """(dtype, shape, bytes) of an array; the bytes keep it alive."""
+    """Returns (dtype, shape, bytes) of an array; the bytes keep it alive."""
     if type(array) is np.ndarray and array.flags.c_contiguous:
         known = _as_they_lie.get(array.dtype)
         if known is not None:
@@ -462,15 +465,15 @@ def _describe(array: Any) -> tuple[str, Sequence[int], NDArray[np.uint8]]:
 
 _UINT8 = np.dtype(np.uint8)
 _dtypes: dict[str, np.dtype[Any]] = {}
-"""Those of Tensors, as their bytes lie there, by their names."""
+"""The dtypes of Tensors, by their names, with the byte order of a Tensor."""
 _names: dict[np.dtype[Any], str] = {}
-"""Of those that arrays here have; asking numpy for a name takes longer than all the rest."""
+"""The names of the dtypes of arrays here; to ask numpy for one takes longer than all the rest."""
 _as_they_lie: dict[np.dtype[Any], str] = {}
-"""The same of those whose elements lie as they travel."""
+"""The names of the dtypes whose elements lie in arrays as they travel."""
 
 
 def _known_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of this name, which is remembered; TypeError if Tensors have none such."""
+    """Returns the dtype of this name, and remembers it; TypeError if it is no dtype of Tensors."""
     try:
         known = np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:  # numpy evaluates some of them
@@ -483,7 +486,7 @@ def _known_dtype(name: str) -> np.dtype[Any]:
 
 
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype, which is remembered; TypeError if Tensors have none such."""
+    """Returns the name of a dtype, and remembers it; TypeError if it is no dtype of Tensors."""
     if not _portable(dtype):
         hint = ": np.frombuffer(data, np.uint8) makes numbers of bytes" if dtype.kind == "S" else ""
         raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}{hint}")

@@ -25,11 +25,11 @@ class Threads:
         self._idle = 0
 
     def forked(self) -> None:
-        """In a forked child, where the threads are not."""
+        """Resets the state in a forked child, where the threads do not run."""
         self._begin()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Has it done by a thread of its own."""
+        """Runs work in a thread of its own."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -41,7 +41,7 @@ class Threads:
 
     def _run(self, first: list[Callable[[], object]]) -> None:
         queue = self._queue
-        # Its Thread keeps what it was given as long as it goes on, and with it messages of a call.
+        # Its Thread keeps its arguments as long as it goes on, and with them messages of a call.
         work: Callable[[], object] | None = first.pop()
         while work is not None:
             try:
@@ -55,13 +55,13 @@ class Threads:
                 work = queue.get(timeout=_KEEP_S)
             except Empty:
                 with self._lock:
-                    if self._idle:  # nobody counts on this one
+                    if self._idle:  # no work counts on this one
                         self._idle -= 1
                         return
                 work = queue.get()
 
 
 THREADS = Threads()
-"""Those of this process."""
+"""The threads of this process."""
 
 os.register_at_fork(after_in_child=THREADS.forked)

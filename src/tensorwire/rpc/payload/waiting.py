@@ -17,7 +17,7 @@ STALLED_S = 10.0
 
 
 def nothing_new() -> int:
-    """Of a sender of which only the word tells that it goes on."""
+    """Returns 0, for a sender whose progress only its word shows."""
     return 0
 
 
@@ -39,11 +39,11 @@ def wait_word(
         needed: asked meanwhile; False ends it.
         news: a number that changes while the sender goes on.
         longest_s: how long it may take without news; None: `STALLED_S`.
-        pace: of waits for the same, see `Word.wait_until`.
+        pace: of earlier waits for the same kind of word, see `Word.wait_until`.
 
     Raises:
-        GivenUpError: nobody needs it.
-        RefusedError: the sender has not gone on for so long.
+        GivenUpError: it is not needed any more.
+        RefusedError: the sender has not gone on for `longest_s`.
         TensorwireError: the sender, or the memory, is gone.
     """
     patience = _Patience(needed, news, longest_s)
@@ -55,7 +55,7 @@ def wait_word(
 
 
 class _Patience:
-    """How long a sender is waited for."""
+    """A limit for the wait for a sender."""
 
     def __init__(
         self, needed: Callable[[], bool], news: Callable[[], int], longest_s: float | None
@@ -67,7 +67,7 @@ class _Patience:
         self._until = time.monotonic() + self._longest_s
 
     def look(self) -> None:
-        """Raises what ends the waiting, if something does."""
+        """Raises the reason to end the wait, if there is one."""
         if not self._needed():
             raise GivenUpError(GIVEN_UP) from None
         seen, now = self._news(), time.monotonic()

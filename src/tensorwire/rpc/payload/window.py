@@ -1,4 +1,4 @@
-"""Holds a stream up that sends payload beside gRPC to a reader who does not take it.
+"""Holds up a stream that sends payload beside gRPC, until its reader takes it.
 
 gRPC sees the envelopes only, which are short. Knows neither gRPC nor messages.
 """
@@ -14,7 +14,7 @@ from tensorwire.memory import Peer, Region
 from .leases import SLOTS, Lease
 
 WINDOW_BYTES = 1 << 22
-"""As much as stock gRPC has under way in a stream, of messages of 1 MiB."""
+"""The bytes that stock gRPC has under way in a stream, of messages of 1 MiB."""
 
 _SLICE_S = 0.05
 
@@ -27,7 +27,7 @@ class Window:
     Args:
         peer: the reader.
         board: memory here with the words that it raises.
-        taken: where these are: a count, and one for each slot.
+        taken: the offset of these: a count, and one for each slot.
     """
 
     def __init__(self, peer: Peer, board: Region, taken: int) -> None:
@@ -39,7 +39,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether the next message has to wait, or to travel inside."""
+        """True when the next message has to wait, or to travel inside."""
         while self._sent:
             slot, turn, size = self._sent[0]
             if self._taken[slot] < turn:
@@ -49,13 +49,13 @@ class Window:
         return self._bytes >= WINDOW_BYTES
 
     def add(self, lease: Lease) -> None:
-        """A message was written into a lease."""
+        """Notes that a message was written into a lease."""
         size = int(lease.memory.size_bytes)
         self._sent.append((lease.slot, lease.turn, size))
         self._bytes += size
 
     def wait(self, needed: Callable[[], bool]) -> bool:
-        """Waits until the reader has taken enough; False if it is not needed any more.
+        """Waits until the reader has taken enough; False if the message is not needed any more.
 
         Raises:
             PeerLostError, ClosedError: the attachment is over.
