@@ -1,9 +1,9 @@
-"""The loggers of gRPC; who logs never waits for the handlers.
+"""The loggers of gRPC; a thread that logs never waits for the handlers.
 
-What users' functions raise in calls of the runtime goes to grpcio's own loggers, so an alert or a
-filter that a program has for them sees both. What is ours alone goes to `tensorwire.rpc`. Most
+Errors of users' functions in calls of the runtime go to grpcio's own loggers, so an alert or a
+filter that a program has for them sees both. Records of ours alone go to `tensorwire.rpc`. Most
 threads here serve several calls. So a thread of its own hands records to the handlers: they may
-write to a pipe that nobody reads.
+write to a pipe that is not read.
 """
 
 import atexit
@@ -16,14 +16,14 @@ from typing import Any, TextIO
 
 from tensorwire.aside import Aside
 
-_MOST_RECORDS = 256  # each may hold what the frames of its traceback hold
+_MOST_RECORDS = 256  # each may hold all objects of the frames of its traceback
 _LAST_S = 2.0  # for records that wait when the process ends
 
 _FORMAT = logging.Formatter()
 
 _aside: Aside[logging.LogRecord] | None = None
 _ended = False
-"""Nothing is delivered any more: a handler has not returned in time at exit."""
+"""True when records are not delivered any more: a handler has not returned in time at exit."""
 
 
 def wait(timeout_s: float) -> bool:
@@ -32,7 +32,7 @@ def wait(timeout_s: float) -> bool:
 
 
 class _Logger(logging.Logger):
-    """Stands for the logger of that name, whose level, filters and handlers count."""
+    """A stand-in for the logger of that name, whose level, filters and handlers count."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -83,7 +83,7 @@ def _end() -> None:
 
 
 def _abandon(handler: logging.Handler) -> None:
-    """Has nobody wait for what the thread holds in a handler: its lock, and that of its file."""
+    """Takes the locks of a handler and of its file, which the thread may hold, out of the way."""
     handler.createLock()  # which the thread may take too, if it goes on at this moment
     handler.acquire = handler.release = lambda: None  # type: ignore[method-assign]
     handler.flush = handler.close = lambda: None  # type: ignore[method-assign]
@@ -111,21 +111,21 @@ def _twin(stream: Any) -> TextIO | None:
 
 
 def _forked() -> None:
-    """In a forked child, where the thread is not."""
+    """Resets the state in a forked child, where the thread does not run."""
     global _aside
     _aside = None
 
 
 COMMON = _Logger("grpc._common")
-"""Serializers and deserializers, but those of a server of asyncio."""
+"""The logger of serializers and deserializers, but not of a server of asyncio."""
 CHANNEL = _Logger("grpc._channel")
-"""Iterators of requests."""
+"""The logger of iterators of requests."""
 SERVER = _Logger("grpc._server")
-"""Servicers and interceptors."""
+"""The logger of servicers and interceptors."""
 AIO_SERVER = _Logger("grpc._cython.cygrpc")
-"""Servicers of asyncio, and their callbacks."""
+"""The logger of servicers of asyncio, and their callbacks."""
 OWN = _Logger("tensorwire.rpc")
-"""All else."""
+"""The logger of all else."""
 
 os.register_at_fork(after_in_child=_forked)
 atexit.register(_end)

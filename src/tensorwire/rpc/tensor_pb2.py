@@ -1,7 +1,7 @@
 """The message of tensor.proto, under the name that generated code imports.
 
-Written by hand: what protoc generates refuses every protobuf that is older than protoc or much
-newer. `tests/unit/test_rpc_tensor.py` compares it with tensor.proto.
+Written by hand: generated code refuses every protobuf that is older than protoc or much newer.
+`tests/unit/test_rpc_tensor.py` compares it with tensor.proto.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _describe() -> bytes:
 
 
 def _describe_json() -> bytes:
-    """Returns a field of `Held` whose type is unknown, so that nobody makes JSON of one.
+    """Returns a field of `Held` whose type is unknown, so that making JSON of one fails.
 
-    Of this process alone: tensor.proto would need an import for it.
+    The field is known to this process alone: tensor.proto would need an import for it.
     """
     file = descriptor_pb2.FileDescriptorProto(
         name="tensorwire/rpc/held.proto",
@@ -74,7 +74,7 @@ Tensor.__module__ = __name__  # where pickle looks for it
 
 _JSON: Any = descriptor_pool.Default().AddSerializedFile(_describe_json())
 HELD: Any = Tensor.Held()
-"""What a Tensor has whose array is not in it, but for its ticket."""
+"""The field `held` of a Tensor whose array is not in it, without its ticket."""
 HELD.Extensions[
     _JSON.extensions_by_name["json"]
 ].type_url = "tensorwire.rpc.embed puts the array in"

@@ -1,8 +1,8 @@
 """asyncio: call objects that callers have before their calls have begun.
 
-A call may wait for its channel's attachment, and a request may have to be sent again. What callers
-get is a call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task. It
-ends a moment after its deadline, also where grpcio does not end the one that was made: see
+A call may wait for its channel's attachment, and a request may have to be sent again. Callers get a
+call of `grpc.aio` nevertheless, at once: it stands for the one that is made in a task. It ends a
+moment after its deadline, also where grpcio does not end the one that was made: see
 `threads/calls.py`.
 """
 
@@ -23,7 +23,7 @@ from ..threads.calls import GRACE_S
 
 
 class Unreadable:
-    """In the place of a response whose payload is gone: grpcio gives None if a deserializer raises.
+    """A stand-in for a response whose payload is gone. grpcio gives None if a deserializer raises.
 
     Args:
         error: says why.
@@ -33,14 +33,14 @@ class Unreadable:
         self._error = error
 
     def as_error(self) -> grpc.aio.AioRpcError:
-        """What the user gets."""
+        """Returns the error for the user."""
         none = grpc.aio.Metadata()
         text = f"the payload of a response is gone: {self._error}"
         return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, text)
 
 
 class LaterCall:
-    """What the four kinds of calls have in common.
+    """The common part of the four kinds of calls.
 
     Args:
         beginning: makes the call that this one stands for, in a task, and fails where none can be
@@ -79,7 +79,7 @@ class LaterCall:
         return task.result()
 
     async def _begun(self) -> Any:
-        """The call, when there is one; None: it was cancelled before. Raises what the task did."""
+        """Waits for the call; None: it was cancelled before. Raises the error of the task."""
         if not self._task.done() and not self._cancelled_early:
             await asyncio.wait((self._task,))
         if self._cancelled_early or self._task.cancelled():
@@ -87,7 +87,7 @@ class LaterCall:
         return self._task.result()
 
     async def _needed(self) -> Any:
-        """As `_begun`, for whoever ends the call when he is cancelled, or needs the call."""
+        """Waits for the call like `_begun`, and cancels the call if this task is cancelled."""
         try:
             call = await self._begun()
         except asyncio.CancelledError:
@@ -99,11 +99,11 @@ class LaterCall:
         return call
 
     def _is_overdue(self) -> bool:
-        """Its deadline was so long ago that grpcio is not waited for any more."""
+        """Returns whether its deadline was so long ago that grpcio is not waited for any more."""
         return self._until is not None and self._loop.time() >= self._release_at
 
     async def _in_time(self, begin: Callable[[], Awaitable[Any]]) -> Any:
-        """Awaits what `begin` gives, but not for longer than the call may take.
+        """Awaits the result of `begin`, but not for longer than the call may take.
 
         Raises:
             AioRpcError: the deadline has passed.
@@ -125,10 +125,10 @@ class LaterCall:
             late: grpc.aio.AioRpcError | None = self._late
             if late is None or (task is not None and task.cancelling()):
                 raise
-            raise late from None  # somebody else has noticed it first
+            raise late from None  # another task has noticed it first
 
     def _end_late(self) -> grpc.aio.AioRpcError:
-        """Ends the call as one whose deadline has passed; what grpcio says later is not heard."""
+        """Ends the call as one whose deadline has passed; later news from grpcio is ignored."""
         if self._late is None:
             self._late = late_error()
             if (call := self._made) is not None:
@@ -192,7 +192,7 @@ class LaterCall:
             return
         self._callbacks.append(callback)
         if self._until is not None and self._alarm is None:
-            known = weakref.WeakMethod(self.done)  # which ends it, if need be
+            known = weakref.WeakMethod(self.done)  # which ends the call if it is overdue
             self._alarm = self._loop.call_at(self._release_at, call_weakly, known)
         self._call_back_later(callback)
 
@@ -206,7 +206,7 @@ class LaterCall:
             self._task.add_done_callback(lambda _: self._call_back_later(callback))
 
     async def _ask(self, name: str, without: Any) -> Any:
-        """Something of the call; `without`, if there is none."""
+        """Returns a result of the call's method of this name; `without`, if there is no call."""
 
         async def ask() -> Any:
             call = await self._begun()
@@ -234,11 +234,11 @@ class LaterCall:
         return await self._ask("details", LOCALLY)
 
     async def debug_error_string(self) -> Any:
-        """What grpcio's objects have too."""
+        """Returns the status once more as text, as grpcio's objects do."""
         return await self._ask("debug_error_string", "")
 
     async def _done(self, name: str, *given: Any) -> Any:
-        """Awaits what a method of the call gives."""
+        """Awaits the result of a method of the call."""
 
         async def do() -> Any:
             call = await self._needed()
@@ -255,14 +255,14 @@ class LaterCall:
 
 
 def late_error() -> grpc.aio.AioRpcError:
-    """What is raised of a call whose deadline has passed."""
+    """Returns the error of a call whose deadline has passed."""
     none = grpc.aio.Metadata()
     said = f"tensorwire: {TIME_IS_OVER}"
     return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none, TIME_IS_OVER, said)
 
 
 def _look_at(task: asyncio.Future[Any]) -> None:
-    """Its error is for whoever asks the call; asyncio would log it where nobody does."""
+    """Reads the error of a task: users of the call get it, and asyncio would log an unread one."""
     if not task.cancelled():
         task.exception()
 
@@ -301,7 +301,7 @@ class _LaterResponses(LaterCall):
         return self._readable(await self._done("read"))
 
     def _readable(self, response: Any) -> Any:
-        """A response; the call ends with an error if its payload is gone."""
+        """Returns a response; ends the call with an error if its payload is gone."""
         if isinstance(response, Unreadable):
             self.cancel()
             raise response.as_error()
@@ -309,11 +309,11 @@ class _LaterResponses(LaterCall):
 
 
 class _LaterRequests(LaterCall):
-    """Its task makes a call that may be written to."""
+    """The part of a call to which requests are written."""
 
     @property
     def _done_writing_flag(self) -> bool:
-        # What grpcio's intercepted calls look at, in calls that they get of interceptors.
+        # grpcio's intercepted calls look at it, in calls that they get of interceptors.
         return self._made is not None and bool(self._made._done_writing_flag)
 
     async def write(self, request: Any) -> None:
@@ -329,7 +329,7 @@ class _LaterRequests(LaterCall):
 
 
 def of_grpcio(arity: str, what: str) -> Any:
-    """Returns the class of `grpc.aio` for something of an arity, as its "Call"."""
+    """Returns the class of `grpc.aio` for an arity and a role, such as "Call"."""
     return getattr(grpc.aio, arity.title().replace("_", "") + what)
 
 
@@ -349,7 +349,7 @@ class WrittenCall:
 
     Args:
         call: of grpcio.
-        exchange: makes what is written of a request of the user's.
+        exchange: makes the object to write from a request of the user's.
     """
 
     def __init__(self, call: Any, exchange: Callable[[Any], Coroutine[Any, Any, Any]]) -> None:

@@ -1,8 +1,8 @@
 """asyncio: channels and servers of `grpc.aio` whose large payload travels beside messages.
 
 Calls of a channel without interceptors are grpcio's own where nothing of ours is to be done, and
-otherwise stand for such a one, or for one of the runtime. Interceptors of the user's are grpcio's
-business; within them ours does the same. `sending.py` has what happens on the way.
+otherwise stand for one of grpcio's, or for one of the runtime. Interceptors of the user's are
+grpcio's business; within them ours does the same. `sending.py` has the steps on the way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class _Method:
             self._carried = AioMethod(*given)
 
     def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
-        """Begins a call. The task of it that is made there gets a copy of the context."""
+        """Begins a call.
+
+        The task that makes it, if any, gets a copy of the context with the method.
+        """
         token = METHOD.set(self._carried if compression is None else None)
         try:
             return begin()
@@ -92,12 +95,12 @@ class _Intercepted(_Method):
 
 
 def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
-    """The user's message that came by the runtime, in a call that keeps its channel."""
+    """Returns the user's message of a call by the runtime, which keeps its channel."""
     return reader.read(data, channel.share.find, needed=link.awaits_messages)
 
 
 def _serialized(plain: CallLink, serializer: Any, outgoing: Any) -> Any:
-    """The bytes of a request, for grpcio."""
+    """Returns the bytes of a request, for grpcio."""
     if type(outgoing) is not SentMessage:  # of a stream without an attachment
         outgoing = SentMessage(outgoing, plain, last=True)
     try:
@@ -108,7 +111,7 @@ def _serialized(plain: CallLink, serializer: Any, outgoing: Any) -> Any:
 
 
 def _of_grpcio(channel: AioRpcChannel, reader: Reader, *, streams: bool) -> Callable[[bytes], Any]:
-    """The deserializer of grpcio's calls."""
+    """Returns the deserializer of grpcio's calls."""
     share = channel.share
 
     def deserialize(data: bytes) -> Any:
@@ -127,7 +130,7 @@ def _of_grpcio(channel: AioRpcChannel, reader: Reader, *, streams: bool) -> Call
 
 
 class _Direct(_Method):
-    """No interceptor of the user's sees its calls.
+    """The methods whose calls no interceptor of the user's sees.
 
     Args: as of `_Method`.
     """
@@ -167,7 +170,7 @@ class _Direct(_Method):
         return self._in_time(call, details.timeout)
 
     def _in_time(self, call: Any, timeout: float | None) -> Any:
-        """A call of grpcio that has begun; one that has a deadline ends when that has passed."""
+        """Returns a call for one of grpcio that has begun: it ends when its deadline has passed."""
         if timeout is None:
             return call
         made = asyncio.get_running_loop().create_future()
@@ -179,7 +182,7 @@ class _Direct(_Method):
 
 
 def _named(details: Any, compression: Any) -> dict[str, Any]:
-    """Returns what methods of grpcio take besides the request."""
+    """Returns the arguments of grpcio's methods besides the request."""
     named = {**details._asdict(), "compression": compression}
     del named["method"]
     return named
@@ -203,7 +206,7 @@ class _Small(_OneRequest):
 
     def __init__(self, channel: AioRpcChannel, arity: str, method: str, *given: Any) -> None:
         super().__init__(channel, arity, method, *given)
-        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+        # `tensorwire rpc trace` counts the work of serializers that grpcio calls.
         watched = hasattr(self._inner, "_tensorwire_trace")
         self._small = SmallRequests(channel.share, given[0], watched=watched)
         self._stock = channel.inner.unary_unary(method, None, self._reading, given[-1])
@@ -238,7 +241,7 @@ _METHODS = {
         ("stream_stream", _ManyRequests),
     )
 }
-"""By their arities, of calls that no interceptor of the user's sees, and of the others."""
+"""The methods by arity, each for calls that no interceptor of the user's sees, and for others."""
 
 
 class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
@@ -248,12 +251,12 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         name: of the factory of grpcio.
         given: its arguments, without interceptors.
         interceptors: the user's.
-        terms: what payload may do.
+        terms: for payload.
         encrypted: it is a secure one.
 
     Attributes:
         inner: of grpcio.
-        sender: what its calls share.
+        sender: sends its calls.
         live: calls that end with the channel.
     """
 
@@ -268,7 +271,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
     ) -> None:
         try:
             world: object = asyncio.get_running_loop()
-        except RuntimeError:  # it will be used in one that is not known here
+        except RuntimeError:  # it will be used in an event loop that is not known here
             world = object()
         # A line that stays would be a task of an event loop that is to end.
         lingers = terms.runtime.limits is None
@@ -294,14 +297,14 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         if (share.carrier if share.carries else share.ready) is not None:
             return False
         if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
-            share.disconnected()  # nobody watches how a plain call ends
+            share.disconnected()  # the end of a plain call is not watched
         return True
 
     def _kind_of(self, arity: str) -> Any:
         return _METHODS[arity][arity in self._intercepted]
 
     async def attach(self, timeout_s: float = 5.0) -> bool:
-        """As of `RpcChannel`."""
+        """Opens the attachment now, and waits until it is there; see `RpcChannel.attach`."""
         return await asyncio.to_thread(self.share.attach, timeout_s)
 
     async def __aenter__(self) -> AioRpcChannel:

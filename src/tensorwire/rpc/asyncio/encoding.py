@@ -1,4 +1,4 @@
-"""Makes what travels of a message that leaves an event loop, without blocking the loop."""
+"""Makes the bytes of a message that leaves an event loop, without blocking the loop."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .loop import in_thread
 async def encode(
     call: OfCall, serializer: Callable[[Any], bytes], message: Any, *, last: bool
 ) -> tuple[bytes, SentMessage | None]:
-    """Makes what travels of a message, as `leaving` does, without waiting in the loop.
+    """Makes the bytes of a message, as `leaving` does, without waiting in the loop.
 
-    The loop serializes. A thread sends ahead what goes over a network and may wait.
+    The loop serializes. A thread sends ahead payload that travels over a network and may wait.
 
     Arrays are copied by the loop, whose other tasks may change them.
 
     Args:
-        call: as there.
+        call: that the message leaves in.
         serializer: a `lenient` one.
-        message: as there.
-        last: as there.
+        message: the user's.
+        last: as for `SentMessage`.
     """
     if may_have_tensors(type(message)):
         return leaving(message, call, serializer, last=last)
@@ -44,6 +44,6 @@ def _may_wait(attachment: RpcAttachment, size_bytes: int) -> bool:
 
 
 async def finish(message: SentMessage | None) -> None:
-    """Has a thread copy what is left of a message whose bytes have been sent."""
+    """Copies the rest of a message whose bytes have been sent, in a thread."""
     if message is not None and message.staging is not None:
         await in_thread(message.finish)

@@ -17,16 +17,16 @@ from ..runtime.flow import Waiter
 
 _Given = TypeVar("_Given")
 _AWAITED: set[LoopWaiter] = set()
-"""Those that a task waits for. A task that nothing leads to is collected, with all it has."""
+"""The waiters that tasks wait for. Else a task that nothing refers to would be collected."""
 
 
 class LoopWaiter(Waiter):
-    """Something that tasks wait for."""
+    """A waiter that tasks wait for."""
 
     _futures: Sequence[asyncio.Future[None]] = ()
 
     def finish(self) -> None:
-        """Wakes all who wait for it."""
+        """Wakes all tasks that wait for it."""
         self.finished = True
         futures, self._futures = self._futures, ()
         for future in futures:
@@ -57,7 +57,7 @@ async def taken(take: Callable[[Callable[[], Waiter]], bytes | Waiter | None]) -
 
 
 async def each_of(iterable: Any) -> AsyncIterator[Any]:
-    """Iterates over what is an iterable of asyncio, or a plain one."""
+    """Iterates over an iterable of asyncio, or a plain one."""
     if hasattr(iterable, "__aiter__"):
         async for each in iterable:
             yield each
@@ -67,7 +67,7 @@ async def each_of(iterable: Any) -> AsyncIterator[Any]:
 
 
 async def wait_each(waiters: Any) -> None:
-    """Waits for one `LoopWaiter` after the other, while what yields them goes on."""
+    """Waits for one `LoopWaiter` after the other, while the generator of them goes on."""
     for each in waiters:
         await each.wait()
 
@@ -75,27 +75,27 @@ async def wait_each(waiters: Any) -> None:
 def alarm(
     loop: asyncio.AbstractEventLoop, at: float, action: Callable[[], object]
 ) -> asyncio.TimerHandle:
-    """Has a loop do something at a time of time.monotonic; see `Deadlines.add`."""
+    """Schedules an action of a loop for a time of time.monotonic; see `Deadlines.add`."""
     return loop.call_later(max(at - time.monotonic(), 0.0), action)
 
 
 def call_back_in(
     loop: asyncio.AbstractEventLoop, callbacks: Sequence[Callable[[], object]]
 ) -> None:
-    """Has callbacks called by a loop, one after the other, soon. Any thread."""
+    """Schedules callbacks in a loop, which calls them one after the other, soon. Any thread."""
     in_loop(loop, lambda: call_all(callbacks))
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None:
-    """Has it done by a loop, unless that is closed. Any thread."""
+    """Schedules work in a loop, unless the loop is closed. Any thread."""
     try:
         loop.call_soon_threadsafe(work)
     except RuntimeError:
-        pass  # closed: nobody waits any more
+        pass  # closed: no task waits any more
 
 
 async def in_thread(work: Callable[[], _Given]) -> _Given:
-    """Runs what may wait long in a thread of its own, and returns what that returns."""
+    """Runs work that may wait long in a thread of its own, and returns its result."""
     done: Future[_Given] = Future()
 
     def run() -> None:

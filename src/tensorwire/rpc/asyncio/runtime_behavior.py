@@ -1,6 +1,6 @@
 """Runs the servicer of a call at an asyncio server, asynchronous or not, of any arity.
 
-The order of things, what they raise and what it is called are those of `grpc.aio`.
+The order of steps, the errors and their texts are `grpc.aio`'s.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _Code = grpc.StatusCode
 
 
 class _EndedError(Exception):
-    """The call has ended while it was carried out, and everybody was told."""
+    """The call has ended while it was carried out, and its client knows."""
 
 
 class _Unexpected(AnyPerformance):
     def raised(self, error: Exception) -> None:
-        """Ends a call whose servicer has raised something, unless it has ended."""
+        """Ends a call whose servicer has raised an error, unless it has ended."""
         if self.call.is_active():
             logs.AIO_SERVER.exception(
                 "Unexpected [%s] raised by servicer method [%s]",
@@ -81,12 +81,12 @@ class AioPerformance(_Unexpected):
 
     def link(self) -> CallLink:
         link = super().link()
-        link.patience_s = 0.0  # of the event loop
+        link.patience_s = 0.0  # the event loop must not wait
         link.in_loop = True
         return link
 
     async def run(self) -> None:
-        """Runs the servicer and ends the call, whatever comes of it."""
+        """Runs the servicer and ends the call, whether the servicer returns or raises."""
         try:
             await self._run()
             if self.context.abort_error is not None:
@@ -170,7 +170,7 @@ class AioPerformance(_Unexpected):
             raise _EndedError from None
 
     async def _serialize(self, response: Any) -> tuple[bytes, SentMessage | None]:
-        """The bytes of a response, and what is to `finish` when they have been sent."""
+        """Returns the bytes of a response, and a message to `finish` after they are sent."""
         data, message = await encode(self, self._serializer, response, last=True)
         if self._is_too_long(data):
             raise _EndedError
@@ -191,9 +191,9 @@ class AioPerformance(_Unexpected):
     async def write(self, response: Any) -> None:
         """Sends one of several responses.
 
-        Of messages that several tasks write, one leaves after the other. One whose task is
-        cancelled while it leaves is sent to its end, as by `grpc.aio`: the client would take what
-        comes next for the rest of it.
+        Messages that several tasks write leave one after the other. A message whose task is
+        cancelled while it leaves is sent to its end, as by `grpc.aio`: the client would take the
+        next message for the rest of it.
         """
         async with self._turn:
             await self._finish_rest()

@@ -90,7 +90,7 @@ class AioCall(LoopWaiter, CallState):
             self._task.cancel()
 
     async def settled(self) -> bool:
-        """Waits until it has ended; False: it has to be made by grpcio. Cancelled, it is ended."""
+        """Waits until it has ended; False: grpcio has to make it. Ends the call if cancelled."""
         try:
             await self.wait()
         except asyncio.CancelledError:
@@ -137,7 +137,7 @@ class AioCall(LoopWaiter, CallState):
         return self._ending.details
 
     async def debug_error_string(self) -> str:
-        """What grpcio's objects have too: the status once more."""
+        """Returns the status once more as text, as grpcio's objects do."""
         await self.wait()
         return self._error_string()
 
@@ -158,7 +158,7 @@ class AioCall(LoopWaiter, CallState):
     # Requests that are a stream.
 
     def finish_sending(self, message: SentMessage) -> None:
-        """Has what is left of the only request copied, whose bytes have been sent."""
+        """Copies the rest of the only request, whose bytes have been sent, in a thread."""
         if message.staging is not None:
             self._task = self._client.loop.create_task(finish(message))
 
@@ -167,12 +167,12 @@ class AioCall(LoopWaiter, CallState):
 
         Args:
             requests: sends them.
-            encoded: makes what travels of one, see `encode`.
+            encoded: makes the bytes of one, see `encode`.
             iterable: of the user's; None: they will be written.
         """
         self._requests, self._encoded = requests, encoded
         if iterable is None:
-            self._turn = asyncio.Lock()  # of those who write: pieces of two would be one message
+            self._turn = asyncio.Lock()  # of tasks that write: pieces of two would be one message
         else:
             self._task = self._client.loop.create_task(self._send_all(iterable))
 
@@ -182,7 +182,7 @@ class AioCall(LoopWaiter, CallState):
                 if not await self._send(request):
                     return
         except BaseException:
-            # As in grpcio: whatever a user's iterator raises cancels the call.
+            # As in grpcio: any error of a user's iterator cancels the call.
             logs.OWN.debug("requests could not be sent", exc_info=True)
             self.cancel()
             return
@@ -324,7 +324,7 @@ class AioMethod(AnyMethod[AioCall]):
         super().__init__(arity, lenient(serializer), *given)
 
     async def begin(self, attachment: RpcAttachment | None, details: Any, request: Any) -> Any:
-        """Begins a call; None: it is one for grpcio, and nothing has been sent.
+        """Begins a call; None: grpcio has to make it, and nothing has been sent.
 
         Args:
             attachment: of the channel, None if there is none.
@@ -332,7 +332,7 @@ class AioMethod(AnyMethod[AioCall]):
             request: the user's, or an iterable of them; None: they will be written.
 
         Raises:
-            Exception: what the serializer of the only request raises.
+            Exception: the error of the serializer of the only request.
         """
         if attachment is None or details.credentials is not None:
             return None
@@ -343,7 +343,7 @@ class AioMethod(AnyMethod[AioCall]):
         client, call, link, entries = began
         client.start()
         call.set_alarm(partial(alarm, client.loop))
-        link.patience_s = 0.0  # of the event loop
+        link.patience_s = 0.0  # the event loop must not wait
         link.in_loop = True
         if not self._takes_stream:
             client.keep(call)

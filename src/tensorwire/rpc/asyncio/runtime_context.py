@@ -20,12 +20,12 @@ class AioContext(AnyContext, grpc.aio.ServicerContext):  # type: ignore[misc,typ
     """The context that an asynchronous servicer is given. In the event loop.
 
     Args:
-        caller: who calls.
-        call: what it is of.
+        caller: the client.
+        call: the call of this context.
         performance: the `AioPerformance` of the call, which reads, writes and ends it.
 
     Attributes:
-        abort_error: what `abort` has raised.
+        abort_error: the error that `abort` has raised.
         callbacks: to be called when the servicer has ended.
     """
 
@@ -39,7 +39,7 @@ class AioContext(AnyContext, grpc.aio.ServicerContext):  # type: ignore[misc,typ
         self.callbacks: list[Callable[[], object]] = []
 
     def check(self) -> None:
-        """Raises what halts a servicer whose call does not go on."""
+        """Raises the error that halts a servicer whose call does not go on."""
         if self.abort_error is not None:
             raise self.abort_error
         if not self._call.is_active():
@@ -108,14 +108,14 @@ class AioContext(AnyContext, grpc.aio.ServicerContext):  # type: ignore[misc,typ
         return self._code is _Code.CANCELLED
 
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
-        """How the call ends: as the servicer has said, and where it said nothing, like this."""
+        """Returns the servicer's code, or the given one where it has none; and the details."""
         chosen = self._code if self._code not in (None, _Code.OK) else code
         number = chosen.value[0] if isinstance(chosen, grpc.StatusCode) else int(chosen)
         return number, (details or self._details).encode()
 
 
 def _checked(metadata: Any) -> tuple[Any, ...]:
-    """Trailing metadata as a tuple; TypeError, as in grpcio, if they are none."""
+    """Returns trailing metadata as a tuple; TypeError, as in grpcio, if they are none."""
     if not hasattr(metadata, "__iter__") or isinstance(metadata, dict):
         raise TypeError(f"Invalid trailing metadata type, expected pairs: {metadata}")
     entries = tuple(metadata)

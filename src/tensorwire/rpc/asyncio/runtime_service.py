@@ -54,7 +54,7 @@ class AioServerEnd(ServerEnd):
 
 
 class AioService(AnyService):
-    """What an asyncio server does for its calls, in its event loop.
+    """The part of an asyncio server that begins calls, in its event loop.
 
     Attributes:
         loop: set before clients come.
@@ -71,7 +71,7 @@ class AioService(AnyService):
 
     @property
     def active(self) -> int:
-        """Calls under way, and their servicers that are not done yet."""
+        """The number of calls under way, and of their servicers that are not done yet."""
         return super().active + len(self._tasks)
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
@@ -87,7 +87,7 @@ class AioService(AnyService):
         call.add_callback(partial(self._halt, call, task))
 
     def _halt(self, call: IncomingCall, task: asyncio.Task[None]) -> None:
-        """A call has ended; its servicer is halted unless it has done that. Any thread."""
+        """Halts the servicer of a call that has ended, unless it is done. Any thread."""
         if call.cancelled and self.loop is not None:
             in_loop(self.loop, task.cancel)
 

@@ -25,7 +25,7 @@ from .runtime_client import METHOD
 
 
 class AioSender(Sender):
-    """What the calls of a channel share.
+    """The sender of the calls of a channel.
 
     Args: as of `Sender`.
 
@@ -38,22 +38,22 @@ class AioSender(Sender):
     ends_at_once = False  # perhaps by a collector, in a thread that has the locks
 
     async def _carry(self, details: Any, request: Any) -> Any:
-        """A call that has begun by the runtime; None: it is for grpcio."""
+        """Begins a call by the runtime; None: grpcio has to make it."""
         method = METHOD.get()
         if method is None or not self.share.carries:
             return None
         return await method.begin(self.share.carrier, details, request)
 
     def _begin(self, details: Any) -> tuple[CallLink, Any]:
-        """The link of a new call, and its details with the mark of its attachment."""
+        """Returns the link of a new call, and its details with the mark of its attachment."""
         link, metadata = self.begin(details.metadata, at_once)
         if link.attachment is not None:
-            link.patience_s = 0.0  # who gives memory back may be in this event loop
+            link.patience_s = 0.0  # memory may be given back in this event loop
             details = details._replace(metadata=grpc.aio.Metadata(*metadata))
         return link, details
 
     def watch(self, call: Any, link: CallLink, outgoing: SentMessage | None = None) -> None:
-        """Takes back what nobody has seen when the call has ended.
+        """Takes back, when the call has ended, the payload that was not read.
 
         Args:
             call: of grpcio.
@@ -67,7 +67,7 @@ class AioSender(Sender):
         call.add_done_callback(partial(self._ended, link, outgoing))
 
     def watch_small(self, call: Any, small: SmallCall) -> None:
-        """As `watch`, for a call with a small request."""
+        """Ends a call with a small request when grpcio's has ended; see `watch`."""
         call.add_done_callback(lambda call: self.end_small(small, _code_now(call)))
 
     def _ended(self, link: CallLink, outgoing: SentMessage | None, call: Any) -> None:
@@ -80,7 +80,7 @@ class AioSender(Sender):
     # Calls of each arity. `make` makes a call of grpcio, of details and a request.
 
     async def _unary(self, make: Any, details: Any, request: Any, *, streams: bool) -> Any:
-        """A call that has begun, or that has ended if it may have to be made again."""
+        """Begins a call; waits for its end if it may have to be made again."""
         carried = await self._carry(details, request)
         if carried is not None:
             if streams or await carried.settled():
@@ -127,7 +127,7 @@ class AioSender(Sender):
         return call, outgoing
 
     async def stream(self, make: Any, details: Any, requests: Any) -> Any:
-        """A call that has begun, with an iterable of requests; None: they will be written."""
+        """Begins a call with an iterable of requests; None: they will be written."""
         carried = await self._carry(details, requests)
         if carried is not None:
             return carried
@@ -140,13 +140,13 @@ class AioSender(Sender):
         return call if requests is not None else WrittenCall(call, partial(self._sent, link))
 
     async def _requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
-        """The user's requests, each with its link."""
+        """Yields the user's requests, each with its link."""
         async for each in each_of(requests):
             yield await self._sent(link, each)
 
     async def _sent(self, link: CallLink, request: Any) -> SentMessage:
         if link.must_confirm and not link.foreign and link.attachment is not None:
-            # What may be large waits until it is known who has the call.
+            # A request, which may be large, waits until it is known which server has the call.
             patience_s = link.attachment.limits.patience_s
             link.foreign = not await link.attachment.confirmed_later(link.call, patience_s)
             link.must_confirm = False
@@ -154,7 +154,7 @@ class AioSender(Sender):
 
 
 def _code_now(call: Any) -> Any:
-    """The code of a call that has ended, without awaiting it."""
+    """Returns the code of a call that has ended, without awaiting it."""
     if call.cancelled():
         return grpc.StatusCode.CANCELLED
     task = call.code()
@@ -182,9 +182,9 @@ def _interceptor(arity: str, sender: AioSender) -> Any:
 
 
 def chained(interceptors: Sequence[Any], sender: AioSender) -> tuple[list[Any], frozenset[str]]:
-    """The interceptors of the channel within, outermost first, and the arities that they see.
+    """Returns the interceptors of grpcio's channel, outermost first, and the arities that they see.
 
-    Ours are the innermost ones, of the arities that the user's are of.
+    Ours are the innermost ones, for the arities of the user's.
     """
     arities = []
     for each in interceptors:

@@ -1,8 +1,8 @@
 """asyncio: a `grpc.aio` server whose large payload travels beside its messages.
 
-One interceptor, outside of the user's, changes what turns grpcio's bytes into messages and back;
-the behaviours, of whatever kind they are, are the user's own. Parsing and serializing happen in the
-event loop, as in grpcio.
+One interceptor, outside of the user's, replaces the functions that turn grpcio's bytes into
+messages and back; the behaviours, of any kind, are the user's own. Parsing and serializing happen
+in the event loop, as in grpcio.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AioServedCall(ServedHandler):
         if self._attachment is None:
             return PLAIN
         link = CallLink(self._attachment, self._call, at_once, always)
-        link.patience_s = 0.0  # who gives memory back may be in this event loop
+        link.patience_s = 0.0  # memory may be given back in this event loop
         link.window = self._window
         return link
 
@@ -152,7 +152,7 @@ def server(
     listen: str = "",
     runtime: bool | None = None,
 ) -> AioRpcServer:
-    """As `grpc.aio.server`; further keywords as `tensorwire.rpc.server`.
+    """Makes a server like `grpc.aio.server`; further keywords as of `tensorwire.rpc.server`.
 
     Payload travels by shared memory only, unless transports name tcp too: over a network the event
     loop would wait for it.

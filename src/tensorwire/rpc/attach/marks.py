@@ -57,7 +57,7 @@ class SmallRequests:
     Args:
         share: of the channel's attachment.
         serializer: the user's.
-        watched: somebody counts what serializers do that grpcio calls, so none is called before.
+        watched: the work of serializers that grpcio calls is counted, so none is called before.
     """
 
     __slots__ = ("_encoder", "_marked", "_share", "_watched")
@@ -72,7 +72,7 @@ class SmallRequests:
         """Begins a call whose request travels as it is, whatever is to happen to its response.
 
         Returns the request for a call of another kind, if its bytes were made; None: the user's. A
-        request that cannot be serialized goes that way, which says so as grpcio does.
+        request that cannot be serialized goes that way too, for the same error as in grpcio.
         """
         share = self._share
         attachment = share.carrier if share.carries else share.ready
@@ -103,14 +103,14 @@ class SmallRequests:
 
 
 class Sender:
-    """Begins and ends the calls of a channel by grpcio, in whichever world.
+    """Begins and ends the calls of a channel by grpcio, in either world.
 
     Args:
         share: of an attachment.
 
     Attributes:
         share: as given.
-        proof: what a server says that cannot parse an envelope.
+        proof: the codes of a server that cannot parse an envelope.
         ends_at_once: the thread in which a call fails may wait for locks.
     """
 
@@ -136,7 +136,7 @@ class Sender:
         return link, (*(metadata or ()), (MARK, mark(attachment.id, *call)))
 
     def end(self, link: CallLink, ok: bool, code: Any = None) -> None:
-        """Takes back what a call has sent and nobody has seen, as it is over.
+        """Takes back the payload of a call that is over, as far as it was not read.
 
         Args:
             link: of the call.
@@ -157,7 +157,7 @@ class Sender:
             JANITOR.soon(partial(attachment.end_call, link.call, link.leases, ok))
 
     def end_small(self, small: SmallCall, code: Any) -> None:
-        """As `end`, of a call with a small request; its code is None if that is not known."""
+        """Ends a call with a small request; its code is None if that is not known."""
         if code is grpc.StatusCode.UNAVAILABLE:
             self.share.disconnected()
         small.end(code is grpc.StatusCode.OK)
@@ -165,7 +165,7 @@ class Sender:
     def is_to_be_sent_again(
         self, outgoing: SentMessage, code: grpc.StatusCode, trailing: Any
     ) -> bool:
-        """Returns whether the payload of a request went ahead to somebody who has not got the call.
+        """Returns whether a request's payload went ahead to a server that has not got the call.
 
         Either the server says so, or it cannot even parse an envelope: then it is none of ours, and
         no server of ours has confirmed the call.
@@ -184,7 +184,7 @@ class Sender:
 
 
 def call_is_confirmed(link: CallLink) -> bool:
-    """Whether the attachment's server has the call. True if nobody can know any more."""
+    """Returns whether the attachment's server has the call. True if it cannot be known any more."""
     attachment = link.attachment
     try:
         return attachment is None or attachment.lost or attachment.confirmed(link.call)

@@ -53,7 +53,7 @@ def connect(
     new_client: NewClient = RuntimeClient,
     least_s: float = CONNECT_S,
 ) -> RpcAttachment:
-    """The client's end of a new attachment.
+    """Opens a new attachment, and returns the client's end.
 
     Args:
         terms: of the client.
@@ -64,7 +64,7 @@ def connect(
     Raises:
         UnavailableError, PeerLostError, ...: there is no way to the server's memory.
         ValueError: the server's answer cannot be understood.
-        Exception: what `ask` raises.
+        Exception: the error of `ask`.
     """
     limits = terms.runtime.limits
     answer = decode(
@@ -108,11 +108,11 @@ def connect(
 def _reach(node: Node, address: str, host: str, timeout_s: float) -> Peer:
     """Connects to the server's Node, by the address that it tells or the channel's own.
 
-    A server in a container, or behind a translation of addresses, may tell one that leads nowhere
-    from here, or to somebody else. The channel has reached the host of its target.
+    A server in a container, or one whose address is translated, may tell one that leads nowhere
+    from here, or to another program. The channel has reached the host of its target.
 
     Args:
-        node: this end; its name is that of the attachment.
+        node: this end; its name is the attachment's.
         address: as the server tells it.
         host: of the channel's target, "" for none.
         timeout_s: for all of it.
@@ -142,7 +142,7 @@ def _met(node: Node, address: str, timeout_s: float) -> Peer:
 class AttachmentKeeper:
     """The attachment of all channels that share it: opened when it may pay, and when it is lost.
 
-    Any thread may use it, and nobody waits for an opening but in `attach`.
+    Any thread may use it. Only `attach` waits for an opening.
 
     Args:
         terms: of the client.
@@ -153,7 +153,7 @@ class AttachmentKeeper:
     Attributes:
         attachment: the latest, which may be lost; None: there was none.
         carries: calls may go by the runtime, where the server has it.
-        least_bytes: a message from so many bytes on may be worth an attachment.
+        least_bytes: the least size of a message that may be worth an attachment.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class AttachmentKeeper:
 
     @property
     def carried_reason(self) -> str:
-        """Why calls do not go by the runtime."""
+        """The reason why calls do not use the runtime."""
         if not self.carries:
             return self._terms.runtime.reason
         if self.ready is None:
@@ -196,7 +196,7 @@ class AttachmentKeeper:
 
     @property
     def reason(self) -> str:
-        """Why there is no attachment that is `ready`."""
+        """The reason why there is no attachment that is `ready`."""
         if self._opening is not None:
             return "the attachment is being opened"
         if self._reason:
@@ -216,13 +216,13 @@ class AttachmentKeeper:
         return attachment
 
     def settled(self) -> bool:
-        """Nothing is to be asked of the server at the moment."""
+        """Returns whether there is nothing to ask of the server at the moment."""
         if self._closed or not self._terms.transports or time.monotonic() < self._pause_until:
             return True
         return self.attachment is not None and not self.attachment.lost
 
     def find(self, id: bytes) -> RpcAttachment | None:
-        """The attachment of an id, also one that was replaced but is still there.
+        """Returns the attachment of an id, also one that was replaced but is still there.
 
         Raises:
             SenderGoneError: there was one, and it is over.
@@ -233,7 +233,7 @@ class AttachmentKeeper:
         return attachment
 
     def notice(self, size_bytes: int) -> None:
-        """A message of so many bytes travels inside; opens the attachment if that may pay."""
+        """Learns the size of a message that travels inside; opens an attachment if it may pay."""
         if size_bytes >= self.least_bytes:
             self.open_soon()
 
@@ -305,7 +305,7 @@ class AttachmentKeeper:
         self._pause_until = time.monotonic() + self._pause_s
 
     def disconnected(self) -> None:
-        """A call could not reach the server: it may be another one next time."""
+        """Ends the pause after a call could not reach the server, as the next server may differ."""
         self._pause_until = 0.0
 
     def end_calls_of(self, owner: object) -> None:
@@ -316,11 +316,11 @@ class AttachmentKeeper:
 
     @property
     def is_unused(self) -> bool:
-        """It has never had to do with the server, so nothing is lost with it."""
+        """True if the keeper has had nothing to do with the server, so nothing is lost with it."""
         return not self._by_id and self._opening is None and not self._pause_until
 
     def close(self) -> None:
-        """Ends the attachments without waiting for that; calling it again does nothing."""
+        """Ends the attachments without waiting for the end; calling it again does nothing."""
         self._closed = True
         self._reason = "the channel is closed"
         self._over.update(list(self._by_id))
@@ -334,7 +334,7 @@ _KEEPERS: weakref.WeakSet[AttachmentKeeper] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child, where a thread that is not here may have a lock."""
+    """Replaces locks in a forked child, where a thread that does not run may have one."""
     for each in list(_KEEPERS):
         each._lock = threading.RLock()
         each._opening = None

@@ -30,11 +30,11 @@ from .terms import (
 )
 
 _NO_ROOM = TensorwireError, MemoryError, RuntimeError, OSError
-"""What is raised where there are no descriptors, no memory or no threads any more."""
+"""The errors of a process without descriptors, memory or threads left."""
 
 
 class DeclinedError(Exception):
-    """The server has tensorwire and gives no attachment; it says why."""
+    """The server has tensorwire and gives no attachment; the text says why."""
 
 
 class Registry:
@@ -54,22 +54,22 @@ class Registry:
         self._closed = False
 
     def find(self, id: bytes) -> RpcAttachment | None:
-        """The attachment of an id."""
+        """Returns the attachment of an id."""
         return self._attachments.get(id)
 
     @property
     def limits(self) -> Limits:
-        """Of the server."""
+        """The limits of the server."""
         return self._terms.limits
 
     @property
     def attachments(self) -> list[RpcAttachment]:
-        """Those that have both ends."""
+        """The attachments that have both ends."""
         return list(self._attachments.values())
 
     @property
     def awaited(self) -> bool:
-        """A client has not given back payload that it was sent: perhaps it has not come to it."""
+        """True while a client has not given back payload: perhaps it has not read it yet."""
         return any(each.awaited for each in self.attachments if not each.lost)
 
     def listen(self, host: str) -> None:
@@ -84,7 +84,7 @@ class Registry:
         *,
         encrypted: bool,
     ) -> bytes:
-        """Makes this end of an attachment, for whoever connects to it with its secret.
+        """Makes this end of an attachment, for the client that connects to it with its secret.
 
         Args:
             request: of the client.
@@ -93,7 +93,7 @@ class Registry:
 
         Raises:
             DeclinedError: there is none for this client.
-            ValueError: the request says nothing that can be understood.
+            ValueError: the request cannot be understood.
         """
         asked = decode(request)
         numbers = agreed(self._terms.messages, asked)
@@ -173,7 +173,7 @@ class Registry:
         service: AnyService | None,
         caller: Caller | None,
     ) -> None:
-        """In a thread of its own, until the client has connected or does not come."""
+        """Waits, in a thread of its own, until the client has connected or does not come."""
         try:
             peer = own.node.accept(CONNECT_S)
             attachment = own.join(peer, self._terms, numbers, is_client=False)
@@ -197,7 +197,7 @@ class Registry:
         node.close()
 
     def look(self) -> bool:
-        """For the janitor: forgets attachments whose client is gone."""
+        """Forgets attachments whose client is gone. Called by the janitor."""
         with self._lock:
             for id, attachment in list(self._attachments.items()):
                 if attachment.lost:
@@ -220,6 +220,6 @@ class Registry:
 
 
 def may_be_of_a_call(mark: object) -> bool:
-    """Whether a mark has a number that a call can have."""
+    """Returns whether a mark has a number that a call can have."""
     found = read_mark(mark)
     return found is not None and found[1] < CALLS and found[2] <= LAST_GENERATION

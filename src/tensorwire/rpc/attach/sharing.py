@@ -17,7 +17,7 @@ from ..payload.outgoing import CallLink, always, no_deadline
 from .negotiation import AttachmentKeeper
 
 LINGER_S = 2.0
-"""An attachment without channels stays so long, for programs that make a channel for each call."""
+"""The time that an attachment stays without channels, for programs with a channel for each call."""
 
 _SHARED: dict[Hashable, SharedKeeper] = {}
 _lock = threading.RLock()  # a collector may drop a channel in here
@@ -44,7 +44,10 @@ class SharedKeeper:
         self._idle_since = 0.0
 
     def leave(self, user: object) -> None:
-        """A channel is closed. The attachment of the last one ends later, and not in here."""
+        """Removes a channel that is closed.
+
+        The attachment of the last one ends later, and not in here.
+        """
         with _lock:
             self.users.discard(user)
             if self.users:
@@ -59,7 +62,7 @@ class SharedKeeper:
             JANITOR.watch(self)
 
     def look(self) -> bool:
-        """For the janitor: ends the attachment once it has had no channels for long."""
+        """Ends the attachment once it has had no channels for long. Called by the janitor."""
         with _lock:
             if self.users:
                 return True  # it may be without channels again before the janitor lets go of it
@@ -115,12 +118,12 @@ class ChannelShare:
 
     @property
     def reason(self) -> str:
-        """Why there is no attachment that is `ready`."""
+        """The reason why there is no attachment that is `ready`."""
         return "the channel is closed" if self.closed else self._keeper.reason
 
     @property
     def carried_reason(self) -> str:
-        """Why calls do not go by the runtime."""
+        """The reason why calls do not use the runtime."""
         return "the channel is closed" if self.closed else self._keeper.carried_reason
 
     def settled(self) -> bool:
@@ -141,7 +144,7 @@ class ChannelShare:
 
 
 class PlainLink(CallLink):
-    """The link of calls without an attachment, which tells what they send.
+    """The link of calls without an attachment, which reports the sizes of their messages.
 
     Args:
         notice: told of the size of a message, in bytes.
@@ -159,10 +162,10 @@ class PlainLink(CallLink):
 def share(
     key: Hashable, make: Callable[[], AttachmentKeeper], lingers: bool = True
 ) -> ChannelShare:
-    """A share of the attachment of a key.
+    """Returns a share of the attachment of a key.
 
     Args:
-        key: equal for channels that may share: the server, and all that was said of the channel.
+        key: equal for channels that may share: the server, and all options of the channel.
         make: makes its keeper, if there is none.
         lingers: it stays a while without channels.
     """
@@ -178,7 +181,7 @@ def share(
 
 
 def _forked() -> None:
-    """In a forked child, where the thread is not that may have it."""
+    """Replaces the lock in a forked child, where the thread that may have it does not run."""
     global _lock
     _lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""Defines what two ends tell each other when they attach, and what each permits payload to do.
+"""Defines the messages of two ends that attach, and the terms of each for payload.
 
 docs/internals/rpc-wire.md has the messages. Knows no gRPC objects.
 """
@@ -18,17 +18,17 @@ from ..runtime.options import ANY_LENGTH, MessageLimits, Offer
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
 MARK = "tensorwire-attachment-bin"
-"""Key of the metadata by which a call says which attachment it is of."""
+"""Key of the metadata by which a call names its attachment."""
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
 ATTACHMENT_VERSION = 2
-"""Of what both ends have of an attachment."""
+"""The version of the messages and memory of an attachment."""
 RUNTIME_VERSION = 7
-"""Of the frames of `runtime`."""
+"""The version of the frames of `runtime`."""
 
 CONNECT_S = 15.0
-"""How long a server may take at each step of an attachment. No call waits for that."""
+"""The time that a server may take at each step of an attachment. No call waits for it."""
 READY = "ready"
 """Name of the region that a server makes when it has entered an attachment."""
 _MOST_BYTES = 4096
@@ -38,7 +38,7 @@ NO_RUNTIME = Offer(None, "it is not offered on such a channel")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one end lets payload do.
+    """The terms of one end for payload.
 
     Attributes:
         limits: see there.
@@ -74,12 +74,12 @@ def target_host(target: Any) -> str:
 
 
 def encode(**values: Any) -> bytes:
-    """What one end tells the other."""
+    """Encodes the values that one end tells the other."""
     return json.dumps(values).encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """What the other end tells; ValueError if it cannot be understood."""
+    """Decodes the values that the other end tells; ValueError if they cannot be understood."""
     return parse_json(data, dict[str, Any], _MOST_BYTES)
 
 
@@ -91,15 +91,15 @@ def _number(values: dict[str, Any], name: str, least: int) -> int:
 
 
 def agreed(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
-    """Returns what two ends have agreed on, for `RpcAttachment`.
+    """Returns the numbers that two ends have agreed on, for `RpcAttachment`.
 
     Args:
         own: limits of messages of this end.
-        values: what the other end tells: in `pool_bytes` how much memory this end may write into,
-            in `beside_bytes` how long a message it takes whose payload travels beside, -1 for any.
+        values: of the other end: `pool_bytes` is the memory that this end may write into,
+            `beside_bytes` the longest message that it takes with payload beside it, -1 for any.
 
     Raises:
-        ValueError: a number is none.
+        ValueError: a value is no number, or out of range.
     """
     beside = _number(values, "beside_bytes", -1) if "beside_bytes" in values else -1
     return {
@@ -110,10 +110,10 @@ def agreed(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
 
 
 def least_limit(one: int, other: int) -> int:
-    """The lower one of two limits, each negative for none."""
+    """Returns the lower one of two limits, each negative for none."""
     return max(one, other) if one < 0 or other < 0 else min(one, other)
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list that the other end tells; empty if it is none."""
+    """Returns a list that the other end tells; an empty one if the value is no list."""
     return value if isinstance(value, list) else []

@@ -26,7 +26,7 @@ _OK = _Code.OK
 
 
 class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
-    """A call with one response: what `future` and `with_call` give back, and what is raised."""
+    """A call with one response: `future` and `with_call` give it back, and raise it if it fails."""
 
     _client: RuntimeClient
     _again: Callable[[], Any] | None = None
@@ -117,7 +117,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         return self._client.reader.wait(self, until, whole=blocking)
 
     def wait_blocking(self) -> bool:
-        """Waits for a call that nobody else has, until its deadline at most.
+        """Waits for a call that no other thread has, until its deadline at most.
 
         Returns:
             False: it has to be made by grpcio, because the server refuses to carry it out here.

@@ -116,7 +116,7 @@ class Line:
 
     @property
     def takes_calls(self) -> bool:
-        """The other end is there, and does not leave what is sent waiting here."""
+        """True while the other end is there, and reads, so that frames do not pile up here."""
         return not self.is_over and len(self._outbox) <= _MOST_WAITING
 
     def flush(self) -> None:

@@ -1,11 +1,11 @@
 """Futures and streams of calls over grpcio that it may keep, or that may have to be sent again.
 
-All other calls give back grpcio's own objects. Each is the object of the first attempt until that
-was refused or is overdue, and of the second, or of an error, from then on.
+All other calls give back grpcio's own objects. Each stands for the first attempt until that was
+refused or is overdue, and for the second, or for an error, from then on.
 
 grpcio keeps a call beyond its deadline while the socket takes no more in the middle of a message of
-it. So the caller is released a moment after the deadline (`GRACE_S`), and what grpcio
-says of the call later changes nothing.
+it. So the caller is released a moment after the deadline (`GRACE_S`), and later news of the call
+from grpcio changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..runtime.deadlines import DEADLINES, Deadline
 from ..runtime.engine import OVERDUE, call_weakly
 
 Again = Callable[[Any], Any]
-"""Of a call that has ended: its second attempt, None if there is to be none."""
+"""A function of a call that has ended: returns its second attempt, None if there is to be none."""
 
 
 _LOOK_S = 0.02
@@ -35,11 +35,11 @@ GRACE_S = 0.2
 """Seconds after its deadline in which grpcio itself may still end a call."""
 
 _KEPT: set[Resent] = set()
-"""Those with a callback that is still to be called; their callers may have forgotten them."""
+"""The calls with a callback that is still to be called; their callers may have forgotten them."""
 
 
 class Overdue(RuntimeCall):
-    """A call that has met its deadline: what is raised, or stands for a call that grpcio keeps."""
+    """A call that has met its deadline: raised, or in the place of a call that grpcio keeps."""
 
     finished = True
     deadline = 0.0
@@ -66,7 +66,7 @@ class Overdue(RuntimeCall):
 
 
 def outcome(call: Any, left_s: float | None, *, with_call: bool = False) -> Any:
-    """Waits for a future of grpcio that nobody else has, and gives back its result.
+    """Waits for a future of grpcio that no other thread has, and gives back its result.
 
     Args:
         call: the future.
@@ -92,7 +92,7 @@ def outcome(call: Any, left_s: float | None, *, with_call: bool = False) -> Any:
 
 
 class Resent(grpc.Call, grpc.RpcError, grpc.Future):
-    """What `future` gives back: what a call knows, of the attempt that counts.
+    """The future of a call with one response: shows the attempt that counts.
 
     Args:
         first: grpcio's object of the first attempt.
@@ -138,11 +138,11 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
             self._again = None
             callbacks = self._settle(Overdue())
         self._first.cancel()
-        if callbacks:  # in a thread of their own: they may wait for what happens at deadlines
+        if callbacks:  # in a thread of their own: they may wait for actions of other deadlines
             Callbacks().call(callbacks)
 
     def _ended(self) -> None:
-        """The first attempt has ended."""
+        """Begins the second attempt, if there is to be one: the first has ended."""
         with self._lock:
             if self._settled.is_set():
                 return
@@ -154,7 +154,7 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
                 second = None if self._cancelled or again is None else again(self._first)
             except Exception as error:
                 if isinstance(error, grpc.Future):
-                    second = error  # what grpcio raises of a call that could not begin
+                    second = error  # grpcio raises it if a call could not begin
                 else:
                     logs.OWN.warning(
                         "a request was refused, and could not be sent again: %s", error
@@ -171,14 +171,14 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
         return callbacks
 
     def _calls_back(self, callback: Callable[[], None]) -> bool:
-        """Whether the attempt that counts goes on; it calls the callback when it ends."""
+        """Returns whether the attempt that counts goes on; it calls the callback when it ends."""
         try:
             return bool(self._call.add_callback(callback))
         except NotImplementedError:  # an error that grpcio has raised: it is over
             return False
 
     def _final(self) -> Any:
-        """The attempt that counts, once it is known."""
+        """Waits for the attempt that counts, and returns it."""
         self._settled.wait()
         return self._call
 
@@ -256,7 +256,7 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
 
 
 class ResentStream(Resent):
-    """What a call with a stream of answers gives back."""
+    """The object of a call with a stream of answers."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -278,7 +278,7 @@ class ResentStream(Resent):
 
 
 def explain(error: BaseException) -> tuple[str, str]:
-    """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
+    """Returns (kind, text) of an error of a reserved method; for `AttachmentKeeper`."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return "other", f"{type(error).__name__}: {error}"
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -1,6 +1,6 @@
 """A grpcio channel whose large payload travels beside its messages (see `methods.py`).
 
-Wraps a channel of grpcio, hands calls to it, and gives back what it gives back.
+Wraps a channel of grpcio, hands calls to it, and gives back its results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOSE_S = 1.0
 
 
 class AttachedChannel:
-    """What channels of threads and of an event loop have alike: methods and an attachment.
+    """The common part of channels of threads and of an event loop: methods and an attachment.
 
     Args:
         share: of the attachment.
@@ -32,7 +32,7 @@ class AttachedChannel:
 
     def __init__(self, share: ChannelShare) -> None:
         self.share = share
-        # In whatever thread has the last of it, with whatever lock. Calls keep it.
+        # It may run in any thread, with any lock held. Calls keep the channel.
         weakref.finalize(self, JANITOR.soon, share.close).atexit = False
 
     @property
@@ -43,7 +43,7 @@ class AttachedChannel:
 
     @property
     def runtime(self) -> str:
-        """By which calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
+        """How calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
         attachment = self.share.ready
         if attachment is not None and attachment.runtime is not None:
             return attachment.transport
@@ -51,7 +51,7 @@ class AttachedChannel:
 
     @property
     def attachment(self) -> RpcAttachment | None:
-        """Returns what joins this channel with its server, None if nothing does."""
+        """The attachment of this channel to its server, None if there is none."""
         return self.share.ready
 
     def _kind_of(self, arity: str) -> Any:
@@ -113,7 +113,7 @@ class RpcChannel(AttachedChannel, grpc.Channel):
         self.inner.unsubscribe(callback)
 
     def _get_registered_call_handle(self, method: str) -> Any:
-        # What the static methods of generated services, grpcio's experimental ones, ask a channel.
+        # Static methods of generated services, grpcio's experimental ones, call this.
         return self.inner._get_registered_call_handle(method)  # type: ignore[attr-defined]
 
     def close(self) -> None:

@@ -32,12 +32,12 @@ def insecure_channel(
     transports: tuple[str, ...] | None = None,
     runtime: bool | None = None,
 ) -> RpcChannel:
-    """As `grpc.insecure_channel`.
+    """Makes a channel like `grpc.insecure_channel`.
 
     Args:
-        target: as there.
-        options: as there.
-        compression: as there.
+        target: as for grpcio.
+        options: as for grpcio.
+        compression: as for grpcio.
         limits: of payload: memory, sizes, waiting. Default: `Limits()`.
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
             without those that TENSORWIRE_TRANSPORTS leaves out.
@@ -69,13 +69,15 @@ def secure_channel(
     limits: Limits | None = None,
     plaintext_transports: tuple[str, ...] = (),
 ) -> RpcChannel:
-    """As `grpc.secure_channel`. Payload leaves the encryption over shared memory of this host only.
+    """Makes a channel like `grpc.secure_channel`.
+
+    Unencrypted payload stays in this host's shared memory.
 
     Args:
-        target: as there.
-        credentials: as there.
-        options: as there.
-        compression: as there.
+        target: as for grpcio.
+        credentials: as for grpcio.
+        options: as for grpcio.
+        compression: as for grpcio.
         limits: as for `insecure_channel`.
         plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
             has to allow it too.
@@ -103,23 +105,23 @@ def server(
     listen: str = "",
     runtime: bool | None = None,
 ) -> RpcServer:
-    """As `grpc.server`.
+    """Makes a server like `grpc.server`.
 
     Args:
-        thread_pool: as there.
-        handlers: as there.
-        interceptors: as there.
-        options: as there.
-        maximum_concurrent_rpcs: as there.
-        compression: as there.
-        xds: as there.
+        thread_pool: as for grpcio.
+        handlers: as for grpcio.
+        interceptors: as for grpcio.
+        options: as for grpcio.
+        maximum_concurrent_rpcs: as for grpcio.
+        compression: as for grpcio.
+        xds: as for grpcio.
         limits: as for `insecure_channel`.
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
             without those that TENSORWIRE_TRANSPORTS leaves out.
         plaintext_transports: by which payload of encrypted connections may travel besides shared
             memory, unencrypted: ("tcp",). The client has to allow it too.
-        listen: the host by which clients on other hosts reach this one. By default that of the
-            first insecure port, if it is not loopback.
+        listen: the host by which clients on other hosts reach this one. By default the host of
+            the first insecure port, if it is not loopback.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
     """
     options = kept(options)
@@ -147,9 +149,9 @@ def new_server(
     Args:
         kind: of the server.
         name: of the factory of grpcio.
-        terms: what payload may do.
+        terms: for payload.
         runtime: as the user gave it.
-        given: what the factory takes.
+        given: the arguments of the factory.
     """
     pool, handlers, interceptors, options, most, compression, *more = given
     handlers, interceptors = kept(handlers) or (), kept(interceptors) or ()
@@ -172,7 +174,7 @@ def channel_terms(
     transports: tuple[str, ...],
     runtime: Offer = NO_RUNTIME,
 ) -> tuple[Terms, Any]:
-    """Returns what payload of a channel may do, and the options for grpcio's channel.
+    """Returns the terms for payload of a channel, and the options for grpcio's channel.
 
     Args:
         target: of the channel.
@@ -195,13 +197,13 @@ def share_of(
     new_client: NewClient = RuntimeClient,
     lingers: bool = True,
 ) -> ChannelShare:
-    """The share that a channel has of an attachment: of one that has all of this, too.
+    """Returns a channel's share of an attachment, which channels with equal arguments share.
 
     Args:
         terms: of the channel.
         name: of the factory of grpcio, without asyncio.
         given: its arguments.
-        world: those of other worlds do not share: threads, or an event loop.
+        world: threads, or an event loop; channels of different worlds do not share.
         new_client: see `connect`.
         lingers: the attachment stays a while without channels.
     """
@@ -232,10 +234,10 @@ def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
 
 
 def chosen_transports(names: Any, usual: tuple[str, ...] = ("shm", "tcp")) -> tuple[str, ...]:
-    """The transports that a user names; if he does not, the usual ones that his environment allows.
+    """Returns the transports that a user names, or the usual ones that the environment allows.
 
     Raises:
-        ValueError: names, or those in TENSORWIRE_TRANSPORTS, are unknown.
+        ValueError: names, or the names in TENSORWIRE_TRANSPORTS, are unknown.
     """
     if names is not None:
         return as_transports(names)
@@ -247,7 +249,7 @@ def chosen_transports(names: Any, usual: tuple[str, ...] = ("shm", "tcp")) -> tu
 
 
 def secure_transports(plaintext: tuple[str, ...]) -> tuple[str, ...]:
-    """By which payload of a secure channel may travel."""
+    """Returns the transports by which payload of a secure channel may travel."""
     beside = as_transports(plaintext, "plaintext_transports")
     return tuple(dict.fromkeys((*chosen_transports(None, ("shm",)), *beside)))
 
@@ -259,7 +261,7 @@ def server_terms(
     plaintext: tuple[str, ...],
     options: Any,
 ) -> Terms:
-    """Checks what a server says of payload."""
+    """Checks the arguments of a server for payload, and returns its terms."""
     if not isinstance(listen, str):
         raise ValueError(f"listen is the name or address of a host, not {listen!r}")
     plaintext = as_transports(plaintext, "plaintext_transports")

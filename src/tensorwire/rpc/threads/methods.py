@@ -1,7 +1,7 @@
-"""Implements a channel's methods for stubs: what is done before a call and after its end.
+"""Implements a channel's methods for stubs: the steps before a call and after its end.
 
-A call goes by the runtime or by grpcio. What differs from grpcio there is what happens between the
-user's message and grpcio's bytes; see `payload/outgoing.py` and `payload/incoming.py`.
+A call uses the runtime or grpcio. In the second case only the steps between the user's message and
+grpcio's bytes differ; see `payload/outgoing.py` and `payload/incoming.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .calls import Overdue, Resent, ResentStream, outcome
 
 
 class CallOptions:
-    """What callables of grpcio take behind the request, under its names and in its order.
+    """The arguments of grpcio's callables after the request, under its names and in its order.
 
-    The timeout counts from here on, whatever goes before the call or is made again.
+    The timeout counts from here on, through all steps before the call and a second attempt.
     """
 
     __slots__ = ("_until", "compression", "credentials", "metadata", "wait_for_ready")
@@ -52,23 +52,23 @@ class CallOptions:
 
     @property
     def timeout(self) -> float | None:
-        """What is left of it, in seconds; None if there is none."""
+        """The rest of the timeout, in seconds; None if there is none."""
         return None if self._until is None else self._until - time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left of it."""
+        """True when nothing is left of the timeout."""
         return self._until is not None and self._until <= time.monotonic()
 
     def behind(self, request: Any, metadata: Any) -> tuple[Any, ...]:
-        """All arguments of a callable of grpcio, with these metadata instead of the user's."""
+        """Returns all arguments of a callable of grpcio, with metadata in place of the user's."""
         return (
             request, self.timeout, metadata, self.credentials, self.wait_for_ready, self.compression
         )  # fmt: skip
 
 
 class _Answers(Sender):
-    """How calls of a method end: their responses, and what of them is taken back.
+    """The last steps of a method's calls: reads responses, takes back payload that was not read.
 
     Calls have it, and it has the channel, which stays alive as long as one of them does. It does
     not know the method: one that is forgotten is gone at once, and its channel with it, as in
@@ -85,7 +85,7 @@ class _Answers(Sender):
         self._reader = reader
 
     def of_grpcio(self) -> Callable[[bytes], Any]:
-        """The deserializer of grpcio's calls."""
+        """Returns the deserializer of grpcio's calls."""
         plain, read = self._reader.plain, self.read
         least_bytes, notice = self.share.least_bytes, self.share.notice
 
@@ -99,7 +99,7 @@ class _Answers(Sender):
         return deserialize
 
     def read(self, data: bytes, link: CallLink | None = None) -> Any:
-        """The user's response; the link is that of a call of the runtime."""
+        """Returns the user's response; `link` is given for a call of the runtime."""
         if not data.startswith(MAGIC):
             plain = self._reader.plain
             return data if plain is None else plain(data)
@@ -142,7 +142,7 @@ class Method:
             self._reading,
             registered,
         )
-        # For calls that nobody waits for.
+        # For calls that no thread waits for.
         self._start = self._inner if streams else self._inner.future
         self._wrap = ResentStream if streams else Resent
         self._carried = CarriedMethod(
@@ -150,7 +150,7 @@ class Method:
         )
 
     def _carrier(self, credentials: Any, compression: Any) -> RpcAttachment | None:
-        """The attachment by which a call may go by the runtime; None: it goes by grpcio."""
+        """Returns the attachment by which a call may use the runtime; None: it uses grpcio."""
         if credentials is not None or compression is not None or not self._share.carries:
             return None
         return self._share.carrier
@@ -158,12 +158,12 @@ class Method:
     def _carry(
         self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
     ) -> RuntimeCall | None:
-        """Begins a call with one request by the runtime; None: by grpcio."""
+        """Begins a call with one request by the runtime; None: grpcio has to make it."""
         attachment = self._carrier(options.credentials, options.compression)
         return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
 
     def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
-        """Returns what is handed to grpcio in the place of the user's request or requests.
+        """Returns the object for grpcio in the place of the user's request or requests.
 
         Args:
             request: the user's.
@@ -211,7 +211,7 @@ class Method:
             call = self._inner.with_call if with_call else self._inner
             return call(*options.behind(outgoing, metadata))
         outgoing.prepare(self._serializer)
-        if options.is_over:  # while the server was waited for, which does not get it another way
+        if options.is_over:  # while it waited for the server; another way is too late now
             raise Overdue()
         given = options.behind(outgoing, metadata)
         return _in_time(self._inner, given, outgoing.is_kept, with_call=with_call)
@@ -241,7 +241,7 @@ class Method:
         """Begins a call of grpcio, if its time is not over."""
         if options.timeout is not None:
             outgoing.prepare(self._serializer)
-            if options.is_over:  # while the server was waited for, which gets it no other way
+            if options.is_over:  # while it waited for the server; another way is too late now
                 return Overdue()
         return self._start(*options.behind(outgoing, metadata))
 
@@ -251,7 +251,7 @@ def _in_time(inner: Any, given: tuple[Any, ...], is_kept: bool, *, with_call: bo
 
     Args:
         inner: of grpcio.
-        given: what it takes, see `CallOptions.behind`.
+        given: its arguments, see `CallOptions`.
         is_kept: grpcio may keep the thread that waits in there.
         with_call: as of grpcio.
     """
@@ -268,7 +268,7 @@ def _when_ended(call: Any, end: Callable[[bool, Any], None], tickets: Sequence[i
 
 
 def _ended(end: Callable[[bool, Any], None], tickets: Sequence[int], state: Any) -> None:
-    """A callback of grpcio, whose thread does not survive an exception."""
+    """Ends a call as a callback of grpcio, whose thread does not survive an exception."""
     try:
         call = state()
         code = None if call is None else call.code()
@@ -285,7 +285,7 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
 
     def __init__(self, channel: Any, arity: str, method: str, *given: Any) -> None:
         super().__init__(channel, arity, method, *given)
-        # `tensorwire rpc trace` counts what serializers do that grpcio calls.
+        # `tensorwire rpc trace` counts the work of serializers that grpcio calls.
         watched = hasattr(self._inner, "_tensorwire_trace")
         self._small = SmallRequests(channel.share, self._serializer, watched=watched)
         self._stock = channel.inner.unary_unary(method, None, self._reading, given[-1])
@@ -376,10 +376,10 @@ class UnaryStream(Method, grpc.UnaryStreamMultiCallable):
 
 
 class _StreamRequest(Method):
-    """What calls with a stream of requests have in common.
+    """The common part of calls with a stream of requests.
 
     Requests that were sent cannot be sent again, so payload goes ahead only when the server has
-    confirmed the call. Whoever else has it gets plain messages.
+    confirmed the call. Any other server gets plain messages.
     """
 
     def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
@@ -388,14 +388,14 @@ class _StreamRequest(Method):
         return _Requests(request, link)
 
     def _carry_all(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
-        """Begins a call by the runtime; None: by grpcio, and nothing of it was sent."""
+        """Begins a call by the runtime; None: grpcio has to make it, and nothing of it was sent."""
         attachment = self._carrier(options.credentials, options.compression)
         return self._carried.begin_stream(
             attachment, requests, options.timeout, options.metadata, waits=waits
         )
 
     def _begun(self, requests: Any, options: CallOptions) -> Any:
-        """Returns a call that nobody waits for."""
+        """Begins a call that no thread waits for."""
         call = self._carry_all(requests, options, waits=False)
         return self._nowait(requests, options) if call is None else call
 
@@ -454,4 +454,4 @@ METHODS: dict[str, type[Method]] = {
     "stream_unary": StreamUnary,
     "stream_stream": StreamStream,
 }
-"""By their arities."""
+"""The classes of methods by their arities."""

@@ -23,7 +23,7 @@ _MAKING: ContextVar[str] = ContextVar("tensorwire_rpc_making", default="")
 
 
 def make(name: str, *given: Any) -> Any:
-    """What grpcio's factory makes, which is looked up now: others may have wrapped it.
+    """Calls grpcio's factory, which is looked up now: others may have wrapped it.
 
     Args:
         name: of the factory, with "aio." before those of `grpc.aio`.
@@ -39,5 +39,5 @@ def make(name: str, *given: Any) -> Any:
 
 
 def original(name: str) -> Callable[..., Any] | None:
-    """The factory of grpcio, if `make` has just asked for it and has got ours; otherwise None."""
+    """Returns the factory of grpcio if `make` has just called ours of this name; otherwise None."""
     return _ORIGINALS[name] if _MAKING.get() == name else None

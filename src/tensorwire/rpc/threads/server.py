@@ -1,8 +1,8 @@
 """Synchronous gRPC server: a grpcio server whose large payload travels beside its messages.
 
-All is done by one interceptor, outside of the user's: it wraps the handler of a call, which the
-user's interceptors have seen already, with what turns grpcio's bytes into messages and back. So the
-handlers, their contexts and the order of everything are grpcio's own.
+One interceptor does all of it, outside of the user's: it wraps the handler of a call, which the
+user's interceptors have seen already, with functions that turn grpcio's bytes into messages and
+back. So the handlers, their contexts and the order of all steps are grpcio's own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..runtime.served import Caller, arity_of
 from ..runtime.server import AnyService, Service
 
 DRAIN_S = 1.0
-"""How long a server that has stopped waits for clients to come to payload that they were sent."""
+"""The time that a stopped server waits for clients to read payload that they were sent."""
 
 OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
-"""What grpcio looks for at the behavior of a handler."""
+"""The attributes that grpcio looks for at the behavior of a handler."""
 
 _LOOK_S = 0.005
 _MOST_KNOWN = 1024
@@ -108,7 +108,7 @@ class Arrived:
 
 
 def is_encrypted(context: Any) -> bool:
-    """Whether a call came over a secure port."""
+    """Returns whether a call came over a secure port."""
     kinds = context.auth_context().get("transport_security_type", ())
     return list(kinds) != [b"insecure"] and bool(kinds)
 
@@ -143,7 +143,7 @@ class ServedHandler(grpc.RpcMethodHandler):
         self._call = (0, 0) if found is None else found[1:]
 
     def confirm(self) -> None:
-        """Tells the client whose calls these are."""
+        """Tells the client that this server has these calls."""
         if self._attachment is not None:
             self._attachment.confirm(self._call)
 
@@ -186,7 +186,7 @@ class ServedCall(ServedHandler):
         return outgoing.serialize(self._serializer)
 
     def _run_one(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """The response to one request; what sends it needs the context of the call."""
+        """Returns the response to one request, with the context that sending it may need."""
         if type(request) is Arrived:
             return self._run(request, context)
         response = self._behavior(request, context)
@@ -195,7 +195,7 @@ class ServedCall(ServedHandler):
         return response, context
 
     def _answer(self, answered: bytes | SentMessage | tuple[Any, grpc.ServicerContext]) -> bytes:
-        """The bytes of a response of `_run_one`."""
+        """Returns the bytes of a response of `_run_one`."""
         if type(answered) is bytes:
             return answered
         if isinstance(answered, SentMessage):
@@ -204,7 +204,7 @@ class ServedCall(ServedHandler):
         return self._responses.encode(response, self._link, context)
 
     def _send_plain(self, response: Any) -> bytes:
-        """The bytes of a response of a call without a mark."""
+        """Returns the bytes of a response of a call without a mark."""
         return self._responses.encode(response, _plain_link)
 
     def _link(self, context: grpc.ServicerContext) -> CallLink:
@@ -217,7 +217,7 @@ class ServedCall(ServedHandler):
         return link
 
     def _run(self, request: Any, context: grpc.ServicerContext, *respond: Any) -> Any:
-        """The user's behavior; one that does not block gives its responses to `respond`."""
+        """Runs the user's behavior; one that does not block gives its responses to `respond`."""
         holdings: list[Holding] = []
         if self.request_streaming:
             self.confirm()
@@ -241,12 +241,12 @@ class ServedCall(ServedHandler):
     def open_one(
         self, arrived: Arrived, context: grpc.ServicerContext, holdings: list[Holding]
     ) -> Any:
-        """The user's request; ends the call if there is none.
+        """Returns the user's request; ends the call if there is none.
 
         Args:
             arrived: as it came.
             context: of the call.
-            holdings: gets what keeps the memory of its Tensors.
+            holdings: gets the `Holding` of its Tensors, if they have memory.
         """
         try:
             return self._reader.read(arrived.data, partial(find_only, self._attachment), holdings)
@@ -338,7 +338,7 @@ class Interceptor(Handlers, grpc.ServerInterceptor):
 
 
 class ServerPorts:
-    """What servers of threads and of an event loop have alike: attachments, handlers and ports.
+    """The common part of servers of threads and of an event loop: attachments, handlers and ports.
 
     Args:
         inner: of grpcio, with a `new_interceptor` of the registry as its first one.
@@ -364,7 +364,7 @@ class ServerPorts:
 
     @property
     def attachments(self) -> list[RpcAttachment]:
-        """The clients that payload is exchanged with."""
+        """The attachments of clients that payload is exchanged with."""
         return self._registry.attachments
 
     @property
@@ -442,7 +442,7 @@ class RpcServer(ServerPorts, grpc.Server):
         return closed
 
     def __del__(self) -> None:
-        # Ends it for whoever waits for its termination, as grpcio's does.
+        # Ends it for threads that wait for its termination, as grpcio's does.
         if end := getattr(getattr(self, "inner", None), "__del__", None):
             end()
 
@@ -456,7 +456,7 @@ class RpcServer(ServerPorts, grpc.Server):
 
 
 def outside_host(address: str) -> str:
-    """The host of a port that other hosts reach, as a Node takes it; "" for loopback and others."""
+    """Returns the host of a port that other hosts reach, as a Node takes it; "" for loopback."""
     if address.startswith(("unix:", "unix-abstract:", "vsock:")):
         return ""
     host = address.rpartition(":")[0].strip("[]")
