@@ -15,10 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"src/tensorwire": True, "tests": False}
 """The folders, each with whether its functions need a verb; a test tells what is true."""
-EXCLUDED = {
-    "src/tensorwire/rpc": "its files move and shrink now (issue 42); to be mended afterwards",
-    "tests/rpc": "as src/tensorwire/rpc",
-}
 
 FIRST_WORDS = frozenset(
     "What Whether Who Whoever Whose Of That Those As It They Where Such Behind Likewise None "
@@ -108,8 +104,6 @@ def main(root: Path = ROOT) -> int:
     for folder, needs_verb in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            if any(name.startswith(f"{excluded}/") for excluded in EXCLUDED):
-                continue
             for line, text, verb in docstrings(ast.parse(path.read_text())):
                 count += 1
                 whys = problems(text, is_function=verb and needs_verb)

@@ -108,7 +108,7 @@ def attached(channel: Any) -> Any:
 
 
 def attached_channel(*given: Any, **named: Any) -> Any:
-    """As `rpc.insecure_channel`, and `attached`."""
+    """Makes a channel like `rpc.insecure_channel`, once it is `attached`."""
     return attached(rpc.insecure_channel(*given, **named))
 
 
@@ -122,7 +122,7 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def serving() -> Iterator[Callable[[Any, dict[str, Any]], Any]]:
-    """What starts servers, each with its methods and a port of its own; they are stopped behind."""
+    """Yields a function that starts servers, each with its methods and a port. All stop at last."""
     servers: list[Any] = []
 
     def start(server: Any, methods: dict[str, Any]) -> Any:

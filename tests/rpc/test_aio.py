@@ -1,4 +1,4 @@
-"""What gRPC documents of `grpc.aio` holds for grpcio and for us; and what goes ahead there."""
+"""The behaviour that gRPC documents of `grpc.aio`, for grpcio and for us; and payload's ways."""
 
 import asyncio
 import gc

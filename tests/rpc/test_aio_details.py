@@ -312,7 +312,7 @@ def test_a_server_without_tensorwire_is_replaced_by_one_with_it() -> None:
 
 
 def test_a_plain_channel_that_reconnects_by_itself_asks_again() -> None:
-    """It is never idle when a call begins, where somebody watches its state."""
+    """The channel is never idle when a call begins, if a task watches its state."""
 
     def start(make: Any, port: int) -> Any:
         server = make(ThreadPoolExecutor(2))
@@ -370,7 +370,7 @@ def test_a_program_ends_whose_loop_is_closed_while_a_channel_asks() -> None:
 
 
 class Owner:
-    """Of arrays that are gone with it."""
+    """An owner of arrays that are gone with it."""
 
 
 class Passing(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]

@@ -229,7 +229,7 @@ def test_memory_is_limited_and_what_does_not_fit_travels_otherwise(wire: str) ->
 
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Threads stop behind the first chunk of a message that they send, until the list is empty."""
+    """Threads stop after the first chunk of a message that they send, until the list is empty."""
     stops, finish = [True], outgoing.SentMessage.finish
 
     def stalling(message: Any) -> None:
@@ -350,7 +350,7 @@ def test_lies_are_refused(wire: str) -> None:
 
 
 def test_a_loop_that_is_held_up_has_sent_what_it_began_to() -> None:
-    """Where memory is mapped, which it does before anybody else has a turn."""
+    """Memory is mapped, so the loop sends all of it before any other task has a turn."""
     wire = "shm"
     arrived = threading.Event()
 

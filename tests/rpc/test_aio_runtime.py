@@ -301,7 +301,7 @@ def test_a_client_that_takes_no_answers(wire: str) -> None:
         assert await asyncio.to_thread(call, b"") == b"runtime"
         line = channel.attachment.runtime.line
         end = next(iter(server._service._ends))
-        for number in range(2000):  # nobody reads what comes back
+        for number in range(2000):  # the answers are not read
             slot = number % 1000, 1 + number // 1000
             line.send(frames.call_frames(slot, b"/t/uu", frames.NO_DEADLINE, (), bytes(size)))
         await until(lambda: end.line.backlog > 256 and end.active == 0)

@@ -193,7 +193,7 @@ def test_a_server_that_is_replaced() -> None:
 def test_a_response_that_is_text_comes_to_its_serializer_as_bytes(
     library: Any, asynchronous: bool
 ) -> None:
-    """As in grpcio."""
+    """The serializer gets the same as in grpcio."""
     given = []
 
     async def text(request: bytes, context: Any) -> str:

@@ -1,4 +1,4 @@
-"""What gRPC documents of `grpc.aio`, further: streams, ends and servicers of every kind."""
+"""The behaviour that gRPC documents of `grpc.aio`, further: streams, ends and all servicers."""
 
 import asyncio
 import threading
@@ -105,7 +105,7 @@ def test_a_slow_servicer_holds_up_the_requests(run_plain: Any) -> None:
     ],
 )
 def test_a_response_whose_write_is_cancelled_is_sent_whole(ends: str, size: int) -> None:
-    """The client would take what is written next for the rest of it."""
+    """The client would take the next message for the rest of it."""
 
     async def answer(request: bytes, context: Any) -> None:
         await context.write(b"a" * size)
@@ -154,7 +154,7 @@ def test_messages_that_several_tasks_write_are_whole(ends: str) -> None:
 
 @pytest.mark.parametrize("ends", [each for each in AS_THEY_ARE if each != "grpcio"])
 def test_an_end_of_requests_that_is_cancelled_cancels_the_call(ends: str) -> None:
-    """As a write that is; the server would wait for the end."""
+    """A write that is cancelled does so too; else the server would wait for the end."""
     go = asyncio.Event()
 
     async def wait(requests: AsyncIterator[bytes], context: Any) -> None:

@@ -96,7 +96,7 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
 
 
 def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None:
-    """Nothing of a call is sent whose time is over when its payload could not go ahead."""
+    """Messages of a call whose time is over before its payload could go ahead are not sent."""
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     with attached_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:

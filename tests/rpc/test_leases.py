@@ -14,7 +14,7 @@ KIB64 = 1 << 16
 
 
 class Leasing:
-    """A pool at one Node, of memory of another that lends just so much."""
+    """A pool at one Node, of memory of another one that lends a fixed amount."""
 
     def __init__(self, transport: str, node: Node, other: Node) -> None:
         self._board = node.allocate(8 * (1 + SLOTS))
@@ -27,7 +27,7 @@ class Leasing:
         return self.pool.take(size_bytes, (0, 1), patience_s, lambda: True)
 
     def give_back(self, lease: Lease | None) -> None:
-        """As the other end does."""
+        """Gives a lease back, in the place of the other end."""
         assert lease is not None
         self._words[1 + lease.slot] = lease.turn
         self._words[0] += 1

@@ -31,7 +31,7 @@ MOST_GROWTH_BYTES = 8 << 20  # an object of Python that each call leaves would b
 
 
 def anonymous_bytes() -> int:
-    """What this process has of memory that no file is behind."""
+    """Returns the bytes of memory of this process that are of no file."""
     gc.collect()
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
@@ -146,7 +146,7 @@ def connected(transport: str, runtime: bool) -> Iterator[Any]:
 
 
 def grown(before: Footprint) -> list[str]:
-    """What is held more than before. Threads of grpcio's own pools come and go as it likes."""
+    """Returns the growth since a footprint. Threads of grpcio's own pools come and go."""
     gc.collect()
     own = re.compile(r"threads: .*\((event_engine|grpc_|resolver|timer)")
     return [line for line in Footprint.now().growth(before) if not own.match(line)]

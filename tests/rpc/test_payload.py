@@ -1,4 +1,4 @@
-"""What travels ahead, what must not, and that all memory comes back."""
+"""The payload that travels ahead, the messages that must not, and that all memory comes back."""
 
 import _thread
 import copy
@@ -144,7 +144,7 @@ def test_small_arrays_travel_inside(serve: Any, options: dict[str, Any], shape: 
 
 @pytest.mark.parametrize("ours", ["channel", "server"])
 def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
-    """It finds the elements in `data`, and no number of ours."""
+    """The plain peer finds the elements in `data`, and no ticket of ours."""
     seen = []
 
     def method(request: Any, context: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_message_keeps_its_memory_and_a_copy_does_not(
 def test_what_arrived_does_not_leave_without_its_arrays(
     serve: Any, options: dict[str, Any]
 ) -> None:
-    """It is an error at once, and not found missing when the bytes are read."""
+    """Serializing fails at once, so that missing bytes are not found only by their reader."""
     server = serve({"/t/m": UU(lambda r, c: rpc.pack(np.ones(5000)), **TENSORS)})
     with connect(server, options) as channel:
         answer = tensor_call(channel)(rpc.Tensor())
@@ -283,7 +283,7 @@ def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any
 def test_arrays_that_are_too_long_for_protobuf(
     serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They travel beside the message alone; where they cannot, that is said."""
+    """The arrays travel beside the message alone; where they cannot, the log says so."""
     monkeypatch.setattr(outgoing, "MOST_BYTES", 4999 * 8)
     server = serve({"/t/m": UU(lambda r, c: rpc.Tensor(), **TENSORS)})
     with connect(server, {"limits": rpc.Limits(threshold_bytes=1)}) as channel:
@@ -366,7 +366,7 @@ def moved_or_0(channel: Any) -> int:
 
 
 def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> None:
-    """What it has not looked at does not grow in its memory, and it gets everything."""
+    """Messages that it has not read do not fill its memory, and it gets all of them."""
 
     def stream(request: bytes, context: Any) -> Iterator[bytes]:
         for number in range(40):
@@ -388,7 +388,7 @@ def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> Non
 def test_the_runtime_has_smaller_arrays_go_ahead(
     serve: Callable[..., Any], options: dict[str, Any], runtime: bool
 ) -> None:
-    """Of sizes around the threshold of each transport, which the user has not set.
+    """Arrays have sizes around the threshold of each transport, which the user has not set.
 
     By TCP calls of the runtime have payload beside them already below it.
     """
@@ -421,14 +421,14 @@ def test_arrays_that_were_dropped_let_the_same_memory_be_used_again(
             answer = rpc.unpack(call(rpc.pack(np.full(30_000, number, np.int16))))
             assert (answer == 2 * number).all()
             del answer
-        # A credit by TCP may come behind the message that follows it.
+        # A credit by TCP may come after the message that follows it.
         most = 1 if channel.attachment.transport == "shm" else 2
         assert channel.attachment.leases_there.leased_bytes <= most * 65536
         assert server.attachments[0].leases_there.leased_bytes <= most * 65536
 
 
 def test_an_array_that_a_finalizer_has_looked_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector comes while it is found out that nobody has the message any more."""
+    """The collector runs while the reference counts of the message are read."""
     kept: list[Any] = []
 
     class Last:
@@ -469,7 +469,7 @@ def test_a_name_from_outside_is_no_dtype(name: str) -> None:
 def test_a_finalizer_makes_an_array_in_the_thread_that_gives_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While whoever starts that thread waits for it to have begun."""
+    """The thread that starts the janitor's waits for it to have begun meanwhile."""
     janitor, done = Janitor(), threading.Event()
 
     class Nothing:
@@ -524,7 +524,7 @@ def test_a_call_is_made_while_memory_is_given_back(
 
 
 def test_a_word_never_falls(serve: Callable[..., Any], options: dict[str, Any]) -> None:
-    """What is given back late, after the sender has used its slot otherwise, or twice."""
+    """Memory is given back late, after the sender has used its slot otherwise, or twice."""
     server = serve({"/t/m": UU(echo, **TENSORS)})
     with connect(server, options) as channel:
         call = tensor_call(channel)
@@ -604,7 +604,7 @@ def test_memory_comes_back_however_a_call_ends(
                 assert rpc.unpack(next(answers)).sum() == 5000
             if how == "cancelled":
                 answers.cancel()
-            if how == "refused":  # by nobody: the answers are just not read
+            if how == "refused":  # the answers are just not read
                 del answers
                 gc.collect()
                 continue
@@ -665,7 +665,7 @@ def test_a_restarted_server_is_found_again(options: dict[str, Any]) -> None:
 
 
 class TwoBackends:
-    """What a load balancer does: the second of two servers answers from some moment on.
+    """A load balancer: the second of two servers answers from some moment on.
 
     Both listen on one port, and the first one goes away for new connections.
     """

@@ -1,4 +1,4 @@
-"""Where a client looks for the memory of its server."""
+"""The addresses at which a client looks for the memory of its server."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TCP: dict[str, Any] = {"transports": ("tcp",), "runtime": True}
 def test_the_host_of_the_target_is_tried_too(
     monkeypatch: pytest.MonkeyPatch, somebody_else: bool
 ) -> None:
-    """As of a server in a container, whose own address leads nowhere, or to another one."""
+    """A server in a container has an address that leads nowhere, or to another server."""
     decode = negotiation.decode
     with negotiation.Node("x" * 32, listen="127.0.0.1:0", secret=b"s" * 32) as other:
 

@@ -88,7 +88,7 @@ def test_a_request_that_is_refused_and_sent_again_is_as_it_was(arity: str) -> No
     "ours", [None, {}, {"limits": rpc.Limits(threshold_bytes=EVERYTHING)}, {"runtime": True}]
 )
 def test_a_retry_policy_means_what_it_means_in_grpcio(size: int, ours: Any) -> None:
-    """Whose buffer for what is sent again has 256 KiB, so that a long request is sent once."""
+    """The buffer of grpcio for sending again has 256 KiB, so that a long request is sent once."""
     ends = Ends(System("", ours, ours))
     runs: list[int] = []
 
@@ -126,7 +126,7 @@ def test_a_retry_policy_means_what_it_means_in_grpcio(size: int, ours: Any) -> N
 
 
 def unserializable(port: int) -> Exception:
-    """What grpcio raises of a request that cannot be serialized."""
+    """Returns the error of grpcio for a request that cannot be serialized."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
             channel.unary_unary("/t/one", request_serializer=lambda _: 1 / 0)(b"")
@@ -178,7 +178,7 @@ def test_a_sender_that_stands_still_for_long(monkeypatch: pytest.MonkeyPatch, st
     ends = Ends(System("", RUNTIME_SHM, RUNTIME_SHM))
     runs: list[int] = []
 
-    def count(request: bytes, _: Any) -> bytes:  # behind the end of a stream
+    def count(request: bytes, _: Any) -> bytes:  # after the end of a stream
         runs.append(len(request))
         return b"ok"
 

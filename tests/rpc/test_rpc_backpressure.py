@@ -86,7 +86,7 @@ def test_a_client_waits_for_a_slow_servicer(keywords: dict[str, Any]) -> None:
 
 
 def test_who_keeps_what_it_reads_reads_on(keywords: dict[str, Any]) -> None:
-    """Memory that is not given back holds up nobody: the next message takes other memory."""
+    """Memory that is not given back holds up no message: the next one takes other memory."""
 
     def many(request: bytes, context: Any) -> Iterator[Any]:
         for number in range(ALL):

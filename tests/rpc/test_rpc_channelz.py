@@ -1,4 +1,4 @@
-"""What grpcio counts of a channel's calls: no more than the program made."""
+"""The calls of a channel that grpcio counts: no more than the program made."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What gRPC documents of its Python API holds for grpcio and for us: the same test for both.
+"""The behaviour that gRPC documents of its Python API: one test for grpcio and for us.
 
 With a threshold of one byte nearly every message of our systems goes ahead of the call, so a
 difference between the systems is a failure here.
@@ -72,7 +72,7 @@ def test_four_arities(four: Any, message: bytes) -> None:
 
 
 def test_a_message_that_looks_like_ours(ends: Ends, four: Any) -> None:
-    """Servers of ours mark it; from another one it is an envelope of nobody's, and an error."""
+    """Servers of ours mark it; from another server it names no attachment, and is an error."""
     call = four.unary_unary("/t/uu")
     call(b"first")  # an attachment, if there is to be one
     for message in (b"\xff\xfftensorwire-rpc\x01\x01" + bytes(100), b"\xff\xfftensorwire-rpc"):
@@ -576,7 +576,7 @@ def test_maximum_concurrent_rpcs(ends: Ends) -> None:
 
 
 def succeeds(call: Any) -> bool:
-    """Whether a call is admitted; the one before may still be leaving."""
+    """Returns whether a call is admitted; the one before may still be leaving."""
     try:
         return bool(call(b"warm"))
     except grpc.RpcError:
@@ -725,7 +725,7 @@ def test_a_call_that_ends_well_and_says_more(ends: Ends, said: str, size_bytes: 
     answer, call = ends.serve().channel().unary_unary("/t/m").with_call(message)
     assert answer == message
     assert call.code() is grpc.StatusCode.OK
-    assert call.details() == ""  # of OK nobody gets any
+    assert call.details() == ""  # OK has no details
     trailing = [(key, value) for key, value in call.trailing_metadata() if key == "key"]
     assert trailing == ([("key", "value")] if said == "trailing" else [])
 

@@ -236,7 +236,7 @@ async def taken(call: Any) -> Any:
 
 
 async def called_back(call: Any) -> Any:
-    """The code once a callback has run, for which nobody waits in the call."""
+    """Returns the code once a callback has run, while no task waits in the call."""
     ended, count = asyncio.Event(), []
     call.add_done_callback(count.append)
     call.add_done_callback(lambda _: ended.set())

@@ -108,7 +108,7 @@ def test_named_limits_count_what_travels_beside(ends: Ends, where: str) -> None:
 
 
 def test_a_longer_message_beside_than_was_told_is_refused() -> None:
-    """Of an end that does not heed the limit of the other one."""
+    """The other end does not heed the limit that it was told."""
     ends = Ends(System("shm", SHM, SHM), {"/t/m": UU(lambda request, _: request)})
     channel = ends.serve(options=[("grpc.max_receive_message_length", 1000)]).channel()
     call = channel.unary_unary("/t/m")

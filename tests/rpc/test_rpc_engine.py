@@ -33,10 +33,10 @@ class Client:
         self.forgotten.append(call)
 
     def keep(self, call: object) -> None:
-        """Nothing is kept."""
+        """Keeps no call."""
 
     def unkeep(self, call: object) -> None:
-        """Nothing is kept."""
+        """Keeps no call."""
 
 
 class Call(CallState):

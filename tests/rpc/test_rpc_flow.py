@@ -65,7 +65,7 @@ def test_messages_arrive_in_order_whoever_is_slow(turns: list[tuple[int, bool]])
         assert stream.held() <= flow.WINDOW_BYTES + frames.PIECE_BYTES + longest
         if reads:
             take()
-    while stream.send() | take():  # whoever reads on gets everything
+    while stream.send() | take():  # a reader that goes on gets everything
         pass
     assert got == sent
     (last,) = parse(frames.last_frame(NUMBER))
@@ -87,7 +87,7 @@ def test_frames_with_room_leave_together() -> None:
     assert waiter.finished
     second = next(lots)
     assert isinstance(second, list)
-    out.close()  # what is left has to wait no more
+    out.close()  # the rest has to wait no more
     assert [*first, *second, *(each for lot in lots for each in lot)] == sent
 
 
@@ -104,7 +104,7 @@ def test_whoever_waits_is_woken() -> None:
     out.close()
     assert waiting is not None
     assert waiting.finished
-    assert out.reserve(1 << 30) is None  # nobody is held up any more
+    assert out.reserve(1 << 30) is None  # no sender is held up any more
     into = Inflow(10)
     waiter = into.take()
     assert isinstance(waiter, Waiter)
@@ -130,7 +130,7 @@ def test_an_end_waits_for_what_is_taken_and_not_yet_settled() -> None:
 
 
 def test_a_message_that_is_cut_by_a_discard() -> None:
-    """Of a stream whose first message is the only one: what follows may have arrived in part."""
+    """The first message of a stream is the only one; a later one may have arrived in part."""
     inflow = Inflow(-1)
     inflow.add(b"first", frames.WHOLE)
     inflow.add(bytes(frames.PIECE_BYTES), frames.MORE)

@@ -1,4 +1,4 @@
-"""What is no longer needed is gone at once: nothing large waits for the collector of cycles."""
+"""Objects that are no longer needed are gone at once: no payload waits for cycle collection."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ def target(serving: tuple[Any, str]) -> str:
 
 
 def in_cycles(calls: Callable[[], None]) -> list[str]:
-    """What these calls leave to the collector, as far as that leads to payload."""
+    """Returns the objects that these calls leave to the collector, if they lead to payload."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -231,7 +231,7 @@ def test_a_stream_of_asyncio_goes_on_whose_channel_is_forgotten(target: str, run
 @pytest.mark.parametrize("kind", ["unary_unary", "stream_unary"])
 @pytest.mark.parametrize("system", ["grpcio", "beside grpcio", "runtime"])
 def test_calls_of_asyncio_that_nobody_keeps_are_made(system: str, kind: str, size: int) -> None:
-    """Whoever only tells something drops the call, and its response."""
+    """A caller that needs no answer drops the call, and its response."""
     seen: list[int] = []
 
     def note(request: Any, context: Any) -> Any:
@@ -296,7 +296,7 @@ def test_a_future_that_has_ended_does_not_keep_its_request(target: str, runtime:
 def test_memory_that_nobody_uses_is_given_back(
     serving: tuple[Any, str], runtime: bool, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both ends, while the channel goes on; what is looked at stays."""
+    """Memory of both ends goes, while the channel stays; arrays that are in use keep theirs."""
     monkeypatch.setattr(leases, "IDLE_S", 0.2)
     server, target = serving
     with attached_channel(target, runtime=runtime, transports=(wire,)) as channel:

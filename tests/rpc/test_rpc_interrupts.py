@@ -1,4 +1,4 @@
-"""Interrupts, at every point at which Python looks for signals: nobody else waits for ever."""
+"""Interrupts at every point at which Python looks for signals: no other thread waits for ever."""
 
 import dis
 import sys
@@ -21,7 +21,7 @@ LONG_S = 2.0
 class Interrupt:
     """Raises KeyboardInterrupt in this thread at the n-th such point of the runtime.
 
-    Python looks behind calls, at the beginning of functions and where loops go on.
+    Python looks after calls, at the beginning of functions and where loops go on.
     """
 
     def __init__(self, at: int) -> None:
@@ -94,10 +94,10 @@ class Ring:
         return True
 
     def close(self) -> None:
-        """Of the node."""
+        """Does nothing, in the place of a node's."""
 
     def word(self, at: int) -> None:
-        """Of the memory."""
+        """Does nothing, in the place of a memory's."""
 
 
 class Limits:
@@ -158,7 +158,7 @@ def a_leader_ends(s: Setting, at: int) -> Interrupt:
 
 
 def a_follower_ends(s: Setting, at: int) -> Interrupt:
-    """It may have been chosen to read next."""
+    """The follower that is interrupted may have been chosen to read next."""
     first, mine, last = s.begin(0), s.begin(1), s.begin(2)
     s.follow(first)
     s.ring.reading.wait(LONG_S)
@@ -197,7 +197,7 @@ def answers_of_others(s: Setting, at: int) -> Interrupt:
 
 
 def a_large_response(s: Setting, at: int) -> Interrupt:
-    """Whoever waits makes it; if he is interrupted, the next one who waits has it, or an error."""
+    """The thread that waits makes it; if it is interrupted, the next one does, or fails."""
     mine = s.begin(0)
     s.ring.put(over(0, 100_000))
     with Interrupt(at) as interrupt:
@@ -210,7 +210,7 @@ def a_large_response(s: Setting, at: int) -> Interrupt:
 
 
 def frames_of_others(s: Setting, at: int) -> Interrupt:
-    """What another thread sends while this one writes is left to it."""
+    """Frames that another thread sends while this one writes are left to this one."""
     s.ring.meanwhile.append(lambda: s.client.send((b"left",)))
     with Interrupt(at) as interrupt:
         s.client.send((b"mine",))

@@ -138,7 +138,7 @@ def test_calls_that_end_early_give_their_memory_back(both: Ends) -> None:
 
 
 def test_no_more_memory_than_both_ends_grant(both: Ends) -> None:
-    """What does not fit travels otherwise."""
+    """Messages that do not fit travel inside."""
     both.methods = {"/t/m": UU(echo)}
     keywords = {"transports": (both.system.name,), "runtime": True}
     usual = {**keywords, "limits": rpc.Limits(threshold_bytes=1000)}
@@ -199,7 +199,7 @@ LIES: tuple[dict[str, Any], ...] = (
     {"pieces": ((5, 0, 1 << 20),)},
     {"pieces": ((0, 0, 50), (5, 50, 1 << 50))},
 )
-"""What no honest end says of a message that it pushes."""
+"""The false statements of a message that is pushed."""
 
 
 def test_lies_are_refused(both: Ends) -> None:

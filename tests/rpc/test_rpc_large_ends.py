@@ -31,7 +31,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Senders stop behind the first chunk of a message, until it is set."""
+    """Senders stop after the first chunk of a message, until it is set."""
     goes_on, run = threading.Event(), push.Push.run
 
     def stalling(staging: Any, needed: Any) -> None:
@@ -70,7 +70,7 @@ LATE, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
 def test_a_response_is_sent_before_all_of_it_is_copied(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one of a quick servicer, in whose thread what is sent is held back otherwise."""
+    """A quick servicer's response too, whose frames are otherwise held back in its thread."""
     both.methods = METHODS
     call = both.serve().channel().unary_unary("/t/make")
     call(b"1")

@@ -1,4 +1,4 @@
-"""What is logged, and by whom: what grpcio logs is logged where grpcio logs it."""
+"""The records and their loggers: what grpcio logs is logged by the same logger here."""
 
 import asyncio
 import fcntl
@@ -90,7 +90,7 @@ def test_errors_of_users_of_asyncio_are_logged_there_too(
 
 
 def test_a_host_that_cannot_be_known_is_asked_for() -> None:
-    """As of a port of all addresses, where no route leads out."""
+    """A port of all addresses has no known host, if no route leads out."""
     registry = Registry(Terms(Limits(max_attachments=1), ("tcp",), listen="no such host"))
     asked = {"versions": [2], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
     with pytest.raises(DeclinedError, match="name it by listen="):

@@ -96,7 +96,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: str) -> None:
-    """Also when nobody has the message any more, and other messages come."""
+    """The memory stays also if the rest of the message is gone, and other messages come."""
     messages, services = generated
 
     class Model(services.ModelServicer):  # type: ignore[misc]
@@ -140,7 +140,7 @@ def test_health_and_reflection() -> None:
             check = health_pb2_grpc.HealthStub(channel).Check
             serving = health_pb2.HealthCheckResponse.SERVING
             assert check(health_pb2.HealthCheckRequest()).status == serving
-            # What payload needs is not listed: the reserved method is nobody's service.
+            # The reserved method, which payload needs, is not listed: it is of no service.
             names = database.ProtoReflectionDescriptorDatabase(channel).get_services()
             assert sorted(names) == sorted([health.SERVICE_NAME, reflection.SERVICE_NAME])
     server.stop(0).wait()
@@ -223,7 +223,7 @@ def test_encrypted_calls_stay_with_grpcio(
 
 
 def test_other_hosts_reach_what_is_not_loopback() -> None:
-    """As a client of another host, to which only the boot id is different."""
+    """A client of another host is simulated by another boot id."""
     from tensorwire.rpc.attach.registry import DeclinedError, Registry
     from tensorwire.rpc.attach.terms import Terms
     from tensorwire.rpc.payload.limits import Limits

@@ -89,7 +89,7 @@ class Held:
     """Writes of arrays begin when they are let go.
 
     Attributes:
-        begun: somebody wants to write.
+        begun: a thread wants to write.
         free: they may.
     """
 
@@ -217,7 +217,7 @@ def test_nothing_is_pushed_where_cores_are_wanted(
 def test_memory_that_is_still_written_is_not_used_again(
     both: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its receiver gives up; what the sender writes then, and what is sent after it, stay apart."""
+    """Its receiver gives up; later writes of the sender, and later messages, stay apart."""
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
     call(rpc.pack(numbers(LONG)))
@@ -290,7 +290,7 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
 
 
 def test_callbacks_of_a_call_run_behind_its_arrays(both: Ends) -> None:
-    """Whose memory they may use for other things."""
+    """Callbacks may use the memory of the arrays for other things."""
     memory = numbers(LONG).copy()
 
     def method(request: Any, context: Any) -> Any:
@@ -350,7 +350,7 @@ def test_who_pushes_and_does_not_go_on_is_not_waited_for(
 
 
 def test_a_sender_that_is_lost_meanwhile(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it."""
+    """No call waits for its payload."""
     began = threading.Event()
     ran: list[Any] = []
     both.methods["/t/m"] = UU(lambda request, context: ran.append(1) or request, **OF_TENSORS)
@@ -387,7 +387,7 @@ LIES: tuple[dict[str, Any], ...] = (
     {"pieces": ((5, 1 << 40, 1),)},
     {"pieces": ((5, 0, 8), (0, 0, 1 << 50))},
 )
-"""What no honest end says of arrays that it pushes."""
+"""The false statements of arrays that are pushed."""
 
 
 @pytest.mark.parametrize("asyncio_server", [False, True])
@@ -413,7 +413,7 @@ def test_what_is_said_of_pushed_arrays_and_no_truth(both: Ends, asyncio_server: 
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, changes
             assert honest.unary_unary("/t/m")(b"x") == b"x"
         good = envelope()
-        assert liar.send(good) == b"abc"  # and nobody asks for the array
+        assert liar.send(good) == b"abc"  # and the array is not asked for
         with pytest.raises(grpc.RpcError) as caught:  # a second time
             liar.send(good)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -429,7 +429,7 @@ def test_what_is_said_of_pushed_arrays_and_no_truth(both: Ends, asyncio_server: 
 
 @contextlib.contextmanager
 def served(wire: str, by_asyncio: bool) -> Iterator[Callable[[], Any]]:
-    """What makes channels to a server that gives back what it gets."""
+    """Yields a function that makes channels to a server, which gives back its requests."""
     keywords: dict[str, Any] = {"transports": (wire,), "runtime": True}
     if not by_asyncio:
         with contextlib.closing(between(wire)) as ends:

@@ -1,4 +1,4 @@
-"""Quick calls are run by the thread that reads them, and nobody waits for one that is not quick."""
+"""Quick calls run in the thread that reads them, and no call waits for one that is not quick."""
 
 import contextvars
 import threading
@@ -115,7 +115,7 @@ def test_an_answer_does_not_wait_for_a_call_that_waits_for_it(both: Ends) -> Non
 
 
 def test_nobody_waits_for_a_quick_method_that_blocks(both: Ends) -> None:
-    """Other calls, a cancellation, and the requests of a batch behind it."""
+    """Other calls go on, a cancellation, and the later requests of a batch."""
     goes_on, cancelled = threading.Event(), threading.Event()
 
     def method(request: bytes, context: Any) -> bytes:

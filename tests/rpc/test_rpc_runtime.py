@@ -125,7 +125,7 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_unary_call_of_a_method_that_streams_is_made_by_grpcio(both: Ends) -> None:
-    """What the server refuses to carry out here, grpcio does; futures are then its own."""
+    """The server refuses such a call, so grpcio carries it out; futures are then its own."""
     both.methods = {"/t/us": US(lambda request, context: iter([request])), "/t/way": UU(way)}
     channel = both.serve().channel()
     assert channel.unary_unary("/t/way")(b"") == b"runtime"
@@ -139,7 +139,7 @@ def test_a_unary_call_of_a_method_that_streams_is_made_by_grpcio(both: Ends) -> 
 
 
 def test_context_of_the_servicer(both: Ends) -> None:
-    """What a servicer is told of its call is what grpcio tells it."""
+    """The context tells a servicer the same of its call as grpcio's."""
     seen: list[Any] = []
 
     def method(request: bytes, context: Any) -> bytes:
@@ -203,11 +203,11 @@ def test_limits_of_messages(wire: str) -> None:
 def test_an_end_that_cannot_be_sent(
     both: Ends, trailing: Any, details: str, code: grpc.StatusCode, said: str
 ) -> None:
-    """The client is told what is wrong with what the servicer said."""
+    """The client learns the fault in the servicer's status."""
 
     def method(request: bytes, context: Any) -> bytes:
         context.set_trailing_metadata(trailing)
-        if details:  # which nobody gets of OK
+        if details:  # OK has no details
             context.set_code(grpc.StatusCode.ABORTED)
             context.set_details(details)
         return b"x"
@@ -232,7 +232,7 @@ def test_a_callback_may_wait_for_other_calls(both: Ends) -> None:
 
 
 def test_threads_and_futures_at_a_time(both: Ends) -> None:
-    """Every answer reaches its own call, whoever reads it."""
+    """Every answer reaches its own call, in any thread that reads."""
     both.methods = {"/t/m": UU(echo)}
     call = both.serve().channel().unary_unary("/t/m")
 
@@ -253,7 +253,7 @@ def test_threads_and_futures_at_a_time(both: Ends) -> None:
 
 
 def test_deadlines_of_threads_that_wait_for_each_other(both: Ends) -> None:
-    """A thread that gives up leaves nobody behind who waits for its turn to read."""
+    """A thread that gives up hands its turn to read to a thread that waits."""
 
     def slow(request: bytes, context: Any) -> bytes:
         time.sleep(request[0] / 2000)
@@ -334,14 +334,14 @@ def is_next(attachment: Any, slot: int) -> None:
 
 
 def test_a_slot_that_is_used_again_before_its_first_call_goes_on_by_grpcio(both: Ends) -> None:
-    """A refused future gives its number back, and what becomes of it later is nobody else's."""
+    """A refused future gives its number back, and its later fate touches no other call."""
     held, hold, release = threading.Event(), threading.Event(), threading.Event()
 
     def slow(request: bytes, context: Any) -> bytes:
         time.sleep(0.1)  # until its callback is there
         return request
 
-    def wait(future: Any) -> None:  # futures go on behind it
+    def wait(future: Any) -> None:  # futures go on after it
         held.set()
         hold.wait(LONG_S)
 
@@ -410,7 +410,7 @@ def test_a_slot_that_is_used_again_as_its_call_ends(
 
 
 def test_a_call_in_the_place_of_one_that_was_given_up(both: Ends) -> None:
-    """A client may send a CANCEL behind the next call of that slot, or a CALL behind it."""
+    """A CANCEL, or a CALL, may arrive after the next call of its slot has begun."""
     release = threading.Event()
 
     def hang(request: bytes, context: Any) -> bytes:
@@ -436,7 +436,7 @@ def test_a_call_in_the_place_of_one_that_was_given_up(both: Ends) -> None:
 
 @pytest.mark.parametrize("size", [0, 100_000], ids=["small", "large"])
 def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends, size: int) -> None:
-    """Whose answers were lost with the thread that had read them, they do not wait for ever.
+    """Calls whose answers were lost with the thread that had read them do not wait for ever.
 
     A large response is not made where frames of others are read, and they go on.
     """
@@ -611,7 +611,7 @@ def test_counters_that_lie(both: Ends, word: int) -> None:
 
 
 def test_payload_that_is_not_there(both: Ends) -> None:
-    """An envelope that nobody leased memory for ends its call alone."""
+    """An envelope without leased memory ends its call alone."""
     both.methods = {"/t/way": UU(way)}
     channel = both.serve().channel()
     call = channel.unary_unary("/t/way")
@@ -880,7 +880,7 @@ def test_callbacks_after_the_last_one() -> None:
 
 @pytest.mark.parametrize("what", ["handling", "writing"])
 def test_a_wait_within_what_must_not_be_interrupted(both: Ends, what: str) -> None:
-    """Nothing can be read or written there; whoever waits gets an error, and not for ever."""
+    """No frame can be read or written there, so a thread that waits gets an error."""
     both.methods = {"/t/way": UU(way)}
     channel = both.serve().channel()
     call = channel.unary_unary("/t/way")
@@ -931,7 +931,7 @@ def test_a_ring_of_another_size(
 @pytest.mark.parametrize("message", [bytes(100_000), bytes(5 << 20)], ids=["framed", "offered"])
 @pytest.mark.parametrize("threshold", [1, 1 << 20], ids=["leased", "measured"])
 def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, threshold: int) -> None:
-    """Whoever waits for it makes it, and others read what arrives meanwhile."""
+    """The thread that waits for it makes it, and other threads read meanwhile."""
     begun, others_done = threading.Event(), threading.Event()
 
     def slowly(data: bytes) -> bytes:
@@ -979,7 +979,7 @@ def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, thres
 
 
 def test_the_link_of_a_carried_call_has_all_of_a_link() -> None:
-    """It sets what the base sets itself, since nearly every call makes one."""
+    """Its constructor repeats the work of the base, since nearly every call makes a link."""
     given = cast(RpcAttachment, None), (1, 2), no_deadline, always
     plain, carried = vars(CallLink(*given)), vars(CarriedLink(*given, print, None))
     assert plain == {name: carried[name] for name in plain}

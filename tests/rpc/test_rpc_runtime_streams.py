@@ -33,7 +33,7 @@ def hang(requests: Any, context: Any) -> Iterator[bytes]:
 
 
 def test_memory_of_a_slow_reader_is_bounded(both: Ends) -> None:
-    """Of what a servicer yields no more lies at the client than the window, and a piece."""
+    """A servicer's responses lie at the client up to the window, and one piece."""
     both.system.our_channel = {**WIRES[both.system.name], **PLAIN}
     both.system.our_server = {**WIRES[both.system.name], **PLAIN}
     size, made = 10_000, []

@@ -46,7 +46,7 @@ def serving() -> Iterator[Any]:
 
 @pytest.mark.parametrize("at_once", [1, 40])
 def test_descriptors_are_left_to_connections(serving: Any, at_once: int) -> None:
-    """Of many clients, and of many messages of few clients: gRPC works as without tensorwire."""
+    """gRPC works as without tensorwire, for many clients and for many messages of few clients."""
     port = int(serving.stdout.readline())
     _, most = resource.prlimit(serving.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(serving.pid, resource.RLIMIT_NOFILE, (MOST, most))

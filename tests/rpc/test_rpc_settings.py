@@ -76,7 +76,7 @@ SECURE = {
 
 @pytest.mark.parametrize("kind", [*MAKERS, *SECURE])
 def test_settings_that_cannot_be(kind: str) -> None:
-    """Each is refused where it is given; or else payload would travel inside, and nobody know."""
+    """Each is refused where it is given; else payload would travel inside without a notice."""
     bad: list[tuple[str, Any, str]] = [
         ("threshold_bytes", -1, "threshold_bytes is a whole number from 0 up, not -1"),
         ("threshold_bytes", "1MB", "threshold_bytes is a whole number from 0 up, not '1MB'"),
@@ -344,7 +344,7 @@ server.stop(None).wait()
 
 
 def test_a_fork_with_a_call_under_way(tmp_path: Path) -> None:
-    """What the child does with its copy of the call, the server and the parent do not notice."""
+    """The child may do anything with its copy of the call: server and parent do not notice."""
     file = tmp_path / "fork.py"
     file.write_text(FORK)
     environment = {**os.environ, "TENSORWIRE_RPC": "runtime"}

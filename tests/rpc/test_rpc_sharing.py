@@ -179,7 +179,7 @@ def test_closing_does_not_wait(server: Any, runtime: bool, monkeypatch: pytest.M
 
 
 def test_a_channel_for_each_call(server: Any, runtime: bool) -> None:
-    """They cost what those of grpcio cost, as they find the attachment of the one before."""
+    """A channel costs the same as grpcio's, as it finds the attachment of the one before."""
     with rpc.insecure_channel(server.target, runtime=runtime) as channel:
         channel.attach(LONG_S)
     before, ways = len(os.listdir("/proc/self/fd")), []
@@ -271,7 +271,7 @@ print(*sorted(ways), len(os.listdir("/proc/self/fd")), sep="; ")
 
 @pytest.mark.parametrize("runtime", [False], indirect=True)
 def test_a_client_keeps_descriptors_for_its_program(server: Any, tmp_path: Path) -> None:
-    """Of which it has few: its calls, and its own files, work as with grpcio."""
+    """A client with few descriptors makes calls and opens files as with grpcio."""
     program = tmp_path / "scarce.py"
     program.write_text(SCARCE)
     port = server.target.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""What gRPC documents of calls that stream holds for grpcio and for us: the same test for both."""
+"""The behaviour that gRPC documents of calls that stream: one test for grpcio and for us."""
 
 import signal
 import threading
@@ -88,7 +88,7 @@ def test_a_slow_servicer_holds_up_the_requests(ends: Ends) -> None:
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("arity", ["us", "su", "ss"])
 def test_an_end_while_the_sender_waits(ends: Ends, arity: str, end: str) -> None:
-    """Whoever cannot send because nobody reads is let go when the call ends, at both ends."""
+    """A sender that waits for its reader goes on when the call ends, at both ends."""
     made: list[int] = []
     left, go = threading.Event(), threading.Event()
 
@@ -193,7 +193,7 @@ def test_what_the_servicer_sees_of_the_end(ends: Ends) -> None:
 
 
 def test_an_answer_before_the_requests_are_over(ends: Ends) -> None:
-    """The servicer looks at one request; whoever sends more notices that nobody wants them."""
+    """The servicer reads one request; the sender of more notices that they are not wanted."""
     over = threading.Event()
 
     def requests() -> Iterator[bytes]:
@@ -268,7 +268,7 @@ def test_a_response_that_is_none_ends_a_stream(ends: Ends) -> None:
 
 @pytest.mark.parametrize("waiting", ["call", "future", "stream"])
 def test_a_handler_of_a_signal_that_calls(ends: Ends, waiting: str) -> None:
-    """It runs in the thread that waits, in the middle of that."""
+    """The handler runs in the thread that waits, in the middle of the wait."""
     release, got = threading.Event(), []
 
     def held(request: bytes, context: Any) -> bytes:
@@ -374,7 +374,7 @@ def test_responses_that_are_no_iterator(ends: Ends) -> None:
 @pytest.mark.parametrize("client", ["uu", "us", "su", "ss"])
 @pytest.mark.parametrize("server", ["uu", "us", "su", "ss"])
 def test_ends_that_disagree_on_the_arity(ends: Ends, client: str, server: str) -> None:
-    """With one message each way nobody notices."""
+    """With one message each way there is no difference."""
     handlers = {
         "uu": UU(echo),
         "us": US(lambda request, context: iter([request])),
@@ -410,7 +410,7 @@ def test_a_behavior_that_does_not_block(ends: Ends, arity: str, marked: str) -> 
 
     answer.experimental_non_blocking = True  # type: ignore[attr-defined]
     handler = {"us": US, "ss": SS}[arity](answer)
-    if marked == "handler too":  # as whoever wraps handlers may have to be told
+    if marked == "handler too":  # as code that wraps handlers may need it
         handler.experimental_non_blocking = True
     ends.methods = {"/t/m": handler}
     call = method(ends.serve().channel(), arity)

@@ -341,7 +341,7 @@ def test_calls_of_the_runtime(tmp_path: Path) -> None:
 
 
 def test_streams_of_the_runtime(tmp_path: Path) -> None:
-    """Of channels and servers of both worlds."""
+    """The channels and servers of both worlds are traced."""
     text = """
     import asyncio
     from concurrent import futures
@@ -481,7 +481,7 @@ def test_what_cannot_be_counted_is_told(tmp_path: Path) -> None:
 
 
 def test_a_grpcio_that_is_another_inside_is_told(tmp_path: Path) -> None:
-    """Its modules are there, and not what is changed in them: the program runs."""
+    """Its modules have the usual names, but not the parts that the trace replaces."""
     package = tmp_path / "grpc"
     package.mkdir()
     (package / "__init__.py").write_text("from grpc import _channel, _server")
@@ -498,7 +498,7 @@ def test_a_grpcio_that_is_another_inside_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_is_held(tmp_path: Path) -> None:
-    """Messages, futures, channels are freed as without the trace; what is dropped is cancelled."""
+    """Messages, futures, channels are freed as without the trace; a dropped call is cancelled."""
     text = """
     import asyncio, gc, threading, time, weakref
     from concurrent import futures

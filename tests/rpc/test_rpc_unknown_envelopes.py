@@ -1,4 +1,4 @@
-"""A response that is an envelope of nobody's: an error, and never bytes for the caller."""
+"""A response that is an envelope of an unknown attachment: an error, never bytes for the caller."""
 
 import asyncio
 import contextlib

@@ -133,7 +133,3 @@ def test_a_tree_with_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_store.py").write_text('def test_it():\n    """A verb."""\n')
     assert check.main(tmp_path) == 0
-
-
-def test_excluded_folders_exist() -> None:
-    assert all((ROOT / folder).is_dir() for folder in check.EXCLUDED)
