@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 R = TypeVar("R")
 
 Told = Callable[[float, float, str], None]
-"""Called with what is done, how much there is, and a label."""
+"""A function that is called with the amount done, the whole amount, and a label."""
 
 
 class Command(click.Command):

@@ -14,7 +14,7 @@ import threading
 from tensorwire.transitions import ROWS, rows_of
 
 FAILPOINTS = {name: row.what for name, row in rows_of("server").items()}
-"""The failpoints of a server, in the order of a job, each with what has happened there."""
+"""The failpoints of a server, in the order of a job, each with a description."""
 
 WORKER_FAILPOINTS = {name: row.what for name, row in rows_of("worker").items()}
 """The failpoints of a worker that another process can replace, in the order of a job."""

@@ -29,7 +29,7 @@ _FOLD = "<folded>"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that nobody caught, as text.
+    """An uncaught exception, as text.
 
     Attributes:
         kind: its class as Python prints it, such as "KeyError".

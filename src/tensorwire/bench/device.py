@@ -44,7 +44,10 @@ PAUSE_S = 2e-3
 _TARGET, _TARGET_WORDS, _DRIVER_WORDS = "bench-target", "bench-target-words", "bench-driver-words"
 _WORDS_BYTES = 4096
 _MIN_SAMPLE_S = 2e-6
-"""The C++ loops average over so many operations that a sample is at least this long."""
+"""The least time of a sample, in seconds.
+
+The C++ loops average over as many operations as it needs.
+"""
 
 _UNTIMED_PINGS = 20
 
@@ -210,7 +213,7 @@ class Driver:
         return alternate(self.block, systems, limit, counts, rounds)
 
     def waiting(self, seconds: float) -> tuple[float, float]:
-        """Returns wall and CPU time of the target while it waits for a word that nobody stores."""
+        """Returns wall and CPU time of the target while it waits for a word that stays as it is."""
         self._link.send(("wait", seconds))
         time.sleep(0.25)  # its spin is over and its interpreter at rest
         cpu, begin = process_cpu_seconds(self._target_pid), time.perf_counter()

@@ -155,7 +155,7 @@ class Series:
 
     @property
     def medians(self) -> list[float]:
-        """One figure per block: what pairs with another system's."""
+        """One figure per block, to be paired with another system's."""
         return [median(block.seconds) for block in self.blocks]
 
     def cpu_per_operation(self) -> tuple[float, float]:

@@ -110,7 +110,7 @@ class Case:
 
 @dataclass(slots=True)
 class MemorySettings:
-    """The choice of what to run; the defaults are the full bench of about ten minutes."""
+    """The selection of runs; the defaults are the full bench of about ten minutes."""
 
     sizes: Sequence[int] = SIZES
     wires: Sequence[str] = _USUAL_WIRES

@@ -144,7 +144,7 @@ class RawClient:
             raise
 
     def run(self, count: int, batch: int = 1) -> Sequence[float]:
-        """Returns seconds of each of `count` operations, or per operation of so many samples.
+        """Returns seconds per operation of `count` samples, each of `batch` operations.
 
         Raises:
             PeerLostError: the other side is gone or silent.

@@ -165,7 +165,7 @@ class Report:
         return next((row for row in self.rows if (row.case, row.system, row.bytes) == wanted), None)
 
     def add(self, other: Report, name: str) -> None:
-        """Takes over what another run on this machine has found; `settings[name]` are its own."""
+        """Takes over the results of another run on this machine; `settings[name]` are its own."""
         self.rows += other.rows
         self.comparisons += other.comparisons
         self.verdicts += other.verdicts

@@ -1,4 +1,4 @@
-"""`tensorwire rpc trace`: what the RPCs of a program carry, and what they would gain."""
+"""`tensorwire rpc trace`: shows the messages of a program's RPCs, and their possible gain."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _told_of(address: str, logs: Sequence[LoggedJob]) -> dict[str, Any]:
 
 
 def _run_by(noted: RunningServer | LoggedJob) -> dict[str, Any]:
-    """Returns what a running job runs, and since when."""
+    """Returns the command of a running job, and since when it runs."""
     age_s = time.monotonic() - noted.ticks if noted.ticks else None
     return {"command": noted.command, "started": noted.started, "age_s": age_s}
 

@@ -21,13 +21,13 @@ from tensorwire.memory.path_warning import why_slower
 OK, NOTE, WARNING, MISSING = "ok", "note", "warning", "missing"
 
 FASTER = 1.25
-"""A path that was not chosen must be so many times as fast before it is worth a warning."""
+"""The least ratio of speeds for a warning: a path that was not chosen to the one that was."""
 PROMISE_SHARE = 0.5
-"""Less of the promised speed is a warning."""
+"""The least share of the promised speed; a lower one is a warning."""
 LIMIT_SHARE = 0.5
-"""Less of what memcpy or a raw socket reaches is a warning."""
+"""The least share of the speed of memcpy or a raw socket; a lower one is a warning."""
 JUMBO_FROM_GB_PER_S = 25 / 8
-"""From this promise on, packets of 1500 bytes cost what large ones save."""
+"""The promise from which packets of 1500 bytes cost as much as large ones save."""
 LAN_ROUND_TRIP_S = 1e-3
 """The round trip that buffers should bridge while nothing was measured."""
 LOCKED_BYTES = 1 << 30

@@ -40,7 +40,7 @@ PATHS = ("shm", "rdma", "tcp")
 """All that are tried, fastest first. One that this version does not have says so itself."""
 
 Progress = Callable[[float, str], None]
-"""Called before each step with the share that is done and what comes."""
+"""A function that is called before each step, with the share that is done and the step's name."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Examination:
         return 1 if worst(self.findings) == WARNING else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report that every bench makes, with what a doctor adds."""
+        """Returns the report that every bench makes, with the additions of a doctor."""
         settings = {"address": self.address, "interrupted": self.interrupted}
         here, there = self.here, self.there
         return {

@@ -1,4 +1,4 @@
-"""Reads what a machine has and promises, without judging it.
+"""Reads the equipment and promises of a machine, without judging it.
 
 Every reader takes the root of the file system. A `Facts` travels to the other end as JSON; what
 comes from there is checked before it is believed or printed.

@@ -46,7 +46,7 @@ from tensorwire.memory.handle import split_address
 BENCH = "doctor"
 
 LARGE_BYTES = 64 << 10
-"""From here on bandwidth is what counts, below it latency."""
+"""The size from which bandwidth matters, and below it latency."""
 
 _BLOCK = Budget(block_s=2e-3, max_count=200)
 _MAX_ROUNDS = 200

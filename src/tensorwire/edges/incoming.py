@@ -1,4 +1,4 @@
-"""Receiver side of a route: its memory, what has arrived, when the sender may reuse it."""
+"""Receiver side of a route: its memory, the tensors that arrived, and when it may be reused."""
 
 from __future__ import annotations
 

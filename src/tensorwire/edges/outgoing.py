@@ -1,4 +1,4 @@
-"""Sender side of a route: where tensors are made, when memory is free, and what is sent."""
+"""Sender side of a route: where tensors are made, when memory is free, and how they are sent."""
 
 from __future__ import annotations
 

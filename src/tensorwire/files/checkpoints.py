@@ -188,7 +188,7 @@ class CheckpointDesk:
             self._unwanted.pop()
 
     def _settle_later(self) -> None:
-        """Starts a thread that settles late answers even if nobody asks for anything more."""
+        """Starts a thread that settles late answers even if no other request comes."""
         with self._settling_lock:
             if self._settling:
                 return

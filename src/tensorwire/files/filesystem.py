@@ -149,7 +149,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         return _info(self.tree.entry(self._strip_protocol(path)))
 
     def exists(self, path: str, **_: Any) -> bool:
-        """See fsspec; who cannot ask the job gets the error."""
+        """See fsspec; raises the error if the job cannot be asked."""
         try:
             self.info(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -309,7 +309,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         self.tree.desk.rename(old, new)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """See fsspec, for what may be written; else refused."""
+        """See fsspec; refuses files that cannot be written."""
         if mode != "overwrite":
             raise _read_only(path)
         with self._open(self._strip_protocol(path), "wb") as file:
@@ -369,7 +369,7 @@ class OpenFile(io.RawIOBase):
         return data
 
     def close(self) -> None:
-        """See io; what is lent for the file comes back."""
+        """See io; gives back the memory that is lent for the file."""
         if not self.closed:
             try:
                 self._content.close()
@@ -410,7 +410,7 @@ class WritableFile(io.RawIOBase):
         self._writing.abandon()
 
     def close(self) -> None:
-        """See io; raises what is wrong with what was written."""
+        """See io; raises the fault of the contents that were written."""
         if not self.closed:
             super().close()
             if not self._abandoned:

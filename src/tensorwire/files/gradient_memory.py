@@ -36,7 +36,9 @@ _KIND = re.compile(r"[<>=|]?[a-zA-Z?][0-9]{0,4}")
 """The form of a dtype in a header. numpy gets no other text: some end the process."""
 
 OPEN, COMMITTED, OVER = 0, 1, 2
-"""Files may be written; they were committed, and the next version is awaited; nobody reads them."""
+"""The states: files may be written; they were committed, and the next version is awaited; the
+optimizer reads them no more.
+"""
 
 ABSENT = (1 << 64) - 1
 """The size of the file of a tensor for which the worker has no gradient in this version."""
@@ -86,7 +88,7 @@ def _padded(size: int) -> int:
 
 
 class GradientMemory:
-    """The memory as one process sees it. Any thread; who writes one file is one at a time.
+    """The memory as one process sees it. Any thread; only one at a time writes one file.
 
     Attributes:
         files: in the order of the store's tensors with gradients.
@@ -159,7 +161,7 @@ class GradientMemory:
     # ---- who writes
 
     def check_open(self, path: str) -> None:
-        """Raises EBUSY between a commit and the next version, and ESTALE if nobody reads this."""
+        """Raises EBUSY between a commit and the next version, and ESTALE if no optimizer reads."""
         if self.state == COMMITTED:
             raise refuse(
                 errno.EBUSY,
@@ -213,7 +215,7 @@ class GradientMemory:
         self._words[_STATE] = OPEN
 
     def end(self) -> None:
-        """Marks the memory as over: nobody reads it any more."""
+        """Marks the memory as over: its files are not read any more."""
         self._words[_STATE] = OVER
 
     def elements(self, index: int, path: str, allow_nan: bool = True) -> Bytes | None:

@@ -166,7 +166,7 @@ class JobMount:
         return not any(thread.is_alive() for thread in list(self._threads))
 
     def close(self) -> None:
-        """Unmounts it; who has files open gets ENOTCONN. Idempotent."""
+        """Unmounts it; processes with open files get ENOTCONN. Idempotent."""
         self._mount.end()
         self._closed = True
         self._polling.set()

@@ -165,7 +165,7 @@ class ReaderSnapshot:
         return path if _is_mapped(path, part.model.memoryview()) else None
 
     def sealed_copy(self) -> int:
-        """Returns a memfd with the model file that nobody can change; the caller closes it."""
+        """Returns a sealed memfd with the model file, which cannot change; the caller closes it."""
         descriptor = memory_file("model.safetensors", self.size_bytes)
         try:
             with mmap.mmap(descriptor, self.size_bytes) as memory:
@@ -217,7 +217,7 @@ class SealedModel:
         self.close()
 
     def close(self) -> None:
-        """Gives the memory back, as soon as nobody has it mapped. Idempotent."""
+        """Gives the memory back, as soon as no process has it mapped. Idempotent."""
         self._snapshot.close()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:

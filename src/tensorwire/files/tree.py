@@ -1,4 +1,4 @@
-"""Builds the tree of files of a running job: what there is, its size and its content.
+"""Builds the tree of files of a running job: the names, sizes and contents.
 
 It stands on a `JobReader`, and knows neither fsspec nor a terminal. Errors are OSErrors with the
 errno that docs/files.md tells.

@@ -11,7 +11,7 @@ from typing import Any
 from .errors import as_os_errors, refuse
 
 READABLE, WRITABLE, PRIVATE = 0o444, 0o644, 0o600
-"""The modes of files: all may read; this user may write, too; nobody else may do either."""
+"""The modes of files: readable by all, writable by this user too, or for this user alone."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Item:
 
 
 class Folder(Item):
-    """A folder: names, and what they are names of."""
+    """A folder: names, and the items that they stand for."""
 
     def __init__(
         self,

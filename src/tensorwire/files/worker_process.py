@@ -153,7 +153,7 @@ class Writers:
         )
 
     def serve(self, timeout_s: float) -> bool:
-        """Answers requests, or waits so many seconds; tells whether there was a request."""
+        """Answers requests, or waits `timeout_s` seconds; tells whether there was a request."""
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             found = key.fileobj

@@ -16,7 +16,7 @@ GAIN = 0.9
 """The most time that the slowest server may take after a move, relative to the present one."""
 
 LEAST_VERSIONS = 10
-"""A measurement has so many versions; else it goes on."""
+"""The least number of versions in a measurement; with fewer it goes on."""
 
 
 class Reading(NamedTuple):

@@ -39,7 +39,7 @@ class Escalation:
         return [at for at in times if at is not None]
 
     def term_within(self, wait_s: float) -> None:
-        """Plans SIGTERM in so many seconds, or earlier if that was planned already."""
+        """Plans SIGTERM in `wait_s` seconds, or earlier if that was planned already."""
         if self._kill_at is None and self._give_up_at is None:
             at = time.monotonic() + wait_s
             self._term_at = at if self._term_at is None else min(at, self._term_at)

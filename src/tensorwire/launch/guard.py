@@ -1,4 +1,4 @@
-"""Ends what a launcher leaves behind if it is killed itself.
+"""Ends the processes that a launcher leaves if it is killed itself.
 
 The kernel kills the processes of a job with their launcher (see child.py), but not the processes
 that those have started, such as the workers of a DataLoader. The guard is one small process: it

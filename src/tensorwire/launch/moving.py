@@ -143,7 +143,7 @@ class Moves:
     # --- step by step ---------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Does what can be done now; called in every turn."""
+        """Takes the steps that are possible now; called in every turn."""
         if self._giver is not None:
             if self._giver.code is None:
                 self._end_giver(self._giver)

@@ -67,11 +67,11 @@ class Output:
             self._writer.put(data, len(data))
 
     def register(self, poll: select.poll) -> None:
-        """Adds what is ready when something was written since `note_ready`."""
+        """Registers the descriptor that is ready when output was written since `note_ready`."""
         poll.register(self._written, select.POLLIN)
 
     def note_ready(self) -> None:
-        """Takes back that the output was ready, for what is written from now on."""
+        """Resets the mark that the output is ready; later output sets it again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._written)
 

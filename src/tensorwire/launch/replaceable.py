@@ -22,4 +22,4 @@ class Replaceable(Protocol):
         """Returns how it ended, as a phrase that follows its name."""
 
     def fence(self, why: str) -> None:
-        """Ends it as if it had died; `why` is what `ending` says then."""
+        """Ends it as if it had died; `ending` then gives `why` as the reason."""

@@ -1,4 +1,4 @@
-"""Collects what workers report of the exceptions that end them, and decides how each is shown.
+"""Collects the workers' reports of exceptions that end them, and decides how each is shown.
 
 One traceback is shown, of the error that ended the job; every other one is a line. Knows no
 terminal, and waits for nothing.

@@ -172,7 +172,7 @@ class Restarts:
         return self._members["worker", rank].keeper
 
     def add_share(self, share: int, process: Process, arguments: Sequence[str]) -> Keeper:
-        """Makes a running server serve a share that nobody has served before.
+        """Makes a running server serve a share that had no server before.
 
         Raises:
             KeeperError: it cannot be told.
@@ -267,11 +267,11 @@ class Restarts:
         return True
 
     def _is_passed_on(self, process: Replaceable) -> bool:
-        """Tells whether other workers get its slices if it is killed, and nobody its place."""
+        """Tells whether other workers get its slices if it is killed, and no worker its place."""
         return process.kind == "worker" and self.takeovers is not None
 
     def obstacle(self, process: Replaceable) -> str:
-        """Returns why nobody continues the work of a killed worker, as a phrase, or ""."""
+        """Returns why the work of a killed worker ends with it, as a phrase, or ""."""
         if self.takeovers is None or process.kind != "worker" or not process.killed:
             return ""
         keeper = self._members["worker", process.index].keeper
@@ -444,7 +444,7 @@ class Restarts:
     # --- the loop -------------------------------------------------------------------------------
 
     def register(self, poll: select.poll) -> None:
-        """Adds the sockets to what is waited for."""
+        """Registers the sockets for the poll."""
         for member in self._members.values():
             if (descriptor := member.keeper.descriptor) is not None:
                 sending = select.POLLOUT if member.keeper.sending else 0
@@ -459,7 +459,7 @@ class Restarts:
                 yield member.until
 
     def exchange(self, ready: set[int]) -> Iterator[tuple[tuple[str, int], str]]:
-        """Reads and sends what the sockets have and take; yields members with their mistakes."""
+        """Reads from the sockets and sends to them; yields members with their mistakes."""
         for key, member in self._members.items():
             if member.keeper.descriptor in ready:
                 try:

@@ -12,7 +12,7 @@ from tensorwire.membership import LoggedJob
 
 
 def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
-    """Returns a line on what to do after a failure or a signal; "" without advice.
+    """Returns a line of advice after a failure or a signal; "" without advice.
 
     Args:
         log: of the job; None if it has none.

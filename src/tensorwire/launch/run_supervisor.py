@@ -1,6 +1,6 @@
-"""Runs a job of `tensorwire run`, which hears what `tensorwire scale` asks.
+"""Runs a job of `tensorwire run`, which carries out requests of `tensorwire scale`.
 
-All else is a `Supervisor`'s; what is asked is heard in scaling.py.
+All else is a `Supervisor`'s; scaling.py carries out the requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Carries out what `tensorwire scale` asks of a running job, one request at a time.
+"""Carries out the requests of `tensorwire scale` to a running job, one at a time.
 
-Each part of a request, such as "workers", has a handler of its own, which does it. Here is what all
-of them need: one request at a time, its end by an outcome or an error, and that who has asked may
-go away.
+Each part of a request, such as "workers", has a handler of its own, which does it. This module has
+the rules for all of them: one request at a time, an end by an outcome or an error, and a client
+that may go away.
 """
 
 from __future__ import annotations

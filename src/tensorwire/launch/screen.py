@@ -75,7 +75,7 @@ class Screen:
         self._stderr.add(line.encode(errors="backslashreplace"))
 
     def register(self, poll: select.poll) -> None:
-        """Adds what becomes ready when output that waited was written."""
+        """Registers the descriptors that become ready when output that waited was written."""
         for output in self._outputs:
             output.register(poll)
 

@@ -1,7 +1,7 @@
 """Runs the servers of a job whose workers something else starts, and keeps what outlives each.
 
-Workers come to a door (visitors.py) and get what `tensorwire run` would have told them. One that
-dies is waited for: whatever has started it starts it again. All else is a `Supervisor`'s.
+Workers come to a door (visitors.py) and get the settings that `tensorwire run` would give them. One
+that dies is waited for: the program that started it starts it again. All else is a `Supervisor`'s.
 """
 
 from __future__ import annotations

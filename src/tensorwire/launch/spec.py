@@ -182,7 +182,7 @@ class JobSpec:
 
     @property
     def dealt(self) -> int:
-        """In how many shares the parameters are dealt; one for each server if nobody said more."""
+        """The number of shares of the parameters; one for each server if the user names none."""
         if self.shares is not None:
             return self.shares
         return self.servers * (_SHARES_PER_SERVER if self.rebalance else 1)
@@ -240,7 +240,7 @@ class JobSpec:
         term: int = 0,
         joins: int = 0,
     ) -> dict[str, str]:
-        """Returns the environment of one worker: ours, and what torchrun sets, for other libraries.
+        """Returns the environment of one worker: our variables, and torchrun's for other libraries.
 
         Args:
             environment: of `environment`.

@@ -98,7 +98,7 @@ class Supervisor:
         self._stragglers = Stragglers(self._restarts, self._reports, self._patience.stuck_s)
 
     def run(self) -> int:
-        """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
+        """Runs the job; see `tensorwire.launch.run` for its result and errors."""
         check_pidfd()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -485,7 +485,7 @@ class Supervisor:
         self._fail(text, code if code > 0 else 128 - code, process)
 
     def _retire_standby(self) -> None:
-        """Ends the standby, which nobody will need; it has nothing to clean up."""
+        """Ends the standby, which is not needed any more; it has nothing to clean up."""
         if (standby := self._restarts.retire()) is not None:
             standby.signal(signal.SIGTERM)
         if self._running and all(process.kind == "standby" for process in self._running):

@@ -58,7 +58,7 @@ class PassedSlices:
 
     @staticmethod
     def reason_against(keeper: Keeper) -> str:
-        """Returns why nobody could take over the slices of an ended worker; "" if one could."""
+        """Returns why no worker could take over the slices of an ended worker; "" if one could."""
         if keeper.offer is None:
             return (
                 "it had not come to job.epochs, or nobody is to be replaced, as worker 0 has said"
@@ -80,7 +80,7 @@ class PassedSlices:
         return self._give(rank, mine, None if dead is None else dead.next, living)
 
     def note_end(self, rank: int, living: Sequence[int]) -> list[int]:
-        """Notes that a worker has left; returns places of dead workers that nobody has now.
+        """Notes that a worker has left; returns places of dead workers that have no worker now.
 
         Other workers get the places that it had not yet taken over, if there are any.
         """

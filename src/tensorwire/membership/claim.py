@@ -104,7 +104,7 @@ def _lock_patiently(path: Path) -> int | None:
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes the files of killed processes, on which nobody has a lock."""
+    """Removes the files of killed processes, which are not locked any more."""
     for path in folder.glob("claim-*"):
         with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
             if try_lock(file.fileno()) and is_there(path, file.fileno()):

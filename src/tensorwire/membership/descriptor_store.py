@@ -184,7 +184,7 @@ class DescriptorStore:
             return self._kept.pop(key, None)
 
     def left(self) -> list[str]:
-        """Returns the keys that nobody has taken."""
+        """Returns the keys that were not taken."""
         with self._lock:
             return list(self._kept)
 

@@ -122,7 +122,7 @@ class DurableMemory:
         region.free()
 
     def is_left(self, name: str) -> bool:
-        """Tells whether a predecessor had a region of this name that nobody has asked for."""
+        """Tells whether a predecessor had a region of this name that was not asked for yet."""
         return name in self._restored
 
     def forget(self, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Records what a worker has got from the others, in order, for its successor.
+"""Records the answers that a worker has got from the others, in order, for its successor.
 
 A worker that takes another one's place runs the script from its beginning. It does not repeat the
 former one's requests to others: it gets the answers that are noted here. To keep this short, the

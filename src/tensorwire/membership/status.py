@@ -1,4 +1,4 @@
-"""Both sides of status: what a server tells clients that are no workers, and how they read it.
+"""Both sides of status: the report of a server to clients that are no workers, and its reader.
 
 A reader connects with the job's secret and a name of its own. While one is connected, the server
 writes a description of itself now and then into a region that readers read; without readers it

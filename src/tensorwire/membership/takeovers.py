@@ -1,4 +1,4 @@
-"""Worker side of takeovers: what a worker computes for places that have no worker.
+"""Worker side of takeovers: the work of a worker for places that have no worker.
 
 The launcher assigns the places. A thread passes the consequences of a death on to the servers at
 once, in control words: they wait for this worker instead. The worker itself adopts them where it

@@ -69,7 +69,7 @@ def listen_in(folder: Path, prefix: str, suffix: str = "") -> tuple[socket.socke
 
 
 def remove_dead(path: Path) -> None:
-    """Removes a socket at which nobody listens."""
+    """Removes a socket at which no process listens."""
     with contextlib.suppress(OSError):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
             channel.setblocking(False)

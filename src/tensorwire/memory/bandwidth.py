@@ -1,4 +1,4 @@
-"""Estimates what a path should reach: memory speed, or what the NIC promises.
+"""Estimates the speed that a path should reach: of memory, or as the NIC promises.
 
 Knows how the system names interfaces and speeds; knows no peers.
 """

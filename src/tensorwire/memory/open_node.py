@@ -1,4 +1,4 @@
-"""Holds the core's Node and what closes it, for all objects that need it open."""
+"""Holds the core's Node and its closer, for all objects that need it open."""
 
 from __future__ import annotations
 

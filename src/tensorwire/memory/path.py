@@ -1,4 +1,4 @@
-"""Describes how bytes get to a peer, and what that path should reach."""
+"""Describes how bytes get to a peer, and the speed that this path should reach."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .devices import UCX_LIBRARY, UCX_REMEDY, RdmaPort, has_ucx, rdma_ports
 
 
 class PathWarning(UserWarning):
-    """A peer is reached by a path that is clearly slower than what both ends could have.
+    """A peer is reached by a path that is clearly slower than another that both ends could have.
 
     The text says why, and what to do. Silent when the paths were restricted on purpose, by
     `Node(transports=)`, TENSORWIRE_TRANSPORTS or `connect(require=)`.

@@ -1,4 +1,4 @@
-"""Describes what slices give to a version: where gradients lie, and what each one weighs."""
+"""Describes the parts of slices in a version: where their gradients lie, and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines a device with memory of its own, on which a server keeps what its steps change.
+"""Defines a device with memory of its own, for the tensors that a server's steps change.
 
 There are the parameters, the optimizer's state and the gradients that workers bring; the values
 that a version has are copied to memory of the host, where everybody else finds them.

@@ -24,7 +24,7 @@ WRITTEN_AT = 192
 
 
 def hold_bytes(tensors: int) -> int:
-    """Returns the size of the region of a store with so many tensors."""
+    """Returns the size of the region of a store with this number of tensors."""
     return WRITTEN_AT + tensors
 
 

@@ -1,4 +1,4 @@
-"""Records what a server does while it makes a version, in memory that outlives its process.
+"""Records the progress of a server through a version, in memory that outlives its process.
 
 A step overwrites parameters and state where they lie. A server that is killed in the middle of it
 leaves cells of three kinds: untouched, complete, and for each thread at most one that is torn. The

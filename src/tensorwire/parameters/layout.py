@@ -1,4 +1,4 @@
-"""Computes where every tensor of a store lies, purely from what the workers declare.
+"""Computes where every tensor of a store lies, purely from the workers' declarations.
 
 A `Spec` says which tensors there are; a `Layout` gives each its place in one flat range of bytes,
 cuts that range into cells on a grid that does not depend on the number of servers, and deals the
@@ -35,8 +35,10 @@ CELL_BYTES = 1 << 20
 
 _LEAST_CELL_BYTES = 128 << 10
 _CELLS = 8
-"""A store has so many cells at least, as far as they are not smaller than that: several servers
-share the work, and gradients leave over a network before backward has made the last."""
+"""The least number of cells of a store, as long as they are not smaller than the least cell. So
+several servers share the work, and gradients leave over a network before backward has made the
+last.
+"""
 
 _BLOCKS = 16
 _LEAST_BLOCK_BYTES = 64 << 10

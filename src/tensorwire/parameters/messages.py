@@ -106,7 +106,7 @@ class Description(NamedTuple):
 
     @staticmethod
     def from_json(data: bytes, servers: int, known: dict[str, Spec] | None = None) -> Description:
-        """Checks everything, for so many servers; ValueError tells what is wrong.
+        """Checks a description for a number of servers; the text of a ValueError names the fault.
 
         `known` has Specs by their text, and gets this one: workers describe the same as a rule.
         """

@@ -39,7 +39,7 @@ SYNC = Mode()
 
 
 def checked_mode(name: Any, staleness: Any) -> Mode:
-    """Returns a mode that there is; ValueError says what is wrong."""
+    """Returns a mode that there is; the text of a ValueError names the fault."""
     if name not in NAMES:
         raise ValueError(f"mode is {', '.join(map(repr, NAMES))}, not {name!r}")
     if name != "bounded":

@@ -161,7 +161,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Graph:
-    """Tensors and operators; what a program runs in every step.
+    """Tensors and operators: a program's work in every step.
 
     Every tensor is made by exactly one operator: inputs of the program by operators without inputs.
     An operator has a higher order than those that make its inputs, so there are no cycles.

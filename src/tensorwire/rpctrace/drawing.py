@@ -1,4 +1,4 @@
-"""Prints a trace: tables of calls and messages, payload sizes, and what could be gained."""
+"""Prints a trace: tables of calls and messages, payload sizes, and the possible gain."""
 
 from __future__ import annotations
 

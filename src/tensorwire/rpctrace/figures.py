@@ -1,4 +1,4 @@
-"""Adds up what all processes of a traced command have recorded."""
+"""Adds up the records of all processes of a traced command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Distribution:
         return self.most
 
     def from_bits(self, bits: int) -> tuple[int, int]:
-        """Returns how many values have so many bits or more, and their sum."""
+        """Returns how many values have this number of bits or more, and their sum."""
         return sum(self.counts[bits:]), sum(self.totals[bits:])
 
 

@@ -185,7 +185,7 @@ class Member(Channel):
             raise self.failure("ended without a result") from None
 
     def failure(self, what: str) -> MemberError:
-        """Returns the error that says what the process did, with its log; it counts as seen."""
+        """Returns an error of this text about the process, with its log; it counts as seen."""
         self._seen_failure = True
         return MemberError(f"{self!r} {what}\nIts log:\n{self.log()}")
 

@@ -1,4 +1,4 @@
-"""Counts from outside what a process holds: descriptors, memory, threads, children.
+"""Counts the resources of a process from outside: descriptors, memory, threads, children.
 
 Reads /proc only and knows nothing of tensorwire, so it also finds what other code left behind.
 """

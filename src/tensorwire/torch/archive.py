@@ -142,7 +142,7 @@ def remove_parts(target: Path) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file that may be somebody else's: a link is an error; a pipe is not waited for."""
+    """Opens a file that may be another user's: a link is an error; a pipe is not waited for."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -244,7 +244,7 @@ def _check_entry(record: zipfile.ZipInfo) -> None:
 
 
 def _what_begins(head: bytes) -> str:
-    """Returns what a file with these first bytes seems to be, for messages."""
+    """Returns the kind of file that begins with these bytes, for messages."""
     if not head:
         return "empty"
     for pattern, kind in _KINDS:

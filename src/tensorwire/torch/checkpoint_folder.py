@@ -178,7 +178,7 @@ def _write_model(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _write_index(part: Path) -> None:
-    """Brings all to the disk, and notes what it is."""
+    """Brings all files to the disk, and writes the index of their sizes and checksums."""
     files = {}
     for path in sorted(part.iterdir()):
         with open(path, "rb") as file:
@@ -278,7 +278,7 @@ def _remove(directory: Path) -> None:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Removes the remains of killed processes, which nobody has locked."""
+    """Removes the remains of killed processes, which are not locked any more."""
     for name in filter(_PART.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

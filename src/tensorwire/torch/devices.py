@@ -90,7 +90,7 @@ def part_of(whole: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> t
 
 
 class CopyStream:
-    """A stream in which a device copies to the host beside what it computes. One thread at a time.
+    """A stream in which a device copies to the host beside its computations. One thread at a time.
 
     Args:
         device: whose.

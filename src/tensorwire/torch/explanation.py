@@ -225,7 +225,7 @@ def _parameter_row(found: Found, within: bool) -> ExplainRow:
 
 
 def _name_of(core: Replica) -> str:
-    """Returns the model's class; with several optimizers in the job also what tells them apart."""
+    """Returns the model's class; with several optimizers in the job also its name or number."""
     job = latest_job()
     cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:

@@ -353,7 +353,7 @@ class Job:
             self._progress.show(plain)
 
     def _begin_pass(self, steps: int | None, first: int) -> None:
-        """Begins the pass of a loader: so many steps make this epoch; the first ones are done.
+        """Begins the pass of a loader with this number of steps, of which the first ones are done.
 
         The length of a stream is unknown (None).
         """

@@ -1,4 +1,4 @@
-"""Averages what all workers give: numbers, tensors, or dicts of them."""
+"""Averages the values of all workers: numbers, tensors, or dicts of them."""
 
 from __future__ import annotations
 

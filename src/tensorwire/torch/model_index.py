@@ -60,7 +60,7 @@ class ModelIndex:
         )
 
     def had_by(self, rank: int) -> list[str]:
-        """Returns names of what a process has, constants of the trace too."""
+        """Returns names of the tensors of a process, also of constants of the trace."""
         return sorted(name for name, ranks in self.ranks.items() if rank in ranks)
 
     def tied(self) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Torch side of modes: rejects what has no meaning in a mode, and reports on modes."""
+"""Torch side of modes: rejects options without a meaning in a mode, and reports on modes."""
 
 from __future__ import annotations
 

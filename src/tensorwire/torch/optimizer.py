@@ -302,7 +302,7 @@ class DistributedMixin:
 
     @property
     def last_norm(self) -> float:
-        """The norm of the last averaged gradient before clipping; nan where nobody asked."""
+        """The norm of the last averaged gradient before clipping; nan if it was not asked for."""
         return self._tensorwire.last_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

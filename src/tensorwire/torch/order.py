@@ -174,7 +174,7 @@ class Steps:
         return self._read[step - self.first]
 
     def mark(self, step: int) -> int:
-        """Returns a checksum of what is compared of the steps up to one that `has` has found."""
+        """Returns a checksum of the compared values of all steps up to one that `has` has found."""
         return self._marks[step - self.first]
 
     def forget(self, before: int) -> None:
@@ -208,11 +208,11 @@ class PassPlan(Protocol):
         """Returns a checksum of the samples up to a step; None: all workers have the same."""
 
     def forget(self, before: int) -> None:
-        """Forgets steps before one, which nobody asks for any more."""
+        """Forgets the steps before one, which are not asked for any more."""
 
 
 class Batch(list[Any]):
-    """Indices of samples, and the seed of what is random in reading them."""
+    """Indices of samples, and the seed for randomness in reading them."""
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
         super().__init__(indices)

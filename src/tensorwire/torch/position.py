@@ -99,7 +99,7 @@ class Position:
     def begin(
         self, loader: str, number: int, data: str, steps: int, batches_per_step: int
     ) -> LoaderPass:
-        """Begins a pass of so many steps.
+        """Begins a pass of `steps` steps.
 
         Raises:
             ValueError: a checkpoint was saved inside a pass, and this program makes another one.

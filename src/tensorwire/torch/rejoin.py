@@ -129,7 +129,7 @@ class Rejoin:
 
     @property
     def obstacle(self) -> str:
-        """The reason why nobody could join by this worker's notes; "" if there is none."""
+        """The reason why no process could join by this worker's notes; "" if there is none."""
         return self._history.reason
 
     def end_pass(self, loader: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Implements `job.save` and `job.load`: which calls write, and what a thread writes."""
+"""Implements `job.save` and `job.load`: the calls that write, and the work of their thread."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BackgroundWrites:
         self._running.clear()
 
     def check(self) -> None:
-        """Raises the error of a write, if nobody was told yet."""
+        """Raises the error of a write, once."""
         errors, self._errors = self._errors, []
         for other in errors[1:]:
             errors[0].add_note(f"nor was another checkpoint: {type(other).__name__}: {other}")

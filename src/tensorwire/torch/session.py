@@ -158,7 +158,7 @@ class Session:
         _present = self
 
     def _introduce(self, member: WorkerMember, seed: int) -> int:
-        """Tells all workers who can share memory with whom; returns worker 0's seed."""
+        """Tells all workers which of them can share memory; returns worker 0's seed."""
         mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
         mine += bytes([member.place.durable])
         told = self.gather(mine + member.colocation.introduction())
@@ -475,7 +475,7 @@ class Session:
         self.sum([])
 
     def meet(self) -> None:
-        """Begins a call that all workers make; until its end nobody steps."""
+        """Begins a call that all workers make; until its end no worker steps."""
         self.check_present("edit() or another call of all workers")
         if not self.mode.is_sync:  # else steps keep them together
             self.barrier()

@@ -63,7 +63,7 @@ class Taking:
         return acting[0]
 
     def first_slice(self, is_ahead: Callable[[int], bool]) -> int:
-        """Returns the slice with which the next step begins, which nobody has committed for it."""
+        """Returns the slice with which the next step begins: the first without a commit for it."""
         self._takeovers.adopt()
         return next(each for each in self._takeovers.slices if not is_ahead(each))
 
@@ -72,7 +72,7 @@ class Taking:
         self.present, self._given_at = slice_index, self.commits
 
     def begin_commit(self, replica: object, batches: int) -> None:
-        """Checks that a slice can be committed, when so many batches were given.
+        """Checks that a slice can be committed after the loader has given `batches` batches.
 
         Raises:
             RuntimeError: its batch was not given, or another optimizer has stepped with it.
@@ -95,7 +95,10 @@ class Taking:
             )
 
     def committed(self, due: Sequence[int], samples: int) -> None:
-        """Notes the commit of a slice of so many samples; `due` are the slices left of the step."""
+        """Notes the commit of a slice with `samples` samples.
+
+        The slices `due` are left of the step.
+        """
         if due and self.slice_index == self._takeovers.acting_slices[-1]:
             self._random = random_state()
         self.due, self.samples, self.commits = tuple(due), samples, self.commits + 1

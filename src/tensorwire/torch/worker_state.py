@@ -1,4 +1,4 @@
-"""Records what one worker has for itself, and no server, for a replacement process."""
+"""Records the state that one worker has, and no server, for a replacement process."""
 
 from __future__ import annotations
 

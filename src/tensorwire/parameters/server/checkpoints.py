@@ -180,7 +180,7 @@ class CheckpointShelf:
             sys.stderr.write("tensorwire: no checkpoints are taken after this error\n")
 
     def _wait(self, seen: int, seconds: float | None) -> None:
-        """Waits until the bell rings again, for so many seconds at most."""
+        """Waits until the bell rings again, at most `seconds` seconds; None: for ever."""
         with contextlib.suppress(TimeoutError):
             self._bell.wait_until(seen + 1, seconds)
 

@@ -1,4 +1,4 @@
-"""Lists what all servers of a store do next, where each worker goes at its own pace."""
+"""Lists the actions of all servers of a store, where each worker goes at its own pace."""
 
 from __future__ import annotations
 

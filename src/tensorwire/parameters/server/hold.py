@@ -49,7 +49,7 @@ class Hold:
         return self._taken.value == version
 
     def is_at(self, version: int) -> bool:
-        """Tells whether a predecessor stood still at a version: nobody has begun the next one."""
+        """Tells whether a predecessor stood still at a version: the next one has not begun."""
         return held_version(self._held.value) == version
 
     def stand_again(self, version: int) -> bool:

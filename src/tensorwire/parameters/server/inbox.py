@@ -73,5 +73,5 @@ class SliceInbox(Gatherer):
         return self._contributors[index].rank
 
     def waits_in(self, rank: int, other: int) -> str:
-        """Returns nothing, see `Gatherer`: a worker that steps here waits for nobody."""
+        """Returns "", see `Gatherer`: a worker that steps here waits for no other."""
         return ""

@@ -1,4 +1,4 @@
-"""Records for a successor what a server has done where workers go at their own pace.
+"""Records, for its successor, the state of a server whose workers go at their own pace.
 
 In "sync" all workers are told the same, and a journal has it. Here each worker was told something
 else, and server 0 alone knows which commit came when and which worker waits for which. All of that

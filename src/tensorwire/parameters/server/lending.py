@@ -229,7 +229,7 @@ class Lending:
         return unheld
 
     def idle(self) -> None:
-        """Frees the memory kept for the next snapshot, as nobody is connected."""
+        """Frees the memory kept for the next snapshot, as no reader is connected."""
         with self._lock:
             self._asked_at, self._often = -KEEP_S, False
             self._close_spare()
@@ -243,7 +243,7 @@ class Lending:
         return max(self._present + self._changing, FIRST_VERSION)
 
     def _find(self, ask: Ask) -> Copy | None:
-        """Returns the snapshot, if somebody has asked for it already."""
+        """Returns the snapshot, if another reader has asked for it already."""
         for copy in list(self._copies):
             if (copy.version, copy.whole) == (ask.version, ask.whole):
                 return copy

@@ -1,4 +1,4 @@
-"""Opens a store at a server: from what the workers describe to regions with names."""
+"""Opens a store at a server: from the workers' descriptions to regions with names."""
 
 from __future__ import annotations
 

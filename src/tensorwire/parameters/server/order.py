@@ -189,7 +189,7 @@ class Leader:
             lead.held.append(rank)
 
     def _look(self) -> None:
-        """Finds workers that block nobody: they left, or wait for all others."""
+        """Finds workers that block no other: they left, or wait for all others."""
         member, calls = self._member, self._calls
         stopped = {self._opening.committers[index] for index in self._stopped}
         is_new = self._lead.clocks.excuse(
@@ -245,13 +245,13 @@ class Leader:
 
 
 def check_open(opening: Opening) -> None:
-    """Raises ClosedError if nobody waits for the store any more."""
+    """Raises ClosedError if no worker waits for the store any more."""
     if opening.closing.is_set() or opening.member.all_left():
         raise ClosedError("all workers have left")
 
 
 def wait(opening: Opening, mailbox: Mailbox, number: int, peer: Peer) -> Bytes:
-    """Returns a message of a peer; ClosedError if nobody waits for it any more."""
+    """Returns a message of a peer; ClosedError if no worker waits for the store any more."""
     while True:
         try:
             return opening.member.persist(peer, partial(mailbox.wait, number, _LOOK_S, peer=peer))

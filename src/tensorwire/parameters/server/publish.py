@@ -1,4 +1,4 @@
-"""Writes what a server tells others of a version: new values, sums and results."""
+"""Writes a server's messages about a version: new values, sums and results."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class Results:
             self._member.tell_workers(self._living(), data, result.version)
 
     def _is_over(self, rank: int) -> bool:
-        """Tells whether nobody is in the place, so that nobody is told."""
+        """Tells whether a place has no worker any more, so that it gets no messages."""
         return self._member.is_taken(rank)
 
     def _living(self) -> dict[int, RemoteMailbox]:
@@ -319,7 +319,7 @@ class Results:
                 mailbox.send(result, POISON).wait(2.0)
 
     def close(self) -> None:
-        """Stops answering: nobody waits for a version any more."""
+        """Stops answering: no worker waits for a version any more."""
         self._over = True
         self._mailboxes.clear()
 

@@ -19,7 +19,7 @@ _FILES = {
 
 
 def check_room(size_bytes: int, root: Path = _ROOT) -> None:
-    """Checks that so many bytes can be written to memory.
+    """Checks that there is room in memory for this number of bytes.
 
     The remaining memory of the host and of this process's control groups counts, with the page
     cache, which they can take back.

@@ -272,7 +272,7 @@ class StoreServer:
 
     @property
     def gone(self) -> bool:
-        """All workers have released the store, or nobody waits for it; its thread has ended."""
+        """True when the store's thread has ended, after its workers have released or left it."""
         return self.closing.is_set() and not self.thread.is_alive()
 
     def _run(self) -> None:

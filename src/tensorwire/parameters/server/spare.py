@@ -83,5 +83,5 @@ class SpareMemory:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Returns the size of the whole pages that hold so many bytes."""
+    """Returns the size of the whole pages that hold this number of bytes."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

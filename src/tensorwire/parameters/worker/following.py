@@ -91,7 +91,7 @@ class FollowedStore:
         self.version = self._answers.last
 
     def check(self) -> None:
-        """Raises if the job is over, or a server is gone and nobody has its place."""
+        """Raises if the job is over, or a server is gone and was not replaced."""
         if self._answers.is_over:
             self._answers.wait_reached(self.version + 1)
         for peer in self._member.servers:

@@ -1,4 +1,4 @@
-"""Defines what a worker uses of a store: push gradients, commit, wait for a version."""
+"""Defines a worker's methods of a store: push gradients, commit, wait for a version."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Store(Protocol):
         """Commits everything pushed for a slice; every slice commits every version once."""
 
     def missing(self) -> Sequence[int]:
-        """Returns this worker's slices that nobody has committed for the next version.
+        """Returns this worker's slices that are not committed yet for the next version.
 
         Commits of a killed worker that only some servers have are sent to the others.
         """

@@ -41,7 +41,7 @@ class OwnPaceStore(RemoteStore):
         super().__init__(member, number, spec, None, mode, device)
 
     def wait(self) -> Result:
-        """See `Store`: by now all servers have applied what this worker has committed."""
+        """See `Store`: by now all servers have applied this worker's commits."""
         result = super().wait()
         if result.message:
             self.paces.add(Pace.from_text(result.message))

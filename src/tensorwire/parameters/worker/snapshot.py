@@ -103,7 +103,10 @@ class Source(Protocol):
 
 
 class PresentVersion:
-    """See `Readable`: what a store has now. For as long as it stays: every array is read once."""
+    """See `Readable`: the present version of a store, for as long as it stays.
+
+    Every array is read once.
+    """
 
     def __init__(self, store: Source) -> None:
         self._store, self.counts, self.scalars = store, store.counts, store.scalars

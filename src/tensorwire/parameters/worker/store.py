@@ -1,4 +1,4 @@
-"""Worker side of a store that servers keep; what concerns one server is in its `Link`."""
+"""Worker side of a store that servers keep; a `Link` has the part of one server."""
 # ruff: noqa: D102 - the methods are described in Store
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class RemoteStore:
             link.settle()
 
     def commit(self, slice_index: int, commit: Commit) -> None:
-        """See `Store`. Over a network it goes ahead of what is still under way."""
+        """See `Store`. Over a network the commit overtakes gradients that are under way."""
         history, number = self._history, self._number
         if (noted := self._committed(slice_index)) is not None:
             assert history is not None

@@ -227,7 +227,7 @@ def many_in_flight(setup: CheckSetup) -> None:
 
 
 def transfer_dropped(setup: CheckSetup) -> None:
-    """Checks that a transfer that nobody keeps is carried out all the same."""
+    """Checks that a transfer is carried out even if no reference to it is kept."""
     remote = setup.remote("r", 8 + 50 * 100_000)
     word = remote.word(0)
     for i in range(50):

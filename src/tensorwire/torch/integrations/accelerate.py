@@ -237,7 +237,7 @@ def adopt(accelerator: accelerate.Accelerator) -> None:
 
 
 def _other_than_cpus(accelerator: accelerate.Accelerator) -> str:
-    """Returns what Accelerate was told besides data parallelism on CPUs; "" if nothing."""
+    """Returns the task of Accelerate besides data parallelism on CPUs; "" if there is none."""
     # It sets these for a plugin, and on CPUs leaves the plugin at that.
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":

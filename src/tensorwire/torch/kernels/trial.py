@@ -35,7 +35,7 @@ from .own_step import OwnStepKernel, plain_step_of
 from .watching import ShapeWatch
 
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how torch computes, and not what: the servers' answer is no for all of them."""
+"""The options that change how torch computes, but not the result: on the servers all are False."""
 OF_ALL = frozenset({
     "defaults", "state", "param_groups", "step", "_tensorwire", "_opt_called",
     "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
@@ -204,7 +204,7 @@ class Trial:
     # ---- the user's object
 
     def _reference(self, problem: _Problem) -> _Outcome:
-        """Runs the optimizer itself, and learns what it keeps as state."""
+        """Runs the optimizer itself, and learns its state."""
         try:
             return self._run_reference(problem, lazy=True)
         except NotOnServersError:
@@ -444,7 +444,7 @@ def _options_and_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Returns the first entry that is not what it was; "" if there is none."""
+    """Returns the first entry that has changed; "" if there is none."""
     if before.keys() != after.keys():
         return min(before.keys() ^ after.keys())
     return next((key for key in before if repr(before[key]) != repr(after[key])), "")

@@ -1,4 +1,4 @@
-"""Runs a model that is split over processes: each has stages, and a plan moves what crosses.
+"""Runs a model that is split over processes: each has stages, and a plan moves tensors between.
 
 `split` captures, plans and materialises; a `Split` runs steps. Activations and their gradients are
 edges of a graph (tensorwire.edges); so are the gradients of weights that several processes have.

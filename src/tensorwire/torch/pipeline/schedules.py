@@ -133,7 +133,7 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
 
 
 def flights(name: str, machines: int, stages: int, microbatches: int) -> int:
-    """Returns how many copies of a crossing value's memory there must be, so that nobody waits.
+    """Returns how many copies of a crossing value's memory there must be, so that no sender waits.
 
     A receiver has memory from a stage's forward until its backward or the weights' part of it. Say
     that no stage is more than `ahead` forwards ahead of its backwards, and weights are at most

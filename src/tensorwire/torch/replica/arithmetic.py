@@ -1,4 +1,4 @@
-"""Decides what is done to an optimizer's parameters, on the servers or in worker 0."""
+"""Chooses the arithmetic for an optimizer's parameters, on the servers or in worker 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..kernels import (
 from .mutation_guard import of_libraries
 
 APPLIERS = ("auto", "servers", "worker")
-"""The choices of who applies gradients: the servers if possible, the servers, worker 0."""
+"""The choices of a place to apply gradients: the servers if possible, the servers, worker 0."""
 
 
 class Arithmetic:
@@ -248,7 +248,7 @@ class Arithmetic:
 
 
 def check_possible(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnavailableError for an optimizer that nobody can apply in a distributed step."""
+    """Raises UnavailableError for an optimizer that cannot be applied in a distributed step."""
     cls, name = plain_class_of(optimizer), _name_of(optimizer)
     if cls.__name__ == "ZeroRedundancyOptimizer":
         inner = type(getattr(optimizer, "optim", optimizer)).__name__

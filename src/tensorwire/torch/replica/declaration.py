@@ -1,4 +1,4 @@
-"""Declares the tensors of an optimizer's store, or says what cannot be one."""
+"""Declares the tensors of an optimizer's store, or names a tensor that cannot be in one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..views import flat_bytes
 from .device_gradients import device_sum
 
 TURNS = 32
-"""So many steps see every byte, at most."""
+"""The most steps until every byte was looked at."""
 _LEAST_BYTES = 256 << 10  # of a step
 _PIECE_BYTES = 64 << 10
 _CALL_BYTES = 16 << 10  # a look at few bytes costs as much as this

@@ -1,4 +1,4 @@
-"""Records what an optimizer has while another one steps, for a replacement process.
+"""Records the gradients and buffers of an optimizer while another one steps, for a replacement.
 
 Such a process computes its last batch again. If one of several optimizers had stepped, it computes
 with the parameters which that step has made, and the results differ: other gradients for optimizers

@@ -87,7 +87,7 @@ class MutationGuard:
         self._next = None
 
     def check(self, wait: bool = True) -> None:
-        """Raises RuntimeError if something was changed since, with what to do instead.
+        """Raises RuntimeError, with advice, if something was changed since.
 
         Without `wait`, parameters on a device are compared meanwhile, and `finish` tells.
         """
@@ -137,7 +137,7 @@ class MutationGuard:
         raise self._changed(first, moved)
 
     def _was_moved(self, index: int) -> bool:
-        """Tells whether a parameter has other memory with the same values: nobody has edited it."""
+        """Tells whether a parameter has other memory with the same values: it was not edited."""
         parameter = self._held[index]
         if parameter.data_ptr() == self._seen[index][1] or parameter.device.type != "cpu":
             return False

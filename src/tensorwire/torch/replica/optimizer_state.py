@@ -28,7 +28,7 @@ class StateAtServers(defaultdict[Any, Entry]):
     """
 
     def refuse(self, *args: Any, **options: Any) -> NoReturn:
-        """Raises RuntimeError, with what to do instead."""
+        """Raises RuntimeError, with advice."""
         raise RuntimeError(
             "the servers keep the state of a distributed optimizer, and opt.state has nothing: "
             "opt.state_dict() reads it; edit that, and opt.load_state_dict() it, on all workers"
@@ -111,7 +111,7 @@ class OptimizerState:
         return state
 
     def saved(self) -> dict[str, Any]:
-        """Returns the state that goes to a new store; what worker 0 keeps stays with it."""
+        """Returns the state for a new store; the state that worker 0 keeps stays with it."""
         return {"state": {}} if self._arithmetic.by_worker else self._optimizer.state_dict()
 
     def load(

@@ -501,7 +501,7 @@ class Reducer:
 
     @property
     def _differ(self) -> bool:
-        """Gradients are not what they were in a process in whose place this one is.
+        """True if the gradients differ from those of the process in whose place this one is.
 
         It computes its last step again. If one optimizer had made it and this one had not, this
         one's gradients were made with new parameters of the other.

@@ -130,7 +130,7 @@ class Replica:
     # ---- planning
 
     def _plan(self) -> tuple[list[torch.Tensor], Arithmetic]:
-        """Returns the parameters of a store for all tensors, and what is done to them."""
+        """Returns the parameters of a store for all tensors, and the arithmetic for them."""
         declared, parameters = self.ownership.declare([e for e in self._others if e is not self])
         if not any(tensor.kind in WITH_GRADIENT for tensor in declared):
             raise ValueError("no parameter of the optimizer requires a gradient")

@@ -68,6 +68,6 @@ class ReplicaSnapshot:
         self._snapshot.fetch()
 
     def release(self) -> None:
-        """Releases the tensors, which nobody uses any more. Any thread; idempotent."""
+        """Releases the tensors, which are not used any more. Any thread; idempotent."""
         self._resident.clear()
         self._snapshot.release()

@@ -20,7 +20,7 @@ from ..views import flat_bytes
 _MASK = (1 << 64) - 1
 
 STEPS = 3
-"""So many first steps are compared."""
+"""The number of first steps that are compared."""
 
 
 class SameBatchesWarning(UserWarning):
