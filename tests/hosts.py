@@ -102,7 +102,7 @@ def _bucket(host: Host, megabits: int) -> list[str]:
 
 
 def cut(hosts: Hosts) -> None:
-    """The network swallows everything, and nobody is told."""
+    """Lets the network swallow everything, without a notice to either side."""
     cut_one_way(*hosts)
     cut_one_way(*reversed(hosts))
 

@@ -213,7 +213,7 @@ class Wire:
             raise HungUp from error
 
     def receive(self, size: int) -> bytes:
-        """Receives exactly so many bytes.
+        """Receives exactly `size` bytes.
 
         Raises:
             HungUp: the stream ended.

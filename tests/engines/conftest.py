@@ -55,7 +55,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_done(text: str, workers: int = 2) -> None:
-    """So many workers trained one model."""
+    """Checks that `workers` workers trained one model."""
     found = set(re.findall(rf"done (\d) {workers} (\S+)$", text, re.MULTILINE))
     assert sorted(rank for rank, _ in found) == [str(rank) for rank in range(workers)], text
     assert len({figure for _, figure in found}) == 1, text

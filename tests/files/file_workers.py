@@ -1,4 +1,4 @@
-"""Jobs with workers that run no script, and who computes their gradients."""
+"""Jobs with workers that run no script, and programs that compute their gradients."""
 
 from __future__ import annotations
 

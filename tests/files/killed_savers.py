@@ -29,7 +29,7 @@ def save(number: int) -> None:
 
 
 def in_child(number: int, kill_s: float | None) -> float:
-    """Runs an action in a child, and kills it after so many seconds; returns how long it took."""
+    """Runs an action in a child, and kills it after `kill_s` seconds; returns how long it took."""
     began, child = time.monotonic(), os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""Memory that a job lends for checkpoints: who writes them, dies, and loads them."""
+"""Memory that a job lends for checkpoints: processes write them, die, and load them."""
 
 import errno
 import io

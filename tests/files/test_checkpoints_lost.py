@@ -57,7 +57,7 @@ def test_a_writer_that_is_connected_again(shelf: Shelf) -> None:
 
 
 def test_a_checkpoint_at_a_server_that_was_replaced(shelf: Shelf) -> None:
-    """Files of another process may be lost with the one before, and nobody here was told."""
+    """Files of another process may be lost with the former server, and no writer here knows."""
     shelf.shelf._replaces = True
     writer = shelf.writer()
     for name in ("b", ".metadata"):

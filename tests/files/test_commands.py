@@ -179,7 +179,7 @@ def check_maps(address: str, root: str) -> None:
 
 
 def check_sealed(path: str) -> None:
-    """Checks that nobody can write to it, in whichever way it is opened."""
+    """Checks that it cannot be written, in any way of opening it."""
     for flags in (os.O_RDONLY, os.O_RDWR):
         with contextlib.closing(os.fdopen(os.open(path, flags), "rb")) as file:
             seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

@@ -1,4 +1,4 @@
-"""`control/…`: a job that is paused, whose parameters are written, and who may do that."""
+"""`control/…`: a job is paused, its parameters are written, and only by its own user."""
 
 import concurrent.futures
 import errno

@@ -227,7 +227,7 @@ def test_a_file_that_is_read_while_it_is_written_anew(folder: Path) -> None:
 
 
 def test_a_mount_that_ends_while_a_file_is_written(folder: Path) -> None:
-    """A file that nobody has closed is not whole, and the old one stays."""
+    """A file that was not closed is not whole, and the old one stays."""
     job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
     try:
         with mounted(folder, job.address) as made:

@@ -1,4 +1,4 @@
-"""A reader beside a job that trains: versions are never mixed, nothing is written, nobody waits."""
+"""A reader beside a job that trains: no versions are mixed, nothing is written, no worker waits."""
 
 import contextlib
 import os

@@ -142,7 +142,7 @@ def test_no_event_is_left(driver: str) -> None:
 
 
 def test_a_wake_up_that_does_not_come(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that has failed calls nobody: copies are looked at now and then all the same."""
+    """A GPU that has failed calls no function: copies are looked at now and then all the same."""
     if driver == "real":
         pytest.skip("NVIDIA's driver cannot be told to fail")
     with pair() as (_nodes, _region, remote):

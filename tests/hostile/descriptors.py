@@ -41,7 +41,7 @@ def _system_call(number: int, *arguments: object) -> int:
 
 
 def lingering_socket() -> int:
-    """A TCP socket with data that nobody takes: closing it blocks for as long as it says."""
+    """Makes a TCP socket with data that is not read: closing it blocks for the time it names."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stream = socket.create_connection(listener.getsockname(), 2.0)
         _kept.append(listener.accept()[0])

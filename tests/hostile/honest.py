@@ -437,7 +437,7 @@ def plain(channel: Channel, port: int) -> None:
 
 
 def plain_echo(channel: Channel) -> None:
-    """Process function: who answers the Plain; sends its port first."""
+    """Process function: answers the Plain; sends its port first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         channel.send(listener.getsockname()[1])
         stream, _ = listener.accept()

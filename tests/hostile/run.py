@@ -40,7 +40,7 @@ class Run:
         self.narrowed = f" ARGS='{' '.join(options)}'" if options else ""
 
     def trials(self, numbers: list[int]) -> None:
-        """Runs them, a line each and more lines where somebody was harmed."""
+        """Runs them, a line each and more lines where a process was harmed."""
         with contextlib.ExitStack() as stack:
             ground = stack.enter_context(Ground())
             if ground.why:

@@ -1,4 +1,4 @@
-"""Attacks of strangers: who does not know the secret, or does not show that he does; and floods."""
+"""Attacks of strangers, which do not know the secret, or do not show that they do; and floods."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Launched:
             assert self._read(deadline), f"no {texts} in:\n{self.text}"
 
     def pid_of(self, who: str) -> int:
-        """The number that a process printed as "pid of WHO: N."."""
+        """Returns the number that a process printed as "pid of WHO: N."."""
         self.wait_for(f"pid of {who}: ")
         while "." not in (rest := self.text.partition(f"pid of {who}: ")[2]):
             assert self._read(time.monotonic() + WAIT_S)

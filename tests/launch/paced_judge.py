@@ -7,7 +7,7 @@ from typing import Any
 
 
 def judge(folder: Path, steps: int, rounds: int, slices: int, staleness: int | None) -> int:
-    """Every (slice, step) is applied once at each server, and nobody is too far ahead.
+    """Checks that every (slice, step) is applied once at each server, and no worker leads too far.
 
     Returns:
         How many adopted versions were looked at.

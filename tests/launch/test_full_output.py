@@ -1,4 +1,4 @@
-"""Launchers, servers and `doctor` whose output nobody reads: all go on, and SIGTERM ends them."""
+"""Launchers, servers and `doctor` whose output is not read: all go on, and SIGTERM ends them."""
 
 import contextlib
 import fcntl
@@ -25,7 +25,7 @@ LOUD = [sys.executable, str(HERE / "loud_server.py")]
 def unread(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process whose stdout and stderr are one pipe, which is full and which nobody reads."""
+    """Starts a process whose stdout and stderr are one pipe, which is full and is not read."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     os.write(theirs, b"x" * 4096)

@@ -1,4 +1,4 @@
-"""How a job ends: whose code it has, who is named, and that the others end too."""
+"""How a job ends: with which process's code, which one it names, and that the others end too."""
 
 import os
 import signal

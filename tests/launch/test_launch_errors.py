@@ -243,7 +243,7 @@ def test_a_report_that_fails_loses_nothing(place: Place, told: bool) -> None:
 
 
 def test_an_error_is_shown_while_its_worker_hangs(place: Place) -> None:
-    """A thread of the user keeps the process; who looks at the terminal sees the error."""
+    """A thread of the user keeps the process; the terminal shows the error at once."""
     with place.start(
         """
         import threading

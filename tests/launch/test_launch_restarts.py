@@ -1,4 +1,4 @@
-"""Servers that die: who takes their place, with what, how often, and how the job then ends."""
+"""Servers that die: their successors, with which state, how often, and how the job then ends."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Workers that die: who takes their place, with what, how often, and how the job then ends."""
+"""Workers that die: their successors, with which state, how often, and how the job then ends."""
 
 import contextlib
 import os
@@ -208,7 +208,7 @@ def test_the_error_of_a_successor_is_shown(place: Place) -> None:
 
 
 def test_nobody_holds_the_socket_of_one_that_is_not_replaced(place: Place) -> None:
-    """Others learn so that nobody comes."""
+    """The closed socket tells the others that no process comes in its place."""
     done = run(
         place,
         """

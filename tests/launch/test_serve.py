@@ -213,7 +213,7 @@ def test_workers_may_be_there_first(place: Place) -> None:
 
 
 def test_strangers_at_the_door(place: Place) -> None:
-    """A stranger that is silent, sends nonsense, or leaves at once disturbs nobody."""
+    """A stranger that is silent, sends nonsense, or leaves at once disturbs no worker."""
     with serve(place, "become()\nleave()", workers=1) as job:
         job.supervisor.wait_for("a worker joins")
         kept = []

@@ -80,7 +80,7 @@ class Copy:
         shutil.copy(WORK / "cpp" / CORE_TEST, CLEAN_TEST)
 
     def apply(self, fault: Fault) -> str:
-        """Makes a fault, and returns why it does not count: what nobody could commit."""
+        """Makes a fault, and returns why it does not count, such as an error of the build."""
         fault.apply(TREE)
         if fault.path.startswith("cpp/"):
             return self._build()[-300:]

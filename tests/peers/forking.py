@@ -79,7 +79,7 @@ class Traffic:
             self._error = error
 
     def wait_for(self, rounds: int) -> None:
-        """Waits until so many more rounds have been."""
+        """Waits until `rounds` more rounds are done."""
         goal = self.rounds + rounds
         while self.rounds < goal:
             assert self._error is None, self._error

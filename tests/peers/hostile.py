@@ -128,7 +128,7 @@ class HonestPeer:
 
 @dataclass
 class Victim:
-    """A Node with a region of each kind, the process it is in, and who talks to it honestly."""
+    """A Node with a region of each kind, its process, and the peers that talk to it honestly."""
 
     address: str
     member: Member

@@ -1,4 +1,4 @@
-"""Process functions for test_restart.py: who stays, and who comes and goes."""
+"""Process functions for test_restart.py: some stay, and some come and go."""
 
 import time
 from typing import Any
@@ -93,7 +93,7 @@ class Friend:
 
 
 def reconnect(node: Node, address: str, channel: Channel) -> Peer | None:
-    """Tries until somebody listens there again; None if the test ends."""
+    """Tries until a process listens there again; None if the test ends."""
     deadline = time.monotonic() + 3 * PATIENCE_S  # a process takes long to start in a machine
     while True:
         try:

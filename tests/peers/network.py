@@ -29,7 +29,7 @@ class Far(Actor):
     """An Actor that tells when and how it lost a peer, by the clock that all processes share."""
 
     def await_loss(self, key: str, timeout_s: float) -> tuple[str, float]:
-        """Waits for a word that nobody raises; the peer is the one that `accept` took."""
+        """Waits for a word that is never raised; the peer is the one that `accept` took."""
         try:
             self._regions[key].word(0).wait_until(1 << 60, timeout_s, peer=self._peer)
         except PeerLostError as error:

@@ -128,7 +128,7 @@ def state_of(pid: int) -> str:
 
 
 def test_a_pair_that_polls_stands_still_between_its_turns() -> None:
-    """Else it would take a core from those who are measured meanwhile."""
+    """Else it would take a core from the processes that are measured meanwhile."""
     with ProcessPair(
         "tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096}, polls=True
     ) as pair:
@@ -143,7 +143,7 @@ def test_a_pair_that_polls_stands_still_between_its_turns() -> None:
 
 
 def test_a_pair_that_stands_still_ends_with_the_bench(tmp_path: Path) -> None:
-    """Also where that is killed, and can wake nobody."""
+    """The same if the bench is killed, and can wake no process."""
     program = tmp_path / "bench.py"
     program.write_text(
         "import time\n"

@@ -19,7 +19,7 @@ SLEEPS = ModesSettings()
 
 
 def made_up(**ratios: float) -> Report:
-    """A report of cases whose systems are so many times as fast as sync."""
+    """Returns a report of cases whose systems are `ratios` times as fast as sync."""
     systems = {"slow": "async", "stalls": "bounded"}
     report = Report("modes", {}, settings={"interrupted": False})
     for case, ratio in ratios.items():

@@ -181,7 +181,7 @@ def run(program: str) -> list[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_daemon_threads_at_exit(program: str) -> None:
-    """Named for two bugs: a report of leaks, and errors of threads that nobody had asked to end."""
+    """Named for two bugs: a report of leaks, and errors of threads that were not asked to end."""
     run(program)
 
 

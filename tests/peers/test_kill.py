@@ -425,7 +425,7 @@ def test_server_killed_in_the_handshake(passed: int, transport: str) -> None:
 
 @pytest.mark.parametrize("passed", range(len(MESSAGES)))
 def test_client_killed_in_the_handshake(passed: int) -> None:
-    """The server forgets the stranger; nothing of it is left, and nobody is handed out."""
+    """The server forgets the stranger: nothing of it is left, and `accept` returns no peer."""
     with survivor("tcp") as scene, Relay(scene.node.address) as relay:
         scene.target.begin("connect", relay.address)
         relay.join()

@@ -113,7 +113,7 @@ def test_more_than_the_peer_has(transport: str) -> None:
 
 
 def test_no_address_space(transport: str) -> None:
-    """Address space is missing at the owner, or (on shm) at the user of a region, who maps it."""
+    """Address space is missing at the owner, or (on shm) at the user of a region, which maps it."""
     with PeerGroup() as group:
         _, owner = start_actor(group, "owner", transports=[transport], quota_bytes=GIB)
         _, poor = start_actor(group, "poor", poor_actor, transports=[transport])
@@ -280,7 +280,7 @@ def test_the_default_name_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x00b", "\x7f", "a\x85b", "\udc80", "n" * 64, "ä" * 32])
 def test_names_that_no_node_can_have(name: str) -> None:
-    """Refused at once, not by everybody who is asked to connect later."""
+    """The name is refused at once, not by every process that is asked to connect later."""
     with pytest.raises(ValueError, match="name"):
         Node(name).close()
 
@@ -298,7 +298,7 @@ def test_address_in_use() -> None:
 
 @pytest.mark.parametrize("listen", ["192.0.2.1:0", "[2001:db8::1]:0"])
 def test_address_of_another_host(listen: str) -> None:
-    """From the ranges for documentation, which nobody has."""
+    """The addresses are from the ranges for documentation, which no host has."""
     with pytest.raises(UnavailableError, match="cannot listen"):
         Node(listen=listen, secret=b"s" * 16)
 

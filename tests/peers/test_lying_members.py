@@ -249,7 +249,7 @@ def test_a_grant_ends_with_its_connection(victim: Victim, transport: str) -> Non
 
 
 def test_a_transfer_without_end(victim: Victim, transport: str) -> None:
-    """64 MiB into one open transfer: nobody keeps it anywhere but where it was sent to."""
+    """A peer writes 64 MiB into one open transfer: they are kept nowhere but in its target."""
     with victim.connect(transport) as stream:
         region = granted(stream, "open")
         chunk = b"e" * OPEN_BYTES

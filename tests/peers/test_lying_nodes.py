@@ -316,7 +316,7 @@ def test_a_second_grant_cannot_widen_the_first(asker: Any) -> None:
 
 
 def test_a_server_that_never_attaches(asker: Any) -> None:
-    """The server answers questions all the same; nobody can ask any before the page is there."""
+    """The server answers questions all the same; they can be asked only once the page is there."""
     with wire.FakeNode(SECRET, **SHM) as fake:
         connected = asker.begin("ask", "connect", fake.address, 0.5)
         with fake.accept_shm() as stream:

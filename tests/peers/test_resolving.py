@@ -67,5 +67,5 @@ def test_a_forked_child_resolves_by_itself(seen: dict[str, Any]) -> None:
 
 
 def test_the_process_ends_while_a_name_is_resolved(seen: dict[str, Any]) -> None:
-    """The resolver goes on for half a minute; nobody waits for it."""
+    """The resolver goes on for half a minute; the process does not wait for it."""
     assert seen["seconds"] < 15

@@ -118,7 +118,7 @@ def test_questions_wait(transport: str) -> None:
 
 
 def test_giving_up_a_look_up_frees_nothing(transport: str) -> None:
-    """Only an allocation that nobody waits for any more is given back."""
+    """Only an allocation that is not waited for any more is given back."""
     with frozen(transport) as (_, peer, member, target):
         leased = peer.allocate(4096, "leased")
         target.allocate("r", 64, "rw", "named")

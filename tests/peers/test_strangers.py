@@ -32,7 +32,7 @@ NOBODY = 65534
 
 
 class Lingering:
-    """A TCP socket with bytes that nobody takes: its last holder waits for LINGER_S on close."""
+    """A TCP socket with bytes that are not read: its last holder waits for LINGER_S on close."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -68,7 +68,7 @@ class Lingering:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets everybody go who still waits."""
+        """Lets all threads go that still wait."""
         self._receiver.close()
         if self._closing:
             self._closing.join()

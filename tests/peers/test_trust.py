@@ -231,7 +231,7 @@ def test_a_secret_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def test_a_lost_stranger_is_no_peer(transport: str) -> None:
-    """A process that hangs up in the middle is reported to nobody."""
+    """A process that hangs up in the middle is not reported."""
     with Node("host", secret=SECRET, transports=[transport]) as host:
         with Node("stranger", secret=OTHER) as stranger:
             for _ in range(20):

@@ -28,7 +28,7 @@ def blocking_calls(transport: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_waiting_process_is_idle(transport: str) -> None:
-    """All at the same time: who waits disturbs nobody, so none is disturbed either."""
+    """All wait at the same time: a waiting process disturbs no other, so none is disturbed."""
     calls = ["wait_until", "wait_until, peer", "wait_until beside another", "reached", "accept"]
     calls += list(NEED_TARGET[:2]) if transport == "tcp" else []
     with PeerGroup() as group:

@@ -150,7 +150,7 @@ def test_ucx_connects_by_its_listener(machines: Machines) -> None:
 
 
 def wait_listening(machine: Machine, port: int, by_rdmacm: bool = False) -> None:
-    """Waits until somebody there listens; what programs print of it lies in their buffers."""
+    """Waits until a program there listens; its own output lies in its buffers."""
     listing = "rdma resource show cm_id state LISTEN" if by_rdmacm else f"ss -Hltn sport = :{port}"
     until = f'until [ -n "$({listing})" ]; do sleep 0.05; done'
     machine.run(["sh", "-c", until], timeout_s=20.0)

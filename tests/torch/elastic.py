@@ -191,7 +191,7 @@ def running(folder: Path, *arguments: Any, **options: Any) -> Iterator[ElasticJo
 
 
 def undisturbed(folder: Path, epochs: int, script: str = SCRIPT) -> dict[str, str]:
-    """The digests of a job in which nobody comes or goes."""
+    """Returns the digests of a job in which no worker comes or goes."""
     options = f"--workers 2 --slices {PLACES} --elastic"
     with running(folder, options, script, pause_s=0.0, epochs=epochs) as job:
         job.process.wait(120 + epochs)
@@ -303,7 +303,7 @@ class Disturber:
 
 
 def disturb(folder: Path, commands: int, seed: int) -> tuple[Counter[str], int]:
-    """Runs a job with so many commands, and one without; what was done, in how many epochs."""
+    """Runs a job with `commands` commands, and one without; returns the commands, and epochs."""
     with running(folder / "disturbed", MOVING, WIDE_SCRIPT) as job:
         job.wait_for("epoch 0 digest")
         disturber = Disturber(job, seed)

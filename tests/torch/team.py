@@ -62,7 +62,7 @@ class Team:
         return outcomes
 
     def failures(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Failure]:
-        """Returns the errors of `case` in each worker; all must raise, and nobody may hang."""
+        """Returns the errors of `case` in each worker; all must raise, and none may hang."""
         outcomes, _ = self._run(case, args, **options)
         assert all(isinstance(outcome, Failure) for outcome in outcomes), outcomes
         return outcomes

@@ -153,7 +153,7 @@ def test_what_nobody_can_apply(team: Team, make: Make, says: str) -> None:
     ],
 )
 def test_a_step_fails_on_a_server(team: Team, make: Make, says: str) -> None:
-    """All workers are told the class and what it raised; nobody hangs."""
+    """All workers get the class and its error; none hangs."""
     for failure in team.failures(steps, make, "servers", 25, imports="foreign", servers=2):
         assert says in failure.text
         assert 'apply="worker") has worker 0 apply it' in failure.text
@@ -172,7 +172,7 @@ def disagreeing(job: tw.Job) -> str:
 
 
 def test_workers_disagree(team: Team) -> None:
-    """On the class, on what servers may import, and on who applies."""
+    """Workers disagree on the class, on the servers' imports, and on the place that applies."""
     for failure in team.failures(disagreeing, imports="foreign"):
         assert "optimizer" in failure.text
         assert "foreign:Lion" in failure.text
@@ -220,7 +220,7 @@ def heard(job: tw.Job, make: Make, apply: str) -> str:
 
 
 def test_what_is_told(team: Team) -> None:
-    """Worker 0 says once what is done otherwise than it was asked for, and who makes the steps."""
+    """Worker 0 says once which choices it has changed, and which process makes the steps."""
     assert team.run(heard, rmsprop, "auto") == ["", ""]
     assert team.run(heard, rmsprop, "worker") == ["", ""]
     for make, words in (

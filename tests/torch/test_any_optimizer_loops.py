@@ -119,7 +119,7 @@ def test_clipping(team: Team, way: str, apply: str) -> None:
 
 
 def scaled(job: tw.Job, make: Make, apply: str, unscale: bool) -> None:
-    """A scaler finds an infinity of one worker; nobody steps, and no state changes."""
+    """A scaler finds an infinity of one worker; no worker steps, and no state changes."""
     model, twin, opt, plain = pair(make)
     opt = tw.DistributedOptimizer(opt, model, apply=apply)
     scaler = tw.GradScaler("cpu", init_scale=8.0)

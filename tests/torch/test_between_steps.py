@@ -81,7 +81,7 @@ CHANGES = {
 
 
 def disturbed(job: tw.Job, who: int, change: str) -> tuple[list[str], str]:
-    """Digests of what a worker has in each step, and the error of who made the change."""
+    """Returns digests of a worker's state in each step, and the error of the changing worker."""
     model, opt = ready(job)
     digests, error = [], ""
     for step in range(4):

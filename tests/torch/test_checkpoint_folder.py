@@ -1,4 +1,4 @@
-"""A folder of checkpoints: each complete or not there, undamaged or an error; so many are kept."""
+"""A folder of checkpoints: each complete or absent, undamaged or an error; the latest are kept."""
 
 import contextlib
 import io

@@ -515,7 +515,7 @@ def test_locked_pages_are_let_go_behind_the_copies(adds: bool, kind: str, team: 
 
 
 class Copied:
-    """A moment after copies from the store, which nobody has waited for yet."""
+    """A moment after copies from the store, which was not waited for yet."""
 
     waited_for: ClassVar[list["Copied"]] = []
     under_way: ClassVar[list["Copied"]] = []

@@ -81,7 +81,7 @@ def test_killed_while_workers_come_and_go(tmp_path: Path) -> None:
 
 
 def test_one_that_joins_is_stopped(tmp_path: Path) -> None:
-    """Named for a bug: nobody noticed, and the others waited for its first step for ever."""
+    """Named for a bug: the stop was not noticed, and the others waited for ever."""
     fail = "worker-3+1:join.ready:1:stop"  # before it is told to go on
     options = "--workers 2 --slices 4 --elastic --silence 1"
     with running(tmp_path / "job", options, fail=fail) as job:
@@ -163,7 +163,7 @@ SAVES = """
 
 
 def test_checkpoints_come_at_the_same_steps_whoever_writes_them(tmp_path: Path) -> None:
-    """Named for a bug: who acted for worker 0 counted its own calls."""
+    """Named for a bug: the worker that acted for worker 0 counted its own calls."""
     script = SCRIPT.replace("scheduler.step()\n", "scheduler.step()" + SAVES, 1)
     with running(tmp_path / "job", "--workers 2 --slices 4 --elastic", script=script) as job:
         job.wait_for("saved in epoch 1")

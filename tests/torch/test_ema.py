@@ -1,4 +1,4 @@
-"""An average of weights that the servers keep: torch's own bits, and nobody else is touched."""
+"""An average of weights that the servers keep: torch's own bits, and no other optimizer changes."""
 
 import copy
 from collections.abc import Callable

@@ -378,7 +378,7 @@ def inode_at(address: int) -> int:
 
 
 def memory_by_kind(job: tw.Job) -> dict[str, float]:
-    """In sizes of the model. Also of shared memory that nobody maps."""
+    """Returns memory by kind, in sizes of the model; also shared memory that no process maps."""
     server = job.session.member.servers[0]  # type: ignore[union-attr]
     pids = [int(pid) for pid in job.sum([os.getpid() * (r == job.rank) for r in range(job.size)])]
     before, (_, private) = regions([*pids, server.pid]), resident(server.pid)

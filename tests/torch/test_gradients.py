@@ -267,7 +267,7 @@ def peek_and_evaluate(job: tw.Job) -> list[float]:
 
 
 def test_batches_without_a_gradient_have_no_weight(team: Team) -> None:
-    """Named for a bug: who looked at a batch or evaluated counted more in the next step."""
+    """Named for a bug: a worker that looked at a batch or evaluated counted more later."""
     ours = team.run(peek_and_evaluate)
     # Steps of 8 and of 4 samples in their order: means 3.5 and 9.5.
     expected = [-0.035, -0.13]

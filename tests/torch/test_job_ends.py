@@ -1,4 +1,4 @@
-"""However a job ends, it ends within 5 s, says who failed, and leaves nothing behind."""
+"""However a job ends, it ends within 5 s, names the failed process, and leaves nothing behind."""
 
 import os
 import signal

@@ -210,7 +210,7 @@ class Rig:
 
 
 class Fatal:
-    """Counts of tensors, in which a process does not get further than so many changes."""
+    """Counts of tensors, at which a process is killed after `left` changes."""
 
     def __init__(self, counts: Any, left: int) -> None:
         self._counts, self._left = counts, left

@@ -22,7 +22,7 @@ import tensorwire.torch as tw
 from tensorwire.torch.replica import residency
 
 MOST = 1.15
-"""At most so many times the memory of later steps is needed before."""
+"""The most memory before, as a multiple of the memory of later steps."""
 
 LATER = 10
 STEPS = 15

@@ -1,4 +1,4 @@
-"""Misuse ends with a clear error in every worker, also alone, and nobody hangs."""
+"""Misuse ends with a clear error in every worker, also alone, and no worker hangs."""
 
 import contextlib
 import os
@@ -212,7 +212,7 @@ def backward_after_synchronize(job: tw.Job) -> None:
 
 
 class Functional(nn.Module):
-    """A table that nobody can tell from any other parameter before its gradient comes."""
+    """A table that looks like any other parameter before its gradient comes."""
 
     def __init__(self) -> None:
         super().__init__()

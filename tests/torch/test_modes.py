@@ -440,7 +440,7 @@ def test_modes_that_cannot_be(arguments: dict[str, Any], says: str) -> None:
 
 
 def test_slices_are_not_taken_over_at_own_pace() -> None:
-    """A commit for a worker that was killed would be applied by nobody."""
+    """A commit for a worker that was killed would not be applied."""
     place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
     with pytest.raises(ValueError, match="under --elastic or --no-restart-workers"):
         place_in(place, checked_mode("async", None), None, 1)

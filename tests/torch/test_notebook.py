@@ -205,7 +205,7 @@ def made_again(job: tw.Job, referenced: bool) -> str:
 def test_an_optimizer_is_made_again(
     team: Team, transports: list[str] | None, referenced: bool
 ) -> None:
-    """Named for a bug: its parameters were trained by another optimizer, which nobody could reach.
+    """Named for a bug: its parameters were trained by another optimizer, which was not reachable.
 
     Also that `.grad` of the error's step lies in memory of the optimizer that is gone.
     """
@@ -483,7 +483,7 @@ print("typed", os.getpid())
 
 @pytest.mark.slow
 def test_what_is_typed_into_python(tmp_path: Path) -> None:
-    """An error in a line is no error of the program; and who leaves knows that no step was made."""
+    """An error in a line is no error of the program; its end warns of no missing step."""
     done = subprocess.run(
         [sys.executable, "-i", "-q"],
         input=TYPED,

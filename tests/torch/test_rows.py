@@ -103,7 +103,7 @@ def test_one_process_computes_all_slices(team: Team) -> None:
 
 
 def mixed(job: tw.Job) -> None:
-    """Steps in which one worker has no gradient of a table, or nobody has."""
+    """Steps in which one worker has no gradient of a table, or all have none."""
     model, twin = tables(), tables(sparse=False)
     opt = tw.DistributedOptimizer(sgd(model), model)
     for step in range(STEPS):

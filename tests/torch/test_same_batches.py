@@ -1,4 +1,4 @@
-"""Workers that train with the same batches are told so, and nobody else."""
+"""Workers that train with the same batches get a warning, and no others."""
 
 import warnings
 from types import SimpleNamespace

@@ -111,7 +111,7 @@ def run_killed(folder: Path, fail: str, readers: str = "0") -> tuple[set[str], s
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], bytes]:
-    """The result where nobody is killed."""
+    """Returns the result of a job in which no worker is killed."""
     found = run_killed(tmp_path_factory.mktemp("undisturbed") / "job", "")
     assert len(found[0]) == len(found[1]) == 1
     return found
@@ -154,7 +154,7 @@ def test_killed_at_a_place(
 
 
 def test_every_place_is_tried() -> None:
-    """A row that a worker runs where nobody has its place is tried here, by a kill after it."""
+    """A row of a worker in a job without replacements is tried here, by a kill after it."""
     tried = {place for line in KILLS for place in re.findall(r"worker-\d:([a-z.]+):", line)}
     # Notes are for a process in the place of a worker.
     noted = {"position.noted", "gradients.noted", "commit.noted", "answer.noted", "result.noted"}

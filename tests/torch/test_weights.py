@@ -154,7 +154,7 @@ def accumulated(job: tw.Job) -> list[float]:
 
 
 def nothing(job: tw.Job) -> list[Any]:
-    """Slices without a word that counts have nan for a gradient, which nobody reads."""
+    """Slices with weight 0 have nan for a gradient, which is not read."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
     opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model, max_norm=1.0)

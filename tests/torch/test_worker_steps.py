@@ -86,7 +86,7 @@ def undefined(job: tw.Job, apply: str, max_norm: float | None) -> list[bool]:
 
 @pytest.mark.parametrize("apply", ["servers", "worker"])
 def test_what_is_not_finite_is_applied_without_a_scaler(team: Team, apply: str) -> None:
-    """Named for a bug: where worker 0 applies, such a step was left out, and nobody was told."""
+    """Named for a bug: where worker 0 applies, such a step was left out without a notice."""
     assert team.run(undefined, apply, None) == [[True, False]] * 2
     assert team.run(undefined, apply, 1.0) == [[True, True]] * 2  # the norm is of both
 

@@ -1,4 +1,4 @@
-"""Output that nobody reads holds nobody up, whatever it is that does not read."""
+"""Output that is not read holds up no program, whatever its reader is."""
 
 import contextlib
 import fcntl

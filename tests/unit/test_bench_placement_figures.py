@@ -1,4 +1,4 @@
-"""The pure parts of `bench placement`: bars, what a step is made of, who lives beside whom."""
+"""The pure parts of `bench placement`: bars, the parts of a step, and the processes per machine."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_a_forked_child_keeps_no_claim() -> None:
 
 
 def test_a_claim_is_nothing_that_strangers_can_reach(folder: Path) -> None:
-    """A socket could be connected to, by anybody, who could leave there what blocks its close."""
+    """Any user could connect to a socket, and leave data there that blocks its close."""
     before = descriptors()
     hold_claim("a job", 1, "RANK")
     (made,) = descriptors() - before

@@ -1,4 +1,4 @@
-"""How much a server copies for readers who ask as fast as they can."""
+"""How much a server copies for readers that ask as fast as they can."""
 
 import pytest
 

@@ -6,7 +6,7 @@ from tensorwire.files.gradient_tree import _CommitWriting
 
 
 class Worker:
-    """Keeps what is committed, and lets somebody write meanwhile."""
+    """Keeps the committed texts, and writes more during a commit."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.texts: list[str] = []

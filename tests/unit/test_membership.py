@@ -254,7 +254,7 @@ def test_a_server_that_is_replaced_while_another_one_connects(
     [b"", b"x" * 16, b"x" * 17, struct.pack("<QQ", 1 << 48, 7000), struct.pack("<QQ", 5, 1 << 16)],
 )
 def test_an_introduction_that_makes_no_sense(nodes: contextlib.ExitStack, told: bytes) -> None:
-    """Named for a bug: it was an error that named nobody."""
+    """Named for a bug: the error named no worker."""
     node = nodes.enter_context(Node("worker-0"))
     colocation = Colocation(World(0, 2, ("127.0.0.1:1",), 2), node, ())
     good = colocation.introduction()

@@ -210,7 +210,7 @@ class TestNode:
             assert not memory.any()
 
     def test_a_region_that_was_awaited_is_not_kept(self) -> None:
-        """Neither one that was found, nor one that came when nobody waited any more."""
+        """Neither one that was found is kept, nor one that came after the wait was over."""
 
         def mapped() -> int:
             return Path("/proc/self/maps").read_text().count("memfd:tensorwire")

@@ -125,7 +125,7 @@ def test_a_pause_is_over_when_a_later_request_says_so() -> None:
 def test_nobody_is_further_ahead_than_allowed(
     staleness: int, workers: int, wishes: list[int]
 ) -> None:
-    """Workers that may go step, in any order: nobody leads by more, and not all wait."""
+    """Workers that may go step, in any order: none leads by more, and not all wait."""
     clocks = Clocks({rank: [2 * rank, 2 * rank + 1] for rank in range(workers)}, staleness)
     for wish in wishes:
         may = [rank for rank in range(workers) if clocks.may_go(rank)]
@@ -158,7 +158,7 @@ def test_who_is_excused_holds_nobody_back() -> None:
 
 
 def test_the_bound_holds_from_where_all_have_met() -> None:
-    """Named for a bug: one that had waited was put beside those who had gone on since."""
+    """Named for a bug: a worker that had waited was put beside workers that had gone on since."""
     clocks = Clocks({0: [0], 1: [1]}, 2)
     assert clocks.excuse([1])
     assert not clocks.excuse([1])

@@ -145,7 +145,7 @@ def test_the_order_of_declaration_does_not_matter(
 def test_what_does_not_cross_does_not_matter(
     graph: Graph, bucket_bytes: int, scale: int, data: st.DataObject
 ) -> None:
-    """Operators within a machine, other numbers for the same order, tensors that nobody uses."""
+    """Operators within a machine, other numbers for the same order, and unused tensors."""
     operators, made = [], list(graph.tensors)
     for o in graph.operators:
         operators.append(replace(o, order=o.order * 2 * scale))

@@ -12,7 +12,7 @@ from tensorwire.torch import random_numbers
 
 
 class Gpu:
-    """CUDA with one GPU, which is in use when somebody has called `start`."""
+    """CUDA with one GPU, which is in use once a test has called `start`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.generator = torch.Generator()

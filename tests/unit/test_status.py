@@ -59,7 +59,7 @@ def test_a_job_is_listed_while_its_server_lives(folder: Path) -> None:
 def test_a_socket_that_a_killed_process_left_is_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none that somebody listens at, whatever process its name has: it may be a container's."""
+    """A socket with a listener stays, whatever process its name has: it may be a container's."""
 
     def listen(pid: int) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""The protocol as data: who runs it, where it is printed, and how a phase is walked."""
+"""The protocol as data: the process of each row, where it is printed, and how a phase is walked."""
 
 import re
 import subprocess
