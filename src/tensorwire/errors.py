@@ -1,4 +1,4 @@
-"""Defines the exceptions of tensorwire: each tells who has to act.
+"""Defines the exceptions of tensorwire: each names the side that has to act.
 
 Seven classes and five builtins are all that tensorwire raises. The core reports numbers; the
 bindings turn them into these classes with `from_code`. This module imports nothing of the

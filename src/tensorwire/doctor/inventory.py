@@ -1,4 +1,4 @@
-"""Lists what this machine has and lacks before anything is measured, without a peer.
+"""Lists the equipment of this machine, and its gaps, before anything is measured, without a peer.
 
 `tensorwire doctor --quick` prints it. Subjects that `advice` judges get the doctor's verdict.
 """

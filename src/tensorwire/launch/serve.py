@@ -1,4 +1,4 @@
-"""Runs the servers of a job whose workers something else starts, and keeps what outlives each.
+"""Runs the servers of a job whose workers another program starts, and keeps what outlives each.
 
 Workers come to a door (visitors.py) and get the settings that `tensorwire run` would give them. One
 that dies is waited for: the program that started it starts it again. All else is a `Supervisor`'s.

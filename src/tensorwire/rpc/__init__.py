@@ -1,7 +1,7 @@
 """gRPC with large payloads moved one-sidedly: the same stubs and servicers, arrays as messages.
 
 docs/rpc.md is the guide. The factories take the place of grpcio's; everything else of grpcio stays
-what it is.
+the same.
 """
 
 from pathlib import Path

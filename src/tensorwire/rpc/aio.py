@@ -1,4 +1,4 @@
-"""Names what takes the place of `grpc.aio`: `insecure_channel`, `secure_channel` and `server`."""
+"""Names the replacements for `grpc.aio`'s `insecure_channel`, `secure_channel` and `server`."""
 
 from .asyncio.channel import AioRpcChannel, insecure_channel, secure_channel
 from .asyncio.server import server

@@ -1,4 +1,4 @@
-"""Finds out what a script has given to `job.loader`: data, their order, and how they are read."""
+"""Finds out the data that a script gives to `job.loader`, their order, and how they are read."""
 
 from __future__ import annotations
 

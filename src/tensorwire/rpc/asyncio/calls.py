@@ -64,7 +64,7 @@ class LaterCall:
         if isinstance(beginning, asyncio.Future):
             self._task = beginning
         else:
-            # It goes on where this is forgotten, as in `grpc.aio`: what it makes knows when to end.
+            # It goes on where this is forgotten, as in `grpc.aio`: the made call knows when to end.
             self._task = loop.create_task(beginning)
             self._task.add_done_callback(_look_at)
         self._iterator: AsyncIterator[Any] | None = None

@@ -292,7 +292,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
     def is_plain(self, credentials: Any) -> bool:
         """Tells whether a call that begins now is grpcio's alone, and asks for no attachment."""
         if self._closed or (credentials is not None and not self._encrypted):
-            return True  # grpcio says what is wrong
+            return True  # grpcio raises the right error
         share = self.share
         if (share.carrier if share.carries else share.ready) is not None:
             return False

@@ -1,4 +1,4 @@
-"""Moves the payload of messages: which way each takes, in which memory it lies, who frees that.
+"""Moves the payload of messages: by which way, in which memory, and by which end that is freed.
 
 `outgoing` decides and encodes, `incoming` decodes; both use an `attachment`, which joins two ends.
 Below them: `leases` and `inbox` (memory of the other end and of this one), `envelope` (pure).

@@ -82,7 +82,7 @@ class AnyPerformance:
 
         Raises:
             RefusedError: it names memory that is not there.
-            Exception: what the deserializer raises.
+            Exception: the error of the deserializer.
         """
         reader = self.handled.reader
         if self.traced is not None:

@@ -91,7 +91,7 @@ class AnyMethod(Generic[_Call]):
             return None
         entries = as_metadata(metadata) if metadata else ()
         if entries is None:
-            return None  # grpcio says what is wrong with them
+            return None  # grpcio raises the right error
         number = attachment.begin_call()
         if number is None:
             return None

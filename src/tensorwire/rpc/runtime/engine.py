@@ -1,4 +1,4 @@
-"""Keeps the protocol of a client's call, without I/O: what may arrive, and what ends it.
+"""Keeps the protocol of a client's call, without I/O: the frames that may arrive, and its end.
 
 Frames that arrive change the state of a call, which may send some in turn. Knows neither threads
 nor event loops: `call.py` has calls that threads wait for, and `asyncio/runtime_client.py` those
@@ -45,7 +45,7 @@ class Ending(NamedTuple):
     Attributes:
         code: None while it goes on.
         details: of the status.
-        initial, trailing: metadata; what came ahead of the end counts.
+        initial, trailing: metadata; initial ones that came ahead of the end count.
         response: the user's, of a call that has one.
         cancelled: it was cancelled here.
     """

@@ -312,7 +312,7 @@ class Inflow(_Direction):
         return owed
 
     def discard(self) -> None:
-        """Drops what arrives from now on."""
+        """Drops all messages that arrive from now on."""
         with self._lock:
             self._discards = True
             self._pieces = []

@@ -68,13 +68,13 @@ class Line:
     """One end of a line of frames between two processes. Any thread may send.
 
     Args:
-        rings: the memory; the node of this end is closed if the other end sends what cannot be.
-        end: gets what arrives.
+        rings: the memory; the node of this end is closed if the other end sends invalid frames.
+        end: gets the frames that arrive.
 
     Attributes:
         is_over: nothing arrives any more.
         may_nest: the thread that reads sleeps, or runs a user's code: that code may read too.
-        writer: the thread that writes what it sends, 0 if none does.
+        writer: the thread that writes now, 0 if none does.
     """
 
     def __init__(self, rings: Rings, end: LineEnd) -> None:
@@ -105,7 +105,7 @@ class Line:
         self._holder = threading.get_ident()
 
     def release(self) -> None:
-        """Takes back a `hold` of this thread, and sends what was held."""
+        """Takes back a `hold` of this thread, and sends the frames that were held."""
         self._holder = 0
         self.flush()
 
@@ -120,7 +120,7 @@ class Line:
         return not self.is_over and len(self._outbox) <= _MOST_WAITING
 
     def flush(self) -> None:
-        """Writes what was sent, unless another thread does that, or there is no room."""
+        """Writes the frames that were sent, unless another thread does, or there is no room."""
         writing, me, starting = self._writing, threading.get_ident(), False
         # A handler of a signal, when this thread was about to write.
         within = writing._is_owned()  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class Line:
             raise
 
     def _write_out(self) -> bool:
-        """Writes what there is room for; False if something is left."""
+        """Writes as many frames as there is room for; False if some are left."""
         outbox = self._outbox
         try:
             return self._writer.write_out(outbox, self._batch_bytes, self._end.patient)
@@ -185,7 +185,7 @@ class Line:
                 finally:
                     self.writer = 0
             if not self._blocked:
-                self.flush()  # what came in between
+                self.flush()  # frames that came in between
                 return
 
     def drain(self, timeout_s: float) -> None:
@@ -333,7 +333,7 @@ class SharedReader:
         Args:
             waiter: is to be finished.
             until: None waits for ever.
-            whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
+            whole: only arriving frames can finish it, so it need not be looked at meanwhile.
 
         Raises:
             RuntimeError: this thread was handling frames or writing, and something has interrupted
@@ -439,7 +439,7 @@ class SharedReader:
 
         Args:
             waiter: the work finishes it, and is done by a thread that waits for it.
-            work: raises nothing but what interrupts its thread.
+            work: raises nothing but interrupts of its thread.
             attended: a thread waits for it, or is about to; else a thread of its own may do it.
         """
         waiter.leave(work)

@@ -1,4 +1,4 @@
-"""Serves one call from its first frame to its last: what arrives, and what leaves."""
+"""Serves one call from its first frame to its last: its requests, its responses and its end."""
 
 from __future__ import annotations
 

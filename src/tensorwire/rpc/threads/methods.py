@@ -108,7 +108,7 @@ class _Answers(Sender):
 
 
 class Method:
-    """One method of a channel: its inner callable, and what every call of it does.
+    """One method of a channel: its inner callable, and the steps of every call of it.
 
     The channel stays alive as long as a stub has its methods, as in grpcio.
 

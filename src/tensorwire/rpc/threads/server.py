@@ -161,7 +161,7 @@ class ServedCall(ServedHandler):
         self._serializer = handler.response_serializer
         kind = arity_of(handler)
         self._behavior = run = getattr(handler, kind)
-        self.request_deserializer = self._reader.plain  # also of what looks like an envelope
+        self.request_deserializer = self._reader.plain  # also if the bytes look like an envelope
         self.response_serializer: Any = self._send_plain
         if mark is not None:
             self.request_deserializer, self.response_serializer = self._receive, self._send
