@@ -107,7 +107,7 @@ class RawServer:
         """Stops listening, and waits for the end of the last connection, which its client ends."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)

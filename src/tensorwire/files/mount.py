@@ -69,7 +69,7 @@ _INIT_S = 5.0  # for the kernel's first request
 _XATTR, _FOLDER_VALID_S = "user.tensorwire.", 1
 _LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
 _LOOK_SHARE = 0.01  # of the time since the last change
-_LOOK_AGAIN_S = 10.0  # behind ESTALE
+_LOOK_AGAIN_S = 10.0  # after ESTALE
 _NO_REPLACE = 1  # of renameat2(2)
 
 

@@ -185,7 +185,7 @@ class Keeper:
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                self._reset = True  # it ends, or has; whoever watches the process will know
+                self._reset = True  # it ends, or has; the watch over the process finds out
                 return
             except OSError as error:
                 text = f"its successor cannot be told what it had: {error.strerror}"

@@ -65,7 +65,7 @@ class WorkerCount:
     ) -> None:
         self._job, self._restarts, self._staff = job, restarts, staff
         self._say, self._note = say, note
-        self._round = self._left = 0  # of questions; the last change behind which all have left
+        self._round = self._left = 0  # of questions; the last change after which all have left
         self._joins: dict[int, int] = {}  # how many have joined in each place
         self._clear()
 

@@ -37,7 +37,7 @@ _HEAD_BYTES = 16
 _PLACE = _HEAD_BYTES + _MOST_BYTES
 _BLOCK = mailbox_bytes(_PLACE)
 _BLOCK += -_BLOCK % 64
-_TEXT = 4096  # bytes behind a worker's block: why no result will follow
+_TEXT = 4096  # bytes after a worker's block: why no result will follow
 _FAILED = 1 << 62  # a worker's mailbox counts as many messages then
 
 
@@ -69,7 +69,7 @@ class CollectiveServer:
         self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
         # With the place of the text. Its owner has called when it is looked up: it is there.
         self._outboxes = OfWorkers[RemoteRegion](member, _their_region)
-        # The last answer behind its number, before anybody gets it: a successor sends it again.
+        # The last answer after its number, before it is sent: a successor sends it again.
         last = member.allocate(_BLOCK, name="last sum", access="none").array()
         self._last_number, self._last_answer = last[:8].view(np.int64), last[8:]
         self._sending = threading.Lock()  # a result must not follow the text

@@ -256,7 +256,7 @@ class Takeovers:
             self.is_gone = not mine
             if mine:
                 self._take(mine)
-        # First those who come: whoever follows words from place to place ends at one that is there.
+        # First the workers that come: words followed from place to place end at one that is there.
         for rank, owner in sorted(plan.owners.items(), key=lambda each: each[0] != each[1]):
             self._tell(rank, taken_by(owner, plan.number))
         self._note(plan.step, plan.owners)

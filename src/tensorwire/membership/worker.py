@@ -207,7 +207,7 @@ class WorkerMember:
                 except TensorwireError:
                     found = False
                 if not found:
-                    watched.remove(peer)  # whoever needs it gets the error
+                    watched.remove(peer)  # code that needs it gets the error
 
     def close(self, goodbye: bool = True) -> None:
         """Leaves. Without `goodbye` the others learn that this worker failed. Idempotent."""

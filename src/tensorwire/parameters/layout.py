@@ -260,7 +260,7 @@ class Cell:
     dtype: str
     start: int
     stop: int
-    pieces: tuple[Piece, ...]  # one behind the other, from start to stop
+    pieces: tuple[Piece, ...]  # one after the other, from start to stop
     block: int = 0
 
     def runs(self, key: Callable[[Piece], K]) -> Iterator[tuple[int, int, K]]:

@@ -83,7 +83,7 @@ def _end() -> None:
 
 
 def _abandon(handler: logging.Handler) -> None:
-    """Takes the locks of a handler and of its file, which the thread may hold, out of the way."""
+    """Replaces a handler's locks, and its file's, which the thread may hold, so that none waits."""
     handler.createLock()  # which the thread may take too, if it goes on at this moment
     handler.acquire = handler.release = lambda: None  # type: ignore[method-assign]
     handler.flush = handler.close = lambda: None  # type: ignore[method-assign]

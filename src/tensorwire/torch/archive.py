@@ -65,7 +65,7 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
                 if mode is not None:
                     os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-                part.replace(target)  # while it is locked: nobody takes it for a part left behind
+                part.replace(target)  # while it is locked: it is taken for no part left behind
         finally:
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -132,7 +132,7 @@ def remove_parts(target: Path) -> None:
     try:
         names = os.listdir(target.parent)
     except OSError:
-        return  # whoever opens the file next says what is wrong with its folder
+        return  # opening the file next gives the error of its folder
     for part in (target.with_name(name) for name in names if pattern.fullmatch(name)):
         # Another process may be faster, or this one has no right here: then it stays.
         with contextlib.suppress(OSError), open(part, "rb", opener=_open_at_once) as file:

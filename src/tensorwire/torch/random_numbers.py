@@ -66,7 +66,7 @@ def set_random_state(state: RandomState) -> None:
     """
     torch.set_rng_state(_tensor(state.cpu))
     if state.cuda:
-        torch.cuda.init()  # else the last seed would come behind these when CUDA starts
+        torch.cuda.init()  # else the last seed would come after these when CUDA starts
         torch.cuda.set_rng_state_all([_tensor(each) for each in state.cuda])
     elif not _uses_cuda():
         _seed_cuda(torch.initial_seed())  # which the state of the CPU's generator has

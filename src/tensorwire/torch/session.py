@@ -440,7 +440,7 @@ class Session:
         if self._collective is not None:
             self._collective.go_on(began["sums"])
         for store, version in zip(self._stores, began["versions"], strict=False):
-            store.version = version  # those that the epoch makes come behind these
+            store.version = version  # the versions that the epoch makes come after these
 
     # ---- together
 

@@ -39,7 +39,7 @@ class Taking:
         self.samples = 0
         self.present: int | None = None
         self._given_at = 0  # after so many commits
-        # Torch's random numbers behind the slices of the worker for which this one acts.
+        # Torch's random numbers after the slices of the worker for which this one acts.
         self._random: RandomState | None = None
         self._reason = self._joining = ""
         self._stepped: tuple[int, object] = -1, None  # with which batch, and what

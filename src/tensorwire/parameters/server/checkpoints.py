@@ -166,7 +166,7 @@ class CheckpointShelf:
         try:
             while True:
                 if (seen := self._bell.value) >= _HOSTILE_BELL:
-                    self._rings[0] = seen = 1  # whoever rings meanwhile is seen all the same
+                    self._rings[0] = seen = 1  # a ring meanwhile is seen all the same
                 until = time.monotonic() + _FIND_S
                 self._look()
                 while self._bell.value == seen and time.monotonic() < until and seen:

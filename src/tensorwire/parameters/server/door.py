@@ -202,7 +202,7 @@ class ReaderDoor:
                     self._forget_all()
                     self.node.accept()
                 if (seen := self._bell.value) >= _HOSTILE_BELL:
-                    self._rings[0] = seen = 0  # whoever rings meanwhile is seen by this look
+                    self._rings[0] = seen = 0  # a ring meanwhile is seen by this look
                 began = time.monotonic()
                 self._look()
                 time.sleep(min(_REST * (time.monotonic() - began), _MOST_REST_S))

@@ -169,7 +169,7 @@ class Leader:
                 continue  # a predecessor has decided on it
             index, number = come
             if number <= self._inbox.taken[index]:
-                continue  # likewise
+                continue  # a predecessor has decided on it
             operation = self._inbox.read(index).operation
             if operation == APPLY:
                 self._step(index, number, version)

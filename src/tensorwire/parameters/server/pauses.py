@@ -38,7 +38,7 @@ class Pauses:
         """Begins a pause at a version, for a worker's request."""
         row = self._words[rank]
         row[_VERSION] = version
-        row[_BEGUN] = number  # behind it
+        row[_BEGUN] = number  # after it
 
     def is_begun(self, rank: int, number: int) -> bool:
         """Tells whether the version stands still that this request is for, or did."""

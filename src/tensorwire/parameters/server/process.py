@@ -148,7 +148,7 @@ def _serve_share(
             server.run()
     except (TensorwireError, ValueError, OSError) as error:
         if _ending and isinstance(error, PeerLostError):
-            return 1  # the others were told to end as well, and whoever did it knows
+            return 1  # the others were told to end as well, by a process that knows why
         # In one piece: workers may write to the same place.
         sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
         return LOST_MEMBER_CODE if isinstance(error, PeerLostError) else 1

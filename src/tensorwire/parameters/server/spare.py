@@ -15,7 +15,7 @@ from .room import check_room
 KEEP_S = 20.0
 """So long it waits for the next snapshot, and is then given back."""
 _CHUNK_BYTES = 2 << 20
-_REST = 3.0  # behind each chunk, of its time: the job computes meanwhile
+_REST = 3.0  # after each chunk, as a multiple of its time: the job computes meanwhile
 
 
 class SpareMemory:

@@ -57,7 +57,7 @@ class CallLink:
         ended: the call is over; a thread that still sends in it takes its memory back.
         by_runtime: it is a call of the runtime, whose payload may be pushed.
         window: of its messages that travel beside, if they are a stream that gRPC carries.
-        in_loop: it is one of an event loop, which copies small payload at once.
+        in_loop: it is one of an event loop, which copies payload at once where it can.
     """
 
     # First values stand here: a small call takes little longer than setting all of them.

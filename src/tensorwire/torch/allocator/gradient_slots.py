@@ -326,7 +326,7 @@ class _Pool:
 
 
 # Slots can be handed out until they are retired: their memory must not go before, whatever becomes
-# of whoever made them.
+# of the object that made them.
 _in_use: set[GradientSlots] = set()
 
 # Retired slots and their memory, which stays mapped as long as a tensor lies in it.

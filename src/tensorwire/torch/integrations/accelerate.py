@@ -53,7 +53,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
-    _preparing = False  # the models of a call may come behind their optimizers
+    _preparing = False  # the models of a call may come after their optimizers
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"cpu": True, **options})

@@ -43,7 +43,7 @@ OF_ALL = frozenset({
 })  # fmt: skip
 """Attributes of all optimizers, and of those that torch wraps."""
 
-# Many elements behind the last whole vectors of up to 128 bytes, which torch's kernels for 16 bits
+# Many elements after the last whole vectors of up to 128 bytes, which torch's kernels for 16 bits
 # compute otherwise: there servers, whose cells are whole vectors, come to other bits.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1023,), 2: (33, 31), 3: (7, 11, 5)}
 _OF_MORE = 3, 7, 3, 1  # repeated
@@ -189,7 +189,7 @@ class Trial:
             spec = replace(spec, rows=False) if fails else made
         if not dense:
             return spec
-        # Of 16-bit numbers torch rounds differently behind the last whole vector of a tensor.
+        # Of 16-bit numbers torch rounds differently after the last whole vector of a tensor.
         by_shape = not spec.states_have_shape or (self._watch.seen and not self._is_torchs)
         if not by_shape and all(each.dtype.itemsize >= 4 for each, _ in dense):
             found = [self._differs(spec, *each, _in_cells) for each in dense]

@@ -128,7 +128,7 @@ class Cut:
     """
 
     def __init__(self) -> None:
-        # Backward is asked for the gradient of this, and so ends behind the node.
+        # Backward is asked for the gradient of this, and so ends after the node.
         self._start = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         self._arrived: list[torch.Tensor | None] = []
         self._node: Node | None = None

@@ -25,7 +25,7 @@ class PackedBuffers:
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self._stream = CopyStream(device)
-        self._arrived: Any = None  # an event behind the last copy to the device
+        self._arrived: Any = None  # an event after the last copy to the device
         sizes = [each.nbytes for each in tensors]
         starts = [0]
         for size in sizes:

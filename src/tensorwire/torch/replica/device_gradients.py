@@ -91,7 +91,7 @@ class DeviceGradients:
         self._waiting: dict[int, torch.Tensor] = {}  # by index, for a copy of several together
         self._waiting_bytes = 0
         self._behind = 0  # the stream that makes these
-        self._under_way: deque[tuple[Any, list[int]]] = deque()  # events, and what they are behind
+        self._under_way: deque[tuple[Any, list[int]]] = deque()  # events, each after some gradients
         self._newest: dict[int, Any] = {}  # the event of the last copy, by index
         self._compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         given = {i: p for i in parameters if isinstance(p := places[i], Place)}

@@ -77,7 +77,7 @@ class DeviceParameters:
         self._stretches: list[_Stretch] = []
         self._stretch_of: dict[int, _Stretch] = {}
         self._stream = CopyStream(device)
-        # By the number of each stream that was the current one: an event behind its last copy.
+        # By the number of each stream that was the current one: an event after its last copy.
         self._under_way: dict[int, Any] = {}
         self._turn = 0
         self._compared: list[tuple[_Stretch, int, int, torch.Tensor]] = []

@@ -41,7 +41,7 @@ class Held:
         self._session, self._store = session, store
         self._reducer, self._buffers = reducer, buffers
         self._noted = -1  # which of the reducer's gradients, by its `begun`
-        self._changed = -1  # likewise, of those that came again after that
+        self._changed = -1  # the same, of the gradients that came again after that
         self._watches = False
 
     def note(self, steps: bool) -> None:

@@ -484,7 +484,7 @@ class Reducer:
             each.withdraw()
         self.forget()
         self._begin()
-        self.reduced = False  # whoever skips steps without a norm has dropped the gradients
+        self.reduced = False  # a script that skips steps without a norm has dropped the gradients
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
