@@ -110,7 +110,8 @@ def test_a_call_ends_at_its_deadline(deaf: str, kind: str) -> None:
         if call.add_callback(ended.set):
             assert ended.wait(30)
         assert call.code() is DEADLINE_EXCEEDED
-        assert call.details().lower() == "deadline exceeded"
+        # grpcio itself says either, at random: "Stream removed (Deadline Exceeded)".
+        assert "deadline exceeded" in call.details().lower()
         assert call.done()
         assert not call.is_active()
         assert not call.cancelled()
