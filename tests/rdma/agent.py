@@ -22,8 +22,6 @@ import socket
 import subprocess
 import time
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 CHUNK = 1 << 16
@@ -137,8 +135,6 @@ class Agent:
                 os.killpg(pid, order["number"])
                 if order["number"] == signal.SIGSTOP:
                     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-                    while set(states_of_group(pid)) - set("TXZ"):
-                        time.sleep(0.01)
             except OSError as caught:
                 error = str(caught)
         self.tell("signalled", id=order["id"], error=error)
@@ -210,15 +206,6 @@ class Agent:
                         break
             child.process.returncode = code = os.waitstatus_to_exitcode(status)
             self.tell("exit", id=child.id, code=code)
-
-
-def states_of_group(group: int) -> Iterator[str]:
-    """Yields the state of each process of a group, one letter as in proc(5)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            state, _, member_of = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(member_of) == group:
-                yield state
 
 
 def main() -> None:
