@@ -288,7 +288,7 @@ def _measure_push_pull(
 
 
 def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
-    """What each system holds, as `settings["held"]` of the report; the rows have its time."""
+    """Adds to `settings["held"]` of the report what each system holds; the rows have its time."""
     name, held = f"{wire}.{case}", {}
     for system in SYSTEMS[case]:
         row = Row("rpc", name, system, MIB)
@@ -454,7 +454,7 @@ def _crowd_cpu(report: Report, wire: str) -> Verdict:
 
 
 def _held(report: Report, wire: str, case: str, system: str) -> Verdict:
-    """What a system holds by what grpcio does."""
+    """Judges the descriptors or bytes that a system holds by those that grpcio holds."""
     found = report.settings["held"].get(f"{wire}.{case}", {})
     name = f"{wire} {system}, {case.replace('_', ' ')} by grpcio's"
     if system not in found or GRPCIO not in found:

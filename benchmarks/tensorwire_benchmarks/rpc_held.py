@@ -1,4 +1,4 @@
-"""What `bench rpc` holds: descriptors of many channels, and memory while a reader is slow.
+"""Measures what systems of `bench rpc` hold: descriptors of channels, memory for a slow reader.
 
 One system on one wire, in processes of their own, in which nothing of another one is left. See
 `tensorwire.bench.processes`.
@@ -25,7 +25,7 @@ from .rpc_aio import UNLIMITED
 from .rpc_names import GRPCIO, RUNTIME
 
 SERVERS = 20
-"""Of a client with many channels."""
+"""The servers to which the client with many channels has them."""
 MESSAGE_BYTES = 1 << 20
 _MESSAGES = 3000
 _STEP_S, _MOST_STEPS = 0.25, 20
@@ -33,7 +33,7 @@ _HOLDERS = ("Pss_Anon:", "Pss_Shmem:")
 
 
 def _held_bytes() -> int:
-    """Memory of this process that is no file's; what is shared counts by its part."""
+    """Returns the memory of this process that is no file's; shared memory counts by its part."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_HOLDERS))
 
@@ -48,7 +48,7 @@ def _send_all(request: bytes, context: Any) -> Iterator[bytes]:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """All servers of the system."""
+    """Runs all servers of the system until the link ends."""
     handlers = {
         "take": grpc.unary_unary_rpc_method_handler(_take),
         "send": grpc.unary_stream_rpc_method_handler(_send_all),

@@ -1,4 +1,4 @@
-"""What `bench rpc` calls its systems, wires and cases; without grpcio."""
+"""Names of the systems, wires and cases of `bench rpc`; without grpcio."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ GRPCIO_MARKED, GRPCIO_TENSOR = "grpcio-marked", "grpcio-tensor"
 LARGE_LIMITS = (BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
 """Limits of payload that does not travel in its message."""
 LIMITS = {"bytes": IN_TURN_BYTES, "tensor": IN_TURN, "runtime": BY_HAND_BYTES}
-"""What a system could come to with payload that does not travel in its message."""
+"""The limit of each system whose payload does not travel in its message."""
 SMALL_LIMITS = {"bytes": GRPCIO_MARKED, "tensor": GRPCIO_TENSOR}
-"""What a system could come to with payload that travels in its message."""
+"""The limit of each system whose payload travels in its message."""
 UNARY, STREAM, AIO, AIO_STREAM = "unary", "stream", "aio", "aio_stream"
 REQUESTS = "requests"
 """A stream of requests."""

@@ -107,7 +107,14 @@ def check_file(path: Path | None) -> None:
     """Checks that a file can be written, before the work whose result it will hold.
 
     Raises:
-        click.BadParameter: its folder does not exist, or it is a folder.
+        click.BadParameter: its folder does not exist, or it is a folder, a device or a pipe, which
+            a file that takes its place in one step would remove.
     """
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise click.BadParameter(f"the folder of {path} does not exist")
+    folder = path.parent.resolve()
+    special = folder == Path("/dev") or folder.is_relative_to("/proc")  # as /dev/stdout, /dev/fd/1
+    if special or (path.exists() and not path.is_file()):
+        raise click.BadParameter(f"{path} is no file; name one in a folder, and read it from there")
