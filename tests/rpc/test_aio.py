@@ -335,9 +335,13 @@ def test_behind_a_load_balancer() -> None:
             await channel.attach()
             keeper, array = channel.sender.share, np.arange(5000)
             await channel.channel_ready()
-            for _ in range(4):  # until the question has met a server of ours
+            for _ in range(20):  # until the question has met a server of ours
                 keeper.disconnected()
                 await channel.attach()
+                if channel.attachment is not None:
+                    break
+                # So that it is not always the turn of the other one.
+                await channel.unary_unary("/t/m", *TYPES)(rpc.Tensor())
             keeper.disconnected()
             assert channel.attachment is not None
             served.clear()
