@@ -23,7 +23,7 @@ from orders import COUNT, SOURCES, Numbered, Stream, Training, endless, loader_o
 from programs import output_of
 from scripts import digest
 from team import Team
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import tensorwire.torch as tw
 from tensorwire.torch.order import mark_of
@@ -183,6 +183,14 @@ class Counted(IterableDataset[Any]):
         return map(Record, range(self.first, self.first + self.count))
 
 
+class Shorter(Numbered):
+    def __init__(self, by: int) -> None:
+        self._by = by
+
+    def __len__(self) -> int:
+        return COUNT - self._by
+
+
 def of_records(records: list[Record]) -> list[torch.Tensor]:
     return [torch.tensor([each.index for each in records]), torch.ones(len(records), 5)]
 
@@ -197,6 +205,13 @@ def different(job: tw.Job, what: str) -> None:
         loader = job.loader(Counted(COUNT, job.rank), 3, collate_fn=of_records)
     elif what == "part":
         loader = job.loader(job.shard(Numbered()), 3, shuffle=True)
+    elif what == "list":
+        loader = job.loader([Numbered()[i] for i in range(job.rank, COUNT, job.size)], 3)
+    elif what == "tensors":
+        mine = torch.arange(job.rank, COUNT, job.size)
+        loader = job.loader(TensorDataset(mine, torch.ones(len(mine), 5)), 3, shuffle=True)
+    elif what == "length":
+        loader = job.loader(Shorter(job.rank), 3)
     elif what == "more":
         loader = job.loader(Numbered(), 3, sampler=list(range(COUNT - 6 * job.rank)))
     else:
@@ -208,7 +223,10 @@ def different(job: tw.Job, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "step"),
-    [("stream", 1), ("sampler", 1), ("part", 1), ("longer", 7), ("records", 1), ("more", 1)],
+    [
+        *(("stream", 1), ("sampler", 1), ("part", 1), ("longer", 7), ("records", 1), ("more", 1)),
+        *(("list", 1), ("tensors", 1), ("length", 1)),
+    ],
 )
 def test_data_by_rank_are_told(team: Team, what: str, step: int) -> None:
     """Names a stream that is one sample longer in one worker, after its last step."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -16,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
 )
 
 from .order import (
@@ -32,6 +34,8 @@ from .order import (
 from .random_numbers import IN_A_SOURCE, seed_of
 from .stream import StreamPass, StreamPlan
 
+# Data whose samples are read for comparison: that takes no time and changes nothing.
+_IN_MEMORY = (list, tuple, range, np.ndarray, torch.Tensor, TensorDataset)
 # What a DataLoader hands over as it is; its sampler and batches are looked at one by one.
 _SAME = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
@@ -219,8 +223,13 @@ class DataSource:
             shown = partial(_named, self.dataset.indices)
         elif sources:
             shown = list
-        steps = Steps(self.dealing.steps(order), reading, shown)
-        return IndexPlan(steps, (seed, epoch), shown is not None)
+        elif isinstance(self.dataset, _IN_MEMORY):
+            shown = partial(_first, self.dataset)
+        return IndexPlan(Steps(self.dealing.steps(order), reading, shown), (seed, epoch))
+
+
+def _first(dataset: Any, step: Step) -> Any:
+    return dataset[step[0][0]]
 
 
 def _named(names: Sequence[Any], step: Step) -> list[list[Any]]:

@@ -323,7 +323,7 @@ class Loader:
         weight, uneven = float(sizes[index]), len(set(sizes)) > 1
         if of is not None:
             of.mark = plan.mark(step)
-            of.is_last = of.mark is not None and not plan.has(step + 1)
+            of.is_last = not plan.has(step + 1)
             if self._weights is not None:
                 weight, uneven = 1.0, False
             if callable(self._weights):

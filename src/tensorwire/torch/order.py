@@ -204,8 +204,8 @@ class PassPlan(Protocol):
     def sizes(self, step: int) -> Sequence[int]:
         """Returns the samples of each slice of a step that was taken and is not forgotten."""
 
-    def mark(self, step: int) -> int | None:
-        """Returns a checksum of the samples up to a step; None: all workers have the same."""
+    def mark(self, step: int) -> int:
+        """Returns a checksum of the compared samples up to a step."""
 
     def forget(self, before: int) -> None:
         """Forgets the steps before one, which are not asked for any more."""
@@ -225,11 +225,10 @@ class IndexPlan:
     Args:
         steps: of indices.
         seed: parts of the seed of every batch.
-        compared: workers may have different ones.
     """
 
-    def __init__(self, steps: Steps, seed: tuple[int, ...], compared: bool) -> None:
-        self._steps, self._seed, self._compared = steps, seed, compared
+    def __init__(self, steps: Steps, seed: tuple[int, ...]) -> None:
+        self._steps, self._seed = steps, seed
 
     def has(self, step: int) -> bool:
         """See `PassPlan`."""
@@ -247,9 +246,9 @@ class IndexPlan:
         """See `PassPlan`."""
         return [len(indices) for indices in self._steps[step]]
 
-    def mark(self, step: int) -> int | None:
+    def mark(self, step: int) -> int:
         """See `PassPlan`."""
-        return self._steps.mark(step) if self._compared else None
+        return self._steps.mark(step)
 
     def forget(self, before: int) -> None:
         """See `PassPlan`."""

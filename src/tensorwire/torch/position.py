@@ -25,7 +25,7 @@ class LoaderPass:
         first_step: earlier steps were made before a checkpoint was saved.
         given: batches that this worker got.
         steps: that were made at the last version, the first ones included.
-        mark: a checksum of the samples up to the present step; None: they need not be compared.
+        mark: a checksum of the compared samples up to the present step.
         is_last: there is no further step.
     """
 
@@ -35,7 +35,7 @@ class LoaderPass:
     first_step: int = 0
     given: int = 0
     steps: int = 0
-    mark: int | None = None
+    mark: int = 0
     is_last: bool = False
 
 
@@ -151,7 +151,7 @@ class Position:
         for each in self._passes.values():
             before, each.steps = each.steps, each.first_step + each.given // each.batches_per_step
             doubled = each.steps.bit_length() > before.bit_length()
-            if each.mark is not None and (doubled or (each.is_last and each.steps > before)):
+            if doubled or (each.is_last and each.steps > before):
                 due.append(each)
         return due
 

@@ -334,7 +334,6 @@ class Session:
         """Raises RuntimeError if workers were given other samples for the same step of a pass."""
         if not self.mode.is_sync or self.pipeline > 1:
             return  # they make other steps, or not all of them read the data
-        assert of.mark is not None
         mark = crc32(of.data.encode(), of.mark)
         told = self.gather((mark << 1 | 1).to_bytes(8, "little"))
         here = [rank for rank, each in enumerate(told) if any(each)]  # the others were killed

@@ -164,7 +164,7 @@ class StreamPlan:
         """See `PassPlan`."""
         return self._about[step].sizes
 
-    def mark(self, step: int) -> int | None:
+    def mark(self, step: int) -> int:
         """See `PassPlan`."""
         return self._about[step].mark
 
