@@ -17,9 +17,9 @@ LIMIT_S = 1.0  # for the worst of all operations of honest parties, and for a st
 MULTIPLE = 30.0  # medians, of the undisturbed ones
 ENOUGH = 3  # operations for a median; of fewer each is judged as one that took long
 LEAST_S = 0.3e-3  # a median below is never compared
-# Resident memory of the victim's process beyond what it had at first. Twenty peers that take no
-# answers cost 20 MiB, which the allocator keeps for what comes next.
-MEMORY_BYTES = 48 << 20
+# Memory in use in the victim's process beyond what it had at first. Twenty peers that take no
+# answers cost 20 MiB for a while; after that 25 trials leave 3 MiB.
+MEMORY_BYTES = 16 << 20
 PEAK_BYTES = 96 << 20
 IDLE_SHARE = 0.5  # of a core, after the attack, when all rest
 
@@ -37,7 +37,7 @@ class Evidence:
         job_steps: seconds between two steps of the training job; None without one.
         job_undisturbed_s: median of that before any attack.
         growth: what the victim holds and had not, a line each.
-        memory_bytes, peak_bytes: resident memory of the victim beyond that at first.
+        memory_bytes, peak_bytes: of the victim beyond that at first; the peak with freed memory.
         idle_share: how much of a core the victim used when all rested.
         facts: harm that was seen otherwise, as text.
     """

@@ -138,7 +138,8 @@ class Stage:
         self.ask("reasons_missing")
         self.ask("mark")
         self._peers = self.ask("peer_count")
-        self._memory = memory_of(self.victim.pid)
+        self._memory_bytes = self.ask("rss_bytes")
+        self._peak_bytes = memory_of(self.victim.pid)["VmHWM"]
         self._go_on()
         return {
             (name, kind): timed.median_s
@@ -210,9 +211,8 @@ class Stage:
                 evidence.facts.append(f"the region {name!r} was changed")
         evidence.facts += self.ask("reasons_missing")[:3]
         evidence.growth = self.ask("growth", SETTLE_S)
-        now = memory_of(self.victim.pid)
-        evidence.memory_bytes = now["RssAnon"] - self._memory["RssAnon"]
-        evidence.peak_bytes = now["VmHWM"] - self._memory["VmHWM"]
+        evidence.memory_bytes = self.ask("rss_bytes") - self._memory_bytes
+        evidence.peak_bytes = memory_of(self.victim.pid)["VmHWM"] - self._peak_bytes
         evidence.idle_share = processor_share(self.victim.pid, 0.15)
         self._go_on()
 
