@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.failpoints import failpoint
 from tensorwire.memory import wait_all
-from tensorwire.transitions import VERSION
-from tensorwire.walk import Walk
 
 from ..device import ShareDevice
 from ..journal import Journal
@@ -35,29 +34,6 @@ from .publish import Chunks, Norms, Publication, Results
 from .snapshots import Snapshots, arrays_on_host
 
 _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
-
-
-class Making:
-    """A version while it is made; each row of VERSION finds the results of earlier rows.
-
-    Attributes:
-        version: its number.
-        gathered: what the slices have committed.
-        chunks: sends new values to views; None: nobody has to be written to.
-        result: what workers are told.
-    """
-
-    gathered: Gathered
-    chunks: Chunks | None
-    result: Result
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    @property
-    def is_last(self) -> bool:
-        """No version follows."""
-        return self.gathered.commits[0].operation == RELEASE
 
 
 class Timed:
@@ -145,7 +121,6 @@ class Versions:
         self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
         self._kept_steps = [1] * len(slots)  # the first step may push what others do not
         self._stepped = self._was_written = False
-        self._walk = self._bind()
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
         return Gatherer(opening, self._shard, calls, EverySlice())
@@ -153,19 +128,6 @@ class Versions:
     def described(self) -> Mapping[str, object]:
         """Returns more facts for `tensorwire status`."""
         return {}
-
-    def _bind(self) -> Walk[Versions, Making]:
-        return Walk[Versions, Making](
-            VERSION,
-            {
-                "version.gathered": Versions._gather,
-                "step": Versions._step,
-                "version.applied": Versions._complete,
-                "version.published": Versions._publish,
-                "version.told": Versions._tell,
-            },
-            {"durable": self._journal is not None},
-        )
 
     @property
     def is_new(self) -> bool:
@@ -204,19 +166,35 @@ class Versions:
 
     def advance(self, version: int) -> None:
         """Makes a version."""
-        self._walk(self, Making(version))
+        gathered = self._gatherer.gather(version)
+        failpoint("version.gathered")
+        commits, head = gathered.commits, gathered.commits[0]
+        chunks = self._publication.begin(version)
+        exchange = partial(self._norms.exchange, version)
+        finite, norm = self._change(version, commits, exchange, chunks, gathered.arriving)
+        if chunks:
+            wait_all(chunks.finish())
+        result = Result(version, finite, norm, *self._times(gathered))
+        failpoint("version.applied")
+        is_last = head.operation == RELEASE  # no version follows
+        if self._journal is not None:
+            self._journal.publish(version, result.to_bytes(), is_last)
+            failpoint("version.published")
+        self._snapshots.present = version
+        self._discard_unused(commits)
+        if head.operation == APPLY and self._hold is not None and self._hold.stand(version):
+            result = replace(result, edited=True)
+        self._results.tell(result)
+        self.over = is_last
+        failpoint("version.told")
 
-    def _gather(self, making: Making) -> None:
-        making.gathered = self._gatherer.gather(making.version)
-
-    def _step(self, making: Making) -> None:
-        making.chunks = self._publication.begin(making.version)
-        exchange = partial(self._norms.exchange, making.version)
-        finite, norm = self._change(
-            making.version, making.gathered.commits, exchange, making.chunks,
-            making.gathered.arriving,
-        )  # fmt: skip
-        making.result = Result(making.version, finite, norm)
+    def _times(self, gathered: Gathered) -> tuple[float, float, float, int]:
+        """Returns how long a version waited and worked, what its notes took, and their bytes."""
+        _, arriving, started, complete = gathered
+        waited = arriving.waited_s / self._shard.threads
+        wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
+        notes = (0.0, 0) if self._journal is None else self._journal.cost(self._shard.threads)
+        return wait_s, work_s, *notes
 
     def _change(
         self,
@@ -237,31 +215,6 @@ class Versions:
         if self._lending is not None:
             self._lending.done(version)
         return told
-
-    def _complete(self, making: Making) -> None:
-        """Waits until all views have the new values, and tells how long all took."""
-        if making.chunks:
-            wait_all(making.chunks.finish())
-        _, arriving, started, complete = making.gathered
-        waited = arriving.waited_s / self._shard.threads
-        wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        notes = (0.0, 0) if self._journal is None else self._journal.cost(self._shard.threads)
-        making.result = Result(
-            making.version, making.result.finite, making.result.norm, wait_s, work_s, *notes
-        )
-
-    def _publish(self, making: Making) -> None:
-        assert self._journal
-        self._journal.publish(making.version, making.result.to_bytes(), making.is_last)
-
-    def _tell(self, making: Making) -> None:
-        self._snapshots.present = making.version
-        self._discard_unused(making.gathered.commits)
-        steps = making.gathered.commits[0].operation == APPLY
-        if steps and self._hold is not None and self._hold.stand(making.version):
-            making.result = replace(making.result, edited=True)
-        self._results.tell(making.result)
-        self.over = making.is_last
 
     def close(self) -> None:
         """Ends the threads, frees the snapshots, and lets go of the commits."""
