@@ -12,16 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from tensorwire.transitions import CELL, STEP, TABLE
-from tensorwire.walk import Walk
+from tensorwire.failpoints import failpoint
 
 from .contributions import Contributions
 from .device import DeviceBytes, ShareDevice
-from .journal import MOST_THREADS, Journal, Numbers
+from .journal import MOST_THREADS, Change, Journal, Numbers
 from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
 from .layout import CELL_BYTES, Cell, Share
 from .messages import (
@@ -37,7 +35,7 @@ from .messages import (
 )
 from .rows import Table, read_part, tables_of
 from .shard_memory import ShardMemory
-from .step import Arrivals, Changed, Exchange, Publisher, Step
+from .step import Arrivals, Exchange, Publisher, Step
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _MIN_CELLS_PER_THREAD = 2  # of CELL_BYTES; a pool costs some tens of microseconds
@@ -91,55 +89,6 @@ class Shard:
         self.threads = threads
         # The caller works too.
         self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None
-        self._walk = self._bind_step()
-        self._walks, self._noting_walks = self._bind_changes(None), self._bind_changes(journal)
-
-    def _bind_step(self) -> Walk[Shard, Step]:
-        return Walk[Shard, Step](
-            STEP,
-            {
-                "version.copied": Shard._publish,
-                "numbers.saved": Shard._save_numbers,
-                "version.begun": Shard._begin,
-                "version.reduced": Shard._keep_reduced,
-                "norms": lambda _, step: step.take_norm(),
-                "norm.noted": Shard._note_norm,
-                "cells": Shard._make_cells,
-                "version.counted": Shard._count,
-            },
-            {
-                "publishes": lambda _, step: step.publishes,
-                "reduces": lambda _, step: step.reduces,
-                "looks": lambda _, step: step.looks,
-                "rescales": self._kernel.changes_kept and (lambda _, step: step.rescales),
-                "journaled": self._journal is not None and (lambda _, step: step.trains),
-                "applies": lambda _, step: step.applies,
-            },
-        )
-
-    def _bind_changes(
-        self, journal: Journal | None
-    ) -> tuple[Walk[Shard, Changed], Walk[Shard, Changed]]:
-        """Returns how a cell and a table are changed, with a journal or without."""
-        noted: Any = journal  # without one nothing of it is called
-        durable = {"durable": journal is not None}
-        cell = {
-            "cell.saved": lambda _, change: noted.save(change),
-            "cell.armed": lambda _, change: noted.arm(change),
-            "cell.changed": Shard._change_cell,
-            "cell.done": lambda _, change: noted.mark(change),
-            "cell.disarmed": lambda _, change: noted.disarm(change),
-        }
-        table = {
-            "table.saved": lambda _, change: noted.save_rows(change),
-            "table.armed": lambda _, change: noted.arm_rows(change),
-            "table.changed": Shard._change_table,
-            "table.done": lambda _, change: noted.mark(change),
-            "table.disarmed": lambda _, change: noted.disarm_rows(change),
-        }
-        return Walk[Shard, Changed](CELL, cell, durable), Walk[Shard, Changed](
-            TABLE, table, durable
-        )
 
     def close(self) -> None:
         """Ends its threads; idempotent."""
@@ -290,50 +239,66 @@ class Shard:
         sums = np.bincount(rows * table.row_bytes // size, squares, len(table.cells))
         return sums.tolist()  # type: ignore[no-any-return]
 
-    # ---- the rows of a version
-
-    def _save_numbers(self, step: Step) -> None:
-        journal, memory = self._journal, self.memory
-        assert journal
-        journal.save_numbers(
-            step.head.version, Numbers(memory.counts, memory.averaged, memory.scalars)
-        )
-
-    def _begin(self, step: Step) -> None:
-        assert self._journal
-        self._journal.begin(step.head.version)
-
-    @staticmethod
-    def _note_norm(_: Shard, step: Step) -> None:
-        assert step.journal
-        step.journal.note_norm(step.head.version, step.norm)
-
     def _make_cells(self, step: Step) -> None:
         """Makes the cells and tables of the version that are not made yet."""
         journal, version, publisher = step.journal, step.head.version, step.publisher
-        given, reduced = step.given, step.reduced  # before threads ask
-        walk_cell, walk_table = self._walks if journal is None else self._noting_walks
+        given = step.given  # before threads ask
 
         def work(index: int) -> Sequence[float]:
-            is_table = index in self._tables
             if journal and journal.is_done(index, version):
                 step.after.extend(self._noted(journal, index, given))
-                return ()
-            rows = self._find_rows(index, given, reduced) if is_table else _NO_ROWS
-            (walk_table if is_table else walk_cell)(self, Changed(index, step, rows))
-            if publisher and is_table:
-                publisher.rows(self._tables[index], rows)
-            elif publisher:
-                bundle, _ = self._bundles[index]
-                publisher(bundle.start, bundle.stop)
+            elif index not in self._tables:
+                self._make_cell(step, index)
+                if publisher:
+                    bundle, _ = self._bundles[index]
+                    publisher(bundle.start, bundle.stop)
+            else:
+                rows = self._make_table(step, index)
+                if publisher:
+                    publisher.rows(self._tables[index], rows)
             return ()
 
         self._map(work, step.arrivals)
 
-    def _change_cell(self, change: Changed) -> None:
+    def _make_cell(self, step: Step, index: int) -> None:
+        """Makes a cell's new values."""
+        if journal := step.journal:
+            change = Change(index, step.head.version, _NO_ROWS)
+            journal.save(change)
+            failpoint("cell.saved")
+            journal.arm(change)
+            failpoint("cell.armed")
+        self._change_cell(step, index)
+        failpoint("cell.changed")
+        if journal:
+            journal.mark(change)
+            failpoint("cell.done")
+            journal.disarm(change)
+            failpoint("cell.disarmed")
+
+    def _make_table(self, step: Step, index: int) -> Rows:
+        """Makes the new values of a table's rows, like a cell's; returns these rows."""
+        rows = self._find_rows(index, step.given, step.reduced)
+        if journal := step.journal:
+            change = Change(index, step.head.version, rows)
+            journal.save_rows(change)
+            failpoint("table.saved")
+            journal.arm_rows(change)
+            failpoint("table.armed")
+        hyper = step.head.hyper[self.share.cells[index].group]
+        self._note(step, self._step_rows(index, step.given, hyper, step.scale))
+        failpoint("table.changed")
+        if journal:
+            journal.mark(change)
+            failpoint("table.done")
+            journal.disarm_rows(change)
+            failpoint("table.disarmed")
+        return rows
+
+    def _change_cell(self, step: Step, index: int) -> None:
         """Applies the gradient to a cell, reduced here if it is not kept."""
-        step, memory = change.step, self.memory
-        (cell, _), tile = self._bundles[change.cell], self._bundle_tiles[change.cell]
+        memory = self.memory
+        (cell, _), tile = self._bundles[index], self._bundle_tiles[index]
         found: list[tuple[Sequence[int], Scalars]] = []
         hyper = step.head.hyper[cell.group]
         for run in step.given.of(cell):
@@ -354,11 +319,6 @@ class Shard:
             memory.device.synchronize()
         if found:
             self._note(step, found)
-
-    def _change_table(self, change: Changed) -> None:
-        step, index = change.step, change.cell
-        hyper = step.head.hyper[self.share.cells[index].group]
-        self._note(step, self._step_rows(index, step.given, hyper, step.scale))
 
     @staticmethod
     def _note(step: Step, found: list[tuple[Sequence[int], Scalars]]) -> None:
@@ -498,9 +458,30 @@ class Shard:
                 for index in self._trained:
                     arrivals.wait(index)
             self._copy_kept(self.memory.device, to_host=False)
-        if journal and (norm := journal.norm(step.head.version)) is not None:
+        memory, version = self.memory, step.head.version
+        if journal and (norm := journal.norm(version)) is not None:
             step.take_noted(norm)
-        self._walk(self, step)
+        if step.publishes:
+            self._publish(step)
+            failpoint("version.copied")
+        if self._journal is not None and step.trains:
+            numbers = Numbers(memory.counts, memory.averaged, memory.scalars)
+            self._journal.save_numbers(version, numbers)
+            failpoint("numbers.saved")
+            self._journal.begin(version)
+            failpoint("version.begun")
+        if step.reduces:
+            self._keep_reduced(step)
+            failpoint("version.reduced")
+        if step.looks:
+            step.take_norm()
+        if step.looks and journal and self._kernel.changes_kept:
+            journal.note_norm(version, step.norm)
+            failpoint("norm.noted")
+        if step.applies:
+            self._make_cells(step)
+            self._count(step)
+            failpoint("version.counted")
         return step.finite, step.norm
 
     def _map(
@@ -543,6 +524,3 @@ class Shard:
         for helper in helpers:
             results |= helper.result()
         return [each for index in cells for each in results[index]]
-
-
-WalkOfChange = Walk[Shard, Changed]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .contributions import Contributions
-from .journal import Change, Journal
+from .journal import Journal
 from .kernel import Rows, Scalars
 from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, Commit
 from .rows import Table
@@ -90,11 +90,6 @@ class Step:
         return self._contribute()
 
     @property
-    def rescales(self) -> bool:
-        """True if the norm was taken of the kept gradient, which is about to be changed."""
-        return self.looks and self.journal is not None
-
-    @property
     def applies(self) -> bool:
         """Parameters are to be changed."""
         return self.trains and (self.finite or not self.head.flags & CHECK_FINITE)
@@ -115,17 +110,6 @@ class Step:
         if self.head.max_norm < math.inf:
             # As torch.nn.utils.clip_grad_norm_.
             self.scale = min(self.head.max_norm / (self.norm + 1e-6), 1.0)
-
-
-class Changed(Change):
-    """A cell or table that a step changes, and of which step."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, cell: int, step: Step, rows: Rows) -> None:
-        # As the class above does; a call less for each cell of each version.
-        self.cell, self.version, self.rows, self.slot = cell, step.head.version, rows, -1
-        self.step = step
 
 
 def _root_of_sum(squares: Sequence[float]) -> float:
