@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from tensorwire.failpoints import failpoint
 from tensorwire.membership import NoteKind, WorkerMember
 from tensorwire.memory import Region, RemoteRegion
-from tensorwire.transitions import COMMIT, REJOIN, RESULT
-from tensorwire.walk import Walk
 
 from ..device import DeviceBytes, ModelDevice
 from ..hold import WRITTEN_AT
@@ -31,22 +29,6 @@ from .snapshot import Asker, Snapshot
 from .view import ViewSource
 
 _LOOK_S = 0.1  # whether a worker was killed whose slices are this one's now
-
-
-class _Sending:
-    """A slice's commit on its way."""
-
-    def __init__(self, slice_index: int, commit: Commit) -> None:
-        self.slice_index, self.commit, self.data = slice_index, commit, commit.to_bytes()
-
-
-class _Awaited:
-    """A version that a worker waits for; its result is there after the row that waits."""
-
-    result: Result
-
-    def __init__(self, version: int) -> None:
-        self.version = version
 
 
 class RemoteStore:
@@ -104,35 +86,6 @@ class RemoteStore:
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.memory, self.place = seen.memory, seen.place
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
-        durable = {"durable": self._history is not None}
-        # Nobody takes the place of a worker that is taken over from: its commits are not noted.
-        noted = {"durable": self._history is not None and member.takeovers is None}
-        self._send_commit = Walk[RemoteStore, _Sending](
-            COMMIT,
-            {
-                "gradients.sent": RemoteStore._send_rest,
-                "commit.noted": RemoteStore._note_commit,
-                "commit.begun": RemoteStore._send_first,
-                "commit.sent": RemoteStore._send_others,
-            },
-            noted,
-        )
-        self._get_result = Walk[RemoteStore, _Awaited](
-            RESULT,
-            {
-                "result.come": RemoteStore._await_result,
-                "result.noted": RemoteStore._note_result,
-            },
-            durable,
-        )
-        self._rejoin = Walk[RemoteStore, dict[int, bytes]](
-            REJOIN,
-            {
-                "commit.repeated": RemoteStore._repeat,
-                "version.reached": RemoteStore._await_repeated,
-            },
-            {"committed": lambda _, noted: bool(noted)},
-        )
 
     def _allocate(self, kind: RegionKind, size_bytes: int, which: int | None = None) -> Region:
         region = allocate_at_worker(self._member, self._number, kind, size_bytes, which)
@@ -265,27 +218,22 @@ class RemoteStore:
                 raise history.different()
             self._commit_again(slice_index, former)
             return
-        self._send_commit(self, _Sending(slice_index, commit))
-
-    def _send_rest(self, sending: _Sending) -> None:
-        own = self._gradients.setdefault(sending.slice_index, {})
-        gradients = take_meant(own, sending.commit)
+        data = commit.to_bytes()
+        own = self._gradients.setdefault(slice_index, {})
+        gradients = take_meant(own, commit)
         for link in self._links:
-            link.send_rest(sending.slice_index, gradients)
-
-    def _note_commit(self, sending: _Sending) -> None:
-        """Notes a commit whose gradients are all where servers read them."""
-        assert self._history is not None
-        commit, slice_index = sending.commit, sending.slice_index
-        text = sending.data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
-        self._history.note(NoteKind.COMMIT, text, self._number, commit.version, slice_index)
-
-    def _send_first(self, sending: _Sending) -> None:
-        self._links[0].commit(sending.slice_index, sending.commit, sending.data)
-
-    def _send_others(self, sending: _Sending) -> None:
+            link.send_rest(slice_index, gradients)
+        failpoint("gradients.sent")
+        # Nobody takes the place of a worker that is taken over from: its commits are not noted.
+        if history is not None and self._member.takeovers is None:
+            text = data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
+            history.note(NoteKind.COMMIT, text, number, commit.version, slice_index)
+            failpoint("commit.noted")
+        self._links[0].commit(slice_index, commit, data)
+        failpoint("commit.begun")
         for link in self._links[1:]:
-            link.commit(sending.slice_index, sending.commit, sending.data)
+            link.commit(slice_index, commit, data)
+        failpoint("commit.sent")
 
     def _noted_commit(self, noted: bytes) -> Commit:
         spec = self.layout.spec
@@ -345,35 +293,28 @@ class RemoteStore:
     def go_on(self, version: int) -> None:
         self.version = version
         noted = {index: self._committed(index) for index in self._slices}
-        self._rejoin(self, {index: each for index, each in noted.items() if each is not None})
-
-    def _repeat(self, noted: dict[int, bytes]) -> None:
-        for index, each in noted.items():
-            self._commit_again(index, self._noted_commit(each))
-
-    def _await_repeated(self, noted: dict[int, bytes]) -> None:
-        if len(noted) == len(self._slices):
-            self._answers.wait_reached(self.version + 1)
+        if committed := {index: each for index, each in noted.items() if each is not None}:
+            for index, each in committed.items():
+                self._commit_again(index, self._noted_commit(each))
+            failpoint("commit.repeated")
+            if len(committed) == len(self._slices):
+                self._answers.wait_reached(self.version + 1)
+            failpoint("version.reached")
 
     def wait(self) -> Result:
         self.version += 1
-        key = NoteKind.VERSION, self._number, self.version
-        if self._history is not None and (noted := self._history.take(*key)) is not None:
+        history, key = self._history, (NoteKind.VERSION, self._number, self.version)
+        if history is not None and (noted := history.take(*key)) is not None:
             return Result.from_bytes(np.frombuffer(noted, np.uint8))
-        awaited = _Awaited(self.version)
-        self._get_result(self, awaited)
-        return awaited.result
-
-    def _await_result(self, awaited: _Awaited) -> None:
-        awaited.result = self._answers.wait(awaited.version)
-        self.notes_bytes = awaited.result.notes_bytes
+        result = self._answers.wait(self.version)
+        self.notes_bytes = result.notes_bytes
         self.settle()
-        self._source.take_changes(awaited.version)
-
-    def _note_result(self, awaited: _Awaited) -> None:
-        assert self._history is not None
-        data = awaited.result.to_bytes().tobytes()
-        self._history.note(NoteKind.VERSION, data, self._number, awaited.version)
+        self._source.take_changes(self.version)
+        failpoint("result.come")
+        if history is not None:
+            history.note(NoteKind.VERSION, result.to_bytes().tobytes(), *key[1:])
+            failpoint("result.noted")
+        return result
 
     def read_reduced(self, target: Bytes) -> None:
         for link in self._links:
