@@ -19,9 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from tensorwire.errors import PeerLostError, TimeoutError
+from tensorwire.failpoints import failpoint
 from tensorwire.memory import wait_all
-from tensorwire.phases_of_modes import EVENT, PAUSE
-from tensorwire.walk import Walk
 
 from ..kernel import Kernel
 from ..messages import APPLY, PUBLISH, RELEASE, Commit, DisagreementError, Result
@@ -37,21 +36,6 @@ from .publish import Results
 from .versions import Versions
 
 _LOOK_S = 0.25  # whether all are still there
-
-
-class _Doing:
-    """An event while it is done.
-
-    Attributes:
-        event: set by the row that decides on it, or has heard of it.
-        tells: by rank, the workers that are told then, and whether the version is still to be sent
-            to them.
-    """
-
-    event: Event
-
-    def __init__(self) -> None:
-        self.tells: dict[int, bool] = {}
 
 
 class OwnPace(Versions):
@@ -81,29 +65,6 @@ class OwnPace(Versions):
         self._deliveries = Deliveries(opening, self._publication.master, results.answer, fail)
         self._notes_bytes = 0  # of the journal
         self._idle = replace(Commit.empty(0, APPLY, opening.spec), weight=0.0)
-        self._event_walk = self._bind_event()
-        self._pause_walk = Walk[OwnPace, Event](
-            PAUSE, {"pause.begun": OwnPace._begin_pause, "pause.over": OwnPace._await_end}
-        )
-
-    def _bind_event(self) -> Walk[OwnPace, _Doing]:
-        leads = self._leader is not None
-        return Walk[OwnPace, _Doing](
-            EVENT,
-            {
-                "event.decided": OwnPace._decide,
-                "event.sent": OwnPace._send,
-                "event.come": OwnPace._await_event,
-                "event.made": OwnPace._make,
-                "event.noted": OwnPace._note,
-                "event.told": OwnPace._tell_workers,
-            },
-            {
-                "undecided": OwnPace._is_undecided if leads else False,
-                "leads": leads,
-                "follows": not leads,
-            },
-        )
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
         self._inbox = SliceInbox(opening, self._shard, calls)
@@ -147,56 +108,49 @@ class OwnPace(Versions):
     def advance(self, version: int) -> None:
         """See `Versions`. Workers are answered before the next version is made."""
         while self._account.version < version:
-            self._event_walk(self, _Doing())
+            self._do_next()
 
-    # ---- the rows of an event
-
-    def _is_undecided(self, _: _Doing) -> bool:
-        assert self._leader
-        return not self._leader.is_decided
-
-    def _decide(self, _: _Doing) -> None:
-        assert self._leader
-        self._leader.decide(self._account.version)
-
-    def _send(self, doing: _Doing) -> None:
-        assert self._leader
-        doing.event = self._leader.send()
-
-    def _await_event(self, doing: _Doing) -> None:
-        assert self._follower
-        doing.event = self._follower.await_event(self._account.events + 1)
-
-    def _make(self, doing: _Doing) -> None:
-        kind, which, _ = doing.event
-        if kind == EventKind.ANSWERED:
-            self._answer(which, doing)
-        elif kind == EventKind.PAUSED:
-            self._pause_walk(self, doing.event)
-        elif kind == EventKind.APPLIED:
-            self._apply(which)
+    def _do_next(self) -> None:
+        """Does the next event."""
+        account = self._account
+        if (leader := self._leader) is not None:
+            if not leader.is_decided:
+                leader.decide(account.version)
+                failpoint("event.decided")
+            event = leader.send()
+            failpoint("event.sent")
+        if (follower := self._follower) is not None:
+            event = follower.await_event(account.events + 1)
+            failpoint("event.come")
+        # By rank, the workers that are told, and whether the version is still to be sent to them.
+        tells: dict[int, bool] = {}
+        if event.kind == EventKind.ANSWERED:
+            tells[event.which] = self._answer(event.which)
+        elif event.kind == EventKind.PAUSED:
+            self._stand_still(event)
+        elif event.kind == EventKind.APPLIED:
+            self._apply(event.which)
         else:
-            self._make_together(doing)
-        self._account.events += 1
-
-    def _note(self, _: _Doing) -> None:
+            tells = self._make_together()
+        account.events += 1
+        failpoint("event.made")
         self._ledger.note()
-        if self._journal is not None and self._journal.published < self._account.version:
+        if self._journal is not None and self._journal.published < account.version:
             # Also what a launcher looks at, to know whether there is progress.
-            self._journal.publish(self._account.version, Result(self._account.version).to_bytes())
-
-    def _tell_workers(self, doing: _Doing) -> None:
-        for rank, is_sent in doing.tells.items():
-            number, data = self._account.answers[rank]
+            self._journal.publish(account.version, Result(account.version).to_bytes())
+        failpoint("event.noted")
+        for rank, is_sent in tells.items():
+            number, data = account.answers[rank]
             if self._journal is not None:
                 self._results.answer_surely(rank, number, data)
             elif is_sent:
                 self._deliveries.send(rank, number, data)
             else:
                 self._results.answer(rank, number, data, [])
-        self.over = self._account.over
+        self.over = account.over
         if self.over:
             self._note_last()
+        failpoint("event.told")
 
     def _note_last(self) -> None:
         """Notes the last version after its answers, so that a successor does not repeat them."""
@@ -249,8 +203,8 @@ class OwnPace(Versions):
                 check_open(opening)
                 raise PeerLostError(f"worker {rank} was lost") from None
 
-    def _answer(self, rank: int, doing: _Doing) -> None:
-        """Answers a worker with the version in place, so that it goes on."""
+    def _answer(self, rank: int) -> bool:
+        """Makes the answer to a worker; tells whether the version is still to be sent to it."""
         rounds = self._account.rounds
         made, rounds[rank] = rounds[rank], Round()
         pace = None if self._leader is None else self._leader.pace
@@ -263,7 +217,7 @@ class OwnPace(Versions):
                 made.notes_s, self._notes_bytes, message=text,
             ),
         )  # fmt: skip
-        doing.tells[rank] = self._deliveries.bring(rank)
+        return self._deliveries.bring(rank)
 
     def _say(self, rank: int, result: Result) -> None:
         self._account.answers[rank] = result.version, result.to_bytes().tobytes()
@@ -272,20 +226,24 @@ class OwnPace(Versions):
         taken = self._inbox.taken
         return [taken[i] for i in range(len(taken)) if self._inbox.rank(i) == rank]
 
-    def _begin_pause(self, event: Event) -> None:
-        """Begins a pause: no version is made until a worker ends it."""
+    def _stand_still(self, event: Event) -> None:
+        """Makes no version until the worker that has asked for the pause ends it."""
         version = self._account.version
         self._snapshots.present = version  # first: who is answered may ask for a copy at once
         self._snapshots.pauses.begin(event.which, event.number, version)
         self._snapshots.look()  # who has asked is answered
-
-    def _await_end(self, event: Event) -> None:
+        failpoint("pause.begun")
         while not self._snapshots.pauses.wait(event.which, event.number, _LOOK_S):
             check_open(self._opening)
         self._snapshots.present = 0
+        failpoint("pause.over")
 
-    def _make_together(self, doing: _Doing) -> None:
-        """Makes a version of the commits of all slices, each with its own number."""
+    def _make_together(self) -> dict[int, bool]:
+        """Makes a version of the commits of all slices, each with its own number.
+
+        Returns:
+            By rank, whether the version is still to be sent to a worker.
+        """
         version = self._account.version + 1
         taken = [self._take(index) for index in range(len(self._inbox.taken))]
         commits = [replace(commit, version=version) for commit, _ in taken]
@@ -308,7 +266,9 @@ class OwnPace(Versions):
         self._change(version, commits, self._exchange, chunks, arriving)
         if chunks:
             wait_all(chunks.finish())
+        tells: dict[int, bool] = {}
         for rank in dict.fromkeys(ranks):
-            doing.tells[rank] = not chunks and operation != RELEASE and self._deliveries.bring(rank)
+            tells[rank] = not chunks and operation != RELEASE and self._deliveries.bring(rank)
             self._say(rank, Result(max(self._taken_of(rank))))
         self._account.version, self._account.over = version, operation == RELEASE
+        return tells

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, StaleHandleError, TensorwireError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import OfWorkers, ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer, take_rows
-from tensorwire.transitions import NORMS
-from tensorwire.walk import Walk
 
 from ..kernel import Rows
 from ..layout import Selection, Share
@@ -150,14 +149,6 @@ class Chunks:
                     self._sent.append(view.memory[at : at + stop - start].write(piece))
 
 
-class Sums:
-    """The sums of squares of a version: `mine`, and all servers'."""
-
-    def __init__(self, version: int, mine: NDArray[np.float64]) -> None:
-        self.version, self.mine = version, mine
-        self.all: list[float] = []
-
-
 class Norms:
     """The exchange of sums of squares among the servers of a store.
 
@@ -178,27 +169,22 @@ class Norms:
             self._persist(peer, _say_ready, theirs)
         for peer, inbox, _ in self._others.values():
             self._persist(peer, partial(inbox.wait, 1, peer=peer))
-        actions = {"norms.sent": Norms._send_sums, "norms.awaited": Norms._await_sums}
-        self._walk = Walk[Norms, Sums](NORMS, actions)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """Returns all servers' sums for a version, in the cells' order; `mine` are this one's."""
-        sums = Sums(version, mine)
-        self._walk(self, sums)
-        return sums.all
-
-    def _send_sums(self, sums: Sums) -> None:
         for peer, _, outbox in self._others.values():
-            self._persist(peer, _send, outbox, sums.mine, sums.version)
-
-    def _await_sums(self, sums: Sums) -> None:
+            self._persist(peer, _send, outbox, mine, version)
+        failpoint("norms.sent")
+        found: list[float] = []
         for server in range(self._servers):
-            if server not in self._others:
-                sums.all += sums.mine.tolist()
-                continue
-            peer, inbox, _ = self._others[server]
-            theirs = self._persist(peer, partial(inbox.wait, sums.version, peer=peer))
-            sums.all += theirs.view(np.float64).tolist()
+            theirs = mine
+            if server in self._others:
+                peer, inbox, _ = self._others[server]
+                told = self._persist(peer, partial(inbox.wait, version, peer=peer))
+                theirs = told.view(np.float64)
+            found += theirs.tolist()
+        failpoint("norms.awaited")
+        return found
 
 
 def say_through(opening: Opening, version: int) -> None:

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import (
     FAREWELL,
     GOODBYE,
@@ -23,8 +24,6 @@ from tensorwire.membership import (
     was_never_there,
 )
 from tensorwire.memory import Word, cores
-from tensorwire.transitions import END, OPENING
-from tensorwire.walk import Walk
 
 from ..collector import uncollected
 from ..hold import PAUSE, PAUSE_BYTES
@@ -45,7 +44,6 @@ from .versions import Versions
 
 _JOIN_S = 10.0
 _MOST_STORES = 1 << 20  # of a job whose servers may be replaced; a byte each
-_KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
 
 
 def most_threads() -> int:
@@ -265,10 +263,7 @@ class StoreServer:
         self.closing = threading.Event()
         name = f"tensorwire-store-{number}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._opening: Opening | None = None
         self.versions: Versions | None = None
-        self._last: tuple[int, Bytes] | None = None  # that is made, if no other follows
-        self._open, self._end = self._bind_opening(), self._bind_end()
 
     @property
     def gone(self) -> bool:
@@ -279,7 +274,7 @@ class StoreServer:
         server = self._server
         try:
             try:
-                self._open(self, None)
+                opening = self._open()
                 while self.versions is not None and not self.versions.over:
                     self.versions.advance(self.version + 1)
                     self.version += 1
@@ -287,7 +282,7 @@ class StoreServer:
                 if self.versions is not None:
                     self.versions.close()
                 self.versions = None  # what it has is given back when the regions are freed
-            self._end(self, None)
+            self._end(opening)
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
                 return
@@ -295,88 +290,51 @@ class StoreServer:
                 traceback.print_exc()
             server.fail(error)
 
-    # ---- the rows of its opening and of its end
-
-    def _bind_opening(self) -> Walk[StoreServer, None]:
-        return Walk[StoreServer, None](
-            OPENING,
-            {
-                "opening.described": lambda store, _: store._describe(),
-                "opening.ready": lambda store, _: store._make_ready(),
-                "opening.noted": lambda store, _: store._made.note_opened(),
-                "opening.told": lambda store, _: store._tell_opened(),
-            },
-            {
-                "unmade": lambda store, _: store._last is None,
-                "new": lambda store, _: store._last is None and store._made.is_new,
-            },
-        )
-
-    def _bind_end(self) -> Walk[StoreServer, None]:
-        return Walk[StoreServer, None](
-            END,
-            {
-                "store.through": lambda store, _: say_through(store._opened, store.version),
-                "store.awaited": lambda store, _: await_others(store._opened, store.version),
-                "store.released": lambda store, _: store._release(),
-                "store.freed": lambda store, _: store._free(),
-            },
-            {"durable": lambda store, _: store._opened.durable},
-        )
-
-    @property
-    def _opened(self) -> Opening:
-        assert self._opening is not None
-        return self._opening
-
-    @property
-    def _made(self) -> Versions:
-        assert self.versions is not None
-        return self.versions
-
-    def _describe(self) -> None:
+    def _open(self) -> Opening:
+        """Opens the store, which its workers have described."""
         server = self._server
         with uncollected():
-            self._opening = Opening(
-                server.member, self.number, self.closing, server.door, server.pause
-            )
-        self._last = _last_published(self._opening)
-
-    def _make_ready(self) -> None:
-        server = self._server
-        make = Versions if self._opened.mode.is_sync else OwnPace
-        with uncollected():
-            self.versions = make(
-                self._opened,
-                server.make_kernel,
-                server.threads,
-                server.calls,
-                self.results,
-                server.fail,
-            )
-
-    def _tell_opened(self) -> None:
-        """Tells the workers that the store is open, or repeats the last message to them."""
+            opening = Opening(server.member, self.number, self.closing, server.door, server.pause)
+        last = _last_published(opening)
+        failpoint("opening.described")
+        if last is None:
+            make = Versions if opening.mode.is_sync else OwnPace
+            with uncollected():
+                self.versions = make(
+                    opening, server.make_kernel, server.threads, server.calls, self.results,
+                    server.fail,
+                )  # fmt: skip
+            failpoint("opening.ready")
+        if self.versions is not None and self.versions.is_new:
+            self.versions.note_opened()
+            failpoint("opening.noted")
         if self.versions is not None:
             self.versions.lend()
             self.version = self.versions.present
-            self.share = self._opened.regions.share
+            self.share = opening.regions.share
             self.versions.tell_opened()
-            return
-        assert self._last
-        self.version = self._last[0]
-        if self._opened.mode.is_sync:  # else all were told before it was noted
-            self.results.tell_again(*self._last)
+        elif last is not None:  # the last version was made by a predecessor
+            self.version = last[0]
+            if opening.mode.is_sync:  # else all were told before it was noted
+                self.results.tell_again(*last)
+        failpoint("opening.told")
+        return opening
 
-    def _release(self) -> None:
+    def _end(self, opening: Opening) -> None:
+        """Frees the store, whose last version was made."""
+        member = self._server.member
+        if opening.durable:
+            say_through(opening, self.version)
+            failpoint("store.through")
+            await_others(opening, self.version)
+            failpoint("store.awaited")
         self.results.close()
         self._server.released(self.number)
-
-    def _free(self) -> None:
+        failpoint("store.released")
         self.closing.set()
-        self._opened.free()
-        self._server.member.forget(f"{self.number}/")  # what only a predecessor has used
-        self._opening = None
+        opening.free()
+        member.forget(f"{self.number}/")  # what only a predecessor has used
+        failpoint("store.freed")
 
 
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:

@@ -21,10 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import OfWorkers
 from tensorwire.memory import Mailbox, Peer, Region, RemoteMailbox, mailbox_bytes
-from tensorwire.transitions import LENDING, SNAPSHOT
-from tensorwire.walk import Walk
 
 from ..messages import Bytes
 from ..regions import AVERAGE, RegionKind, reply_block
@@ -61,22 +60,6 @@ class Loan(NamedTuple):
     rank: int
     number: int
     version: int
-
-
-class Asked:
-    """A request of a worker, by its rank and number, while it is dealt with, and the reply."""
-
-    def __init__(self, rank: int, number: int, request: Request) -> None:
-        self.rank, self.number, self.request = rank, number, request
-        self.reply = Reply(RequestOutcome.DONE)
-
-
-class Copying:
-    """A snapshot while it is made; `region` is None until it has memory."""
-
-    def __init__(self, held: Loan) -> None:
-        self.held = held
-        self.region: Region | None = None
 
 
 class Snapshots:
@@ -119,32 +102,6 @@ class Snapshots:
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
         self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
         self._closing = False
-        self._lend = Walk[Snapshots, Asked](
-            LENDING,
-            {
-                "pause.ended": Snapshots._end_pause,
-                "snapshot": Snapshots._make,
-                "snapshot.freed": Snapshots._free_asked,
-                "snapshot.told": Snapshots._tell,
-            },
-            {
-                "makes": lambda _, asked: asked.request.kind == RequestKind.MAKE,
-                "frees": lambda _, asked: (
-                    asked.request.kind in (RequestKind.FREE, RequestKind.FREE_ALL)
-                ),
-                "ends": lambda _, asked: (
-                    asked.request.kind in (RequestKind.GO_ON, RequestKind.FREE_ALL)
-                ),
-            },
-        )
-        self._copy_version = Walk[Snapshots, Copying](
-            SNAPSHOT,
-            {
-                "snapshot.allocated": Snapshots._allocate_copy,
-                "snapshot.copied": Snapshots._copy,
-                "snapshot.noted": Snapshots._note,
-            },
-        )
         self._thread = threading.Thread(target=self._run, name="tensorwire-snapshots", daemon=True)
 
     def start(self) -> None:
@@ -191,37 +148,32 @@ class Snapshots:
         if number <= self._answered[rank]:
             return
         request = Request.from_bytes(self._inboxes[rank].message(number))
-        asked = Asked(rank, number, request)
-        if request.kind == RequestKind.PAUSE:
+        reply, kind = Reply(RequestOutcome.DONE), request.kind
+        if kind == RequestKind.PAUSE:
             if not self.pauses.is_begun(rank, number):  # it is answered when it is
                 if self._pausing[rank] < number:
                     self._pausing[rank] = number
                     self.ask_pause(rank, number)
                 return
-            asked.reply = Reply(RequestOutcome.DONE, str(self.pauses.version))
-        self._lend(self, asked)
-
-    def _end_pause(self, asked: Asked) -> None:
-        self.pauses.end(asked.rank, asked.number)
-
-    def _tell(self, asked: Asked) -> None:
-        """Answers a worker. For one that is gone a process in its place asks anew."""
-        rank = asked.rank
+            reply = Reply(RequestOutcome.DONE, str(self.pauses.version))
+        if kind in (RequestKind.GO_ON, RequestKind.FREE_ALL):
+            self.pauses.end(rank, number)
+            failpoint("pause.ended")
+        if kind == RequestKind.MAKE:
+            reply = self._made(Loan(rank, number, request.version))
+        # Both are idempotent, as a successor of this process repeats them.
+        if kind in (RequestKind.FREE, RequestKind.FREE_ALL):
+            for held in list(self._regions):
+                is_meant = kind == RequestKind.FREE_ALL or held.number == request.number
+                if held.rank == rank and is_meant:
+                    self._free(held)
+            failpoint("snapshot.freed")
+        # For a worker that is gone a process in its place asks anew.
         with contextlib.suppress(TensorwireError, LookupError):
             outbox = self._outboxes.find(rank)
-            outbox.send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
-            self._answered[rank] = asked.number
-
-    def _free_asked(self, asked: Asked) -> None:
-        """Frees the requested snapshots. Idempotent, as a successor of this process repeats it."""
-        for held in list(self._regions):
-            if held.rank == asked.rank and (
-                asked.request.kind == RequestKind.FREE_ALL or held.number == asked.request.number
-            ):
-                self._free(held)
-
-    def _make(self, asked: Asked) -> None:
-        asked.reply = self._made(Loan(asked.rank, asked.number, asked.request.version))
+            outbox.send(reply.to_bytes(), number).wait(_FIND_S)
+            self._answered[rank] = number
+        failpoint("snapshot.told")
 
     def _made(self, asked: Loan) -> Reply:
         if asked in self._regions:
@@ -240,29 +192,26 @@ class Snapshots:
             )
             mine = all(held.rank == asked.rank for held in self._regions)
             return Reply(RequestOutcome.BUSY if mine else RequestOutcome.HELD, text)
-        making = Copying(asked)
+        region = None
         try:
-            self._copy_version(self, making)
+            region = self._allocate(asked)
+            failpoint("snapshot.allocated")
+            self._copy(asked.version, region)
+            failpoint("snapshot.copied")
+            self._regions[asked] = region
+            row = self._notes[next(i for i in range(MOST_SNAPSHOTS) if not self._notes[i, 0])]
+            row[1], row[2] = asked.number, asked.version
+            row[0] = 1 + asked.rank  # last: then it is held
+            failpoint("snapshot.noted")
         except MemoryError as error:
-            if making.region is not None:
-                self._member.free(making.region)
+            if region is not None:
+                self._member.free(region)
             return Reply(RequestOutcome.NO_MEMORY, f"{where} has no memory for a snapshot: {error}")
         return Reply(RequestOutcome.DONE)
 
-    def _allocate_copy(self, making: Copying) -> None:
-        making.region = self._allocate(making.held)
-
-    def _note(self, making: Copying) -> None:
-        assert making.region
-        self._regions[making.held] = making.region
-        row = self._notes[next(i for i in range(MOST_SNAPSHOTS) if not self._notes[i, 0])]
-        row[1], row[2] = making.held.number, making.held.version
-        row[0] = 1 + making.held.rank  # last: then it is held
-
-    def _copy(self, making: Copying) -> None:
-        assert making.region
-        memory, arrays = making.region.array(), self._arrays()
-        parts = Parts.of(making.held.version, arrays)
+    def _copy(self, version: int, region: Region) -> None:
+        memory, arrays = region.array(), self._arrays()
+        parts = Parts.of(version, arrays)
         parts.write_head(memory)
         for name, array in arrays.items():
             target = memory[parts.place(name)]
