@@ -1,10 +1,9 @@
 """Lists the protocol of a durable job: the actions of its processes, their order and reasons.
 
-A row is one transition of one process: something is done, and then it is true. The processes run
-these rows (`Walk` binds each to a function), models/takeover.py and own_pace.py explore them, a
-failpoint of the same name follows each, and `python -m tensorwire.transitions` prints them. So a
-row is added in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is
-bound. It knows names and sentences only: no memory, no process.
+A row is one transition of one process: something is done, and then it is true. The code of the
+processes calls the failpoint of its name there, models/takeover.py and own_pace.py explore the
+rows, and `python -m tensorwire.transitions` prints them. tests/unit/test_transitions.py compares
+the order in the code with the order here. It knows names and sentences only: no memory, no process.
 """
 
 from __future__ import annotations

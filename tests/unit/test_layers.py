@@ -21,7 +21,6 @@ PYTHON_LAYERS = (
     ("phases_of_launcher",),
     ("transitions",),
     ("failpoints",),
-    ("walk",),
     ("command",),
     ("memory",),
     ("placement",),

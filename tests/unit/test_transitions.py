@@ -1,16 +1,54 @@
-"""The protocol as data: the process of each row, where it is printed, and how a phase is walked."""
+"""The protocol as data: where it is printed, and that the code has its rows in its order."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tensorwire import walk
-from tensorwire.transitions import PHASES, ROWS, Phase, Transition, page
+from tensorwire.transitions import PHASES, ROWS, Phase, page
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/tensorwire"
+
+# The function that runs the rows of a phase.
+SPINE = {
+    "opening": "parameters/server/server.py:StoreServer._open",
+    "norms": "parameters/server/publish.py:Norms.exchange",
+    "cell": "parameters/shard.py:Shard._make_cell",
+    "table": "parameters/shard.py:Shard._make_table",
+    "step": "parameters/shard.py:Shard.advance",
+    "version": "parameters/server/versions.py:Versions.advance",
+    "event": "parameters/server/own_pace.py:OwnPace._do_next",
+    "pause": "parameters/server/own_pace.py:OwnPace._stand_still",
+    "lending": "parameters/server/snapshots.py:Snapshots._serve",
+    "end": "parameters/server/server.py:StoreServer._end",
+    "sum": "membership/collective.py:CollectiveServer._make",
+    "ask": "membership/collective.py:Collective._ask",
+    "position": "torch/rejoin.py:Rejoin._mark",
+    "holding": "torch/replica/held.py:Held._note_gradients",
+    "commit": "parameters/worker/store.py:RemoteStore.commit",
+    "result": "parameters/worker/store.py:RemoteStore.wait",
+    "rejoin": "parameters/worker/store.py:RemoteStore.go_on",
+    "grant": "launch/restarts.py:Restarts._grant",
+}
+# What these functions call on the way, by the name in the call.
+CALLS = {
+    "_change": "parameters/server/versions.py:Versions._change",
+    "advance": SPINE["step"],
+    "take_norm": "parameters/step.py:Step.take_norm",
+    "_exchange": SPINE["norms"],
+    "_make_cells": "parameters/shard.py:Shard._make_cells",
+    "_make_cell": SPINE["cell"],
+    "_make_table": SPINE["table"],
+    "_made": "parameters/server/snapshots.py:Snapshots._made",
+    "_send_part": "membership/collective.py:Collective._send_part",
+}
+# Their rows are run by several threads or calls, so that no function has their order.
+SCATTERED = {"borrowing", "standing", "taking", "changing", "change", "move", "death"}
 
 
 def test_the_command_of_the_documentation_prints_every_row() -> None:
@@ -29,49 +67,59 @@ def test_names_are_names_of_one_row() -> None:
     assert all(re.fullmatch(r"[a-z]+\.[a-z]+", name) for name in names)
 
 
-def test_every_row_is_run() -> None:
-    """Each is bound once to what does it, or has its failpoint where it is done."""
-    files = [*(ROOT / "src").rglob("*.py")]
-    text = "".join(file.read_text() for file in files if file.name != "transitions.py")
-    for name in ROWS:
-        bound = re.findall(rf'"{re.escape(name)}":|failpoint\("{re.escape(name)}"\)', text)
-        assert len(bound) == 1, f"{name} is run in {len(bound)} places"
+def test_every_row_is_run_in_one_place() -> None:
+    text = "".join(file.read_text() for file in SOURCE.rglob("*.py"))
+    found = re.findall(r'failpoint\("([^"]+)"\)', text)
+    assert sorted(found) == sorted(ROWS)
 
 
-def test_a_failpoint_is_a_row() -> None:
-    for file in (ROOT / "src").rglob("*.py"):
-        for name in re.findall(r'failpoint\("([^"]+)"\)', file.read_text()):
-            assert name in ROWS, file
+def function(place: str) -> ast.AST:
+    """The function at "file:Class.name"."""
+    file, _, name = place.partition(":")
+    found: ast.AST = ast.parse((SOURCE / file).read_text())
+    for part in name.split("."):
+        found = next(each for each in ast.iter_child_nodes(found) if vars(each).get("name") == part)
+    return found
 
 
-INNER = Phase("inner", "server", "does more", (Transition("c", "", ""),), when="deep")
-OUTER = Phase(
-    "outer",
-    "server",
-    "does something",
-    (Transition("a", "", ""), INNER, Transition("b", "", "", when="odd")),
-)
+def passed(node: ast.AST, if_: bool = False) -> Iterator[tuple[str, bool]]:
+    """The failpoints of a piece of code from its first to its last, and whether an if has each."""
+    for each in ast.iter_child_nodes(node):
+        yield from passed(each, if_ or isinstance(node, ast.If))
+    if not isinstance(node, ast.Call):
+        return
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else vars(node.func).get("id")
+    if called == "failpoint":
+        yield ast.literal_eval(node.args[0]), if_
+    elif called in CALLS:
+        yield from passed(function(CALLS[called]), if_)
 
 
-def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(walk, "failpoint", lambda name: seen.append(f"{name} is behind"))
-    actions = {
-        name: lambda who, n, name=name: seen.append(f"{name} {n}") for name in ("a", "inner", "b")
-    }
-    run = walk.Walk[str, int](OUTER, actions, {"odd": lambda who, n: n % 2 == 1, "deep": True})
-    run("me", 1), run("me", 2)
-    assert seen == [
-        "a 1", "a is behind", "inner 1", "b 1", "b is behind", "a 2", "a is behind", "inner 2",
-    ]  # fmt: skip
-    seen.clear()
-    walk.Walk[str, int](OUTER, actions, {"odd": False, "deep": False})("me", 1)
-    assert seen == ["a 1", "a is behind"]
+def listed(phase: Phase, if_: bool = False) -> Iterator[tuple[str, bool]]:
+    """The rows of a phase in their order, and whether each is left out at times."""
+    for row in phase.rows:
+        guarded = if_ or row.when != ""
+        yield from listed(row, guarded) if isinstance(row, Phase) else [(row.name, guarded)]
 
 
-@pytest.mark.parametrize("missing", ["a", "inner", "b", "odd", "more"])
-def test_what_is_not_bound(missing: str) -> None:
-    names = {"a", "inner", "b", *(["c"] if missing == "more" else [])} - {missing}
-    guards = dict.fromkeys({"odd", "deep"} - {missing}, True)
-    with pytest.raises(ValueError, match="outer has"):
-        walk.Walk[str, int](OUTER, dict.fromkeys(names, lambda who, n: None), guards)
+def phases(within: tuple[object, ...]) -> Iterator[Phase]:
+    for each in within:
+        if isinstance(each, Phase):
+            yield each
+            yield from phases(each.rows)
+
+
+ALL = {phase.name: phase for phase in phases(PHASES)}
+
+
+@pytest.mark.parametrize("name", SPINE)
+def test_code_passes_the_rows_of_a_phase_in_their_order(name: str) -> None:
+    """The models explore these rows: neither they nor the code can change alone."""
+    assert [*passed(function(SPINE[name]))] == [*listed(ALL[name])]
+
+
+def test_every_phase_has_its_function_or_is_known_to_have_none() -> None:
+    inside = {inner.name for phase in PHASES for inner in phases(phase.rows)}
+    assert {phase.name for phase in PHASES} - SPINE.keys() == SCATTERED
+    assert SPINE.keys() <= ALL.keys()
+    assert not SCATTERED & inside

@@ -25,8 +25,6 @@ from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.takeovers import PassedSlices
-from tensorwire.phases_of_launcher import GRANT
-from tensorwire.walk import Walk
 
 # Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
 # the job, and since they were started where they do not join.
@@ -70,7 +68,7 @@ class _Arrival(NamedTuple):
 
 
 class _Grant:
-    """Members of a process that has ended are given to a successor: the rows start it, or it came.
+    """Members of a process that has ended are given to a successor, which is to be started or came.
 
     Args:
         process: that has ended.
@@ -137,7 +135,6 @@ class Restarts:
         self.dealt = Dealt() if job.moves_shares else None
         self._standby_at: float | None = None
         self._standby_deaths = 0
-        self._grant = self._bind()
         self._joined = False  # all members, once
         self.takeovers = None if job.restart_workers else PassedSlices(job.places, job.workers)
 
@@ -221,7 +218,7 @@ class Restarts:
         member = self._members[worker.kind, worker.index]
         if former is not None and member.keeper.restorable:
             arrival = _Arrival(worker, ours, told)
-            self._grant(self, _Grant(former, {worker.index: member}, arrival))
+            self._grant(_Grant(former, {worker.index: member}, arrival))
         else:  # nobody has known a former one
             member.keeper.attach(ours)
             member.keeper.tell({**told, "term": 0})
@@ -352,23 +349,25 @@ class Restarts:
         if only is not None:
             members = {share: members[share] for share in only}
         grant = _Grant(process, members, to=to)
-        self._grant(self, grant)
+        self._grant(grant)
         return grant.successor, max(each.restarts for each in members.values())
 
-    def _bind(self) -> Walk[Restarts, _Grant]:
-        return Walk[Restarts, _Grant](
-            GRANT,
-            {
-                "term.granted": Restarts._grant_term,
-                "successor.started": Restarts._start_successor,
-                "grant.noted": Restarts._note_grant,
-                "place.handed": Restarts._hand_over,
-            },
-        )
-
-    def _grant_term(self, grant: _Grant) -> None:
+    def _grant(self, grant: _Grant) -> None:
+        """Gives the places of members to another process."""
         for member in grant.members.values():
             member.term += 1
+        failpoint("term.granted")
+        self._start_successor(grant)
+        failpoint("successor.started")
+        successor = grant.successor if grant.came is None else grant.came.worker
+        for number, member in grant.members.items():
+            member.restarts += self._granted(grant.process, successor, number, member.term)
+        failpoint("grant.noted")
+        for member in grant.members.values():
+            if grant.came is not None:
+                member.keeper.tell({**grant.came.told, "term": member.term})
+            member.keeper.hand_over(member.arguments, member.term, member.restarts)
+        failpoint("place.handed")
 
     def _start_successor(self, grant: _Grant) -> None:
         process, member = grant.process, grant.member
@@ -400,17 +399,6 @@ class Restarts:
                 self.dealt.give(share, grant.successor, member.keeper)
             member.successor, member.overdue = grant.successor, False
             member.until = time.monotonic() + self._patience.start_s
-
-    def _note_grant(self, grant: _Grant) -> None:
-        successor = grant.successor if grant.came is None else grant.came.worker
-        for number, member in grant.members.items():
-            member.restarts += self._granted(grant.process, successor, number, member.term)
-
-    def _hand_over(self, grant: _Grant) -> None:
-        for member in grant.members.values():
-            if grant.came is not None:
-                member.keeper.tell({**grant.came.told, "term": member.term})
-            member.keeper.hand_over(member.arguments, member.term, member.restarts)
 
     def release(self, process: Replaceable) -> None:
         """Closes everything held of an ended member that is not replaced.

@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
+from tensorwire.failpoints import failpoint
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, mailbox_bytes
-from tensorwire.transitions import ASK, SUM
-from tensorwire.walk import Walk
 
 from .history import NoteKind
 from .identity import called
@@ -41,21 +40,11 @@ _TEXT = 4096  # bytes after a worker's block: why no result will follow
 _FAILED = 1 << 62  # a worker's mailbox counts as many messages then
 
 
-class _Sum:
-    """A sum at the server; until it is made, the answer of the last noted one stands."""
+class _Answer(NamedTuple):
+    """The answer of a sum, and how many workers' parts were added up."""
 
-    def __init__(self, number: int, answer: NDArray[np.uint8]) -> None:
-        self.number, self.answer = number, answer
-
-
-class _Question:
-    """A worker's part of a sum, the answer, and how many bytes of the answer count."""
-
-    answer: NDArray[np.uint8]
-    parts = 0  # that were added up, of so many workers
-
-    def __init__(self, number: int, kind: int, content: NDArray[Any], size: int) -> None:
-        self.number, self.kind, self.content, self.size = number, kind, content, size
+    content: NDArray[np.uint8]
+    parts: int
 
 
 class CollectiveServer:
@@ -74,7 +63,6 @@ class CollectiveServer:
         self._last_number, self._last_answer = last[:8].view(np.int64), last[8:]
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
-        self._walk = self._bind()
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
 
     def is_waiting(self, rank: int) -> bool:
@@ -98,38 +86,35 @@ class CollectiveServer:
         member, first = self._member, max(int(self._last_number[0]), 1)
         try:
             for number in count(first):
-                self._walk(self, _Sum(number, self._last_answer[:_PLACE]))
+                self._make(number)
                 if self._failed:
                     return
         except BaseException as error:
             if not member.node.closed and not member.all_left():
                 self._fail(error)
 
-    def _bind(self) -> Walk[CollectiveServer, _Sum]:
-        return Walk[CollectiveServer, _Sum](
-            SUM,
-            {
-                "sum.gathered": CollectiveServer._gather,
-                "sum.noted": CollectiveServer._note,
-                "sum.told": CollectiveServer._tell_sum,
-            },
-            {"new": lambda server, sum_: bool(server._last_number[0] < sum_.number)},
-        )
+    def _make(self, number: int) -> None:
+        """Makes a sum, unless a predecessor has noted it, and tells the workers."""
+        answer = self._last_answer[:_PLACE]
+        if self._last_number[0] < number:
+            answer = self._gather(number)
+            failpoint("sum.gathered")
+            self._last_answer[: len(answer)] = answer
+            self._last_number[0] = number
+            failpoint("sum.noted")
+        self._tell_sum(number, answer)
+        failpoint("sum.told")
 
-    def _gather(self, sum_: _Sum) -> None:
+    def _gather(self, number: int) -> NDArray[np.uint8]:
         ranks = range(self._member.count)
-        parts = [self._part(rank, sum_.number) for rank in ranks]
+        parts = [self._part(rank, number) for rank in ranks]
         # Who has joined meanwhile gives its part; those who let it join have given theirs since.
         while late := [r for r in ranks if parts[r] is None and not self._member.is_taken(r)]:
             for rank in late:
-                parts[rank] = self._part(rank, sum_.number)
-        sum_.answer = _answer(parts)
+                parts[rank] = self._part(rank, number)
+        return _answer(parts)
 
-    def _note(self, sum_: _Sum) -> None:
-        self._last_answer[: len(sum_.answer)] = sum_.answer
-        self._last_number[0] = sum_.number
-
-    def _tell_sum(self, sum_: _Sum) -> None:
+    def _tell_sum(self, number: int, answer: NDArray[np.uint8]) -> None:
         member = self._member
         boxes = {}
         for rank, peer in list(member.workers.items()):
@@ -143,7 +128,7 @@ class CollectiveServer:
                     raise
         with self._sending:
             if not self._failed:
-                member.tell_workers(boxes, sum_.answer, sum_.number)
+                member.tell_workers(boxes, answer, number)
 
     def tell(self, text: str) -> None:
         """Ends every worker's present and future calls with an error; by the main thread."""
@@ -232,7 +217,6 @@ class Collective:
         theirs = member.persist(server, server.region, _REGION)[offset : offset + _BLOCK]
         self._outbox = RemoteMailbox(theirs)
         self._number = 0
-        self._walk = self._bind()
         if (history := member.history) is not None and history.succeeds:
             history.asked = int(theirs.array()[:8].view(np.uint64)[0])
 
@@ -260,9 +244,9 @@ class Collective:
             parts = set()
             for first in range(0, max(len(values), 1), _MOST_NUMBERS):
                 part = np.array(values[first : first + _MOST_NUMBERS], np.float64)
-                question = self._ask(len(part), part)
-                parts.add(question.parts)
-                result += question.answer.view(np.float64).tolist()
+                answer = self._ask(len(part), part)
+                parts.add(answer.parts)
+                result += answer.content.view(np.float64).tolist()
             if self._agree(parts):
                 return result
 
@@ -278,9 +262,9 @@ class Collective:
             found, parts = [b""] * workers, set()
             for first in range(0, max(len(data), 1), most):
                 part = np.frombuffer(data[first : first + most], np.uint8)
-                question = self._ask(_of_bytes(len(part)), part)
-                parts.add(question.parts)
-                pieces = question.answer.tobytes()
+                answer = self._ask(_of_bytes(len(part)), part)
+                parts.add(answer.parts)
+                pieces = answer.content.tobytes()
                 for rank in range(workers):
                     found[rank] += pieces[rank * len(part) : (rank + 1) * len(part)]
             if self._agree(parts):
@@ -290,69 +274,52 @@ class Collective:
         """Tells whether all messages had one number of workers; else one was killed between."""
         return self._member.takeovers is None or len(parts) == 1
 
-    def _ask(self, kind: int, content: NDArray[Any]) -> _Question:
-        """Sends a message; with its answer."""
+    def _ask(self, kind: int, content: NDArray[Any]) -> _Answer:
+        """Sends a message; returns its answer."""
         self._number += 1
         history, size = self._member.history, content.nbytes
         size *= 1 if kind >= 0 else self._member.place.workers
         if history is not None:
             history.answered = self._number
             if (noted := history.take(NoteKind.SUM, number=self._number)) is not None:
-                question = _Question(self._number, kind, content, size)
-                question.answer = np.frombuffer(noted, np.uint8).copy()
-                return question
-        question = _Question(self._number, kind, content, size)
+                return _Answer(np.frombuffer(noted, np.uint8).copy(), 0)
         try:
-            self._walk(self, question)
+            self._send_part(kind, content)
+            block = self._await_answer(kind)
+            failpoint("answer.come")
+            answer = block[_HEAD_BYTES : _HEAD_BYTES + size].copy()
+            if history is not None:
+                history.note(NoteKind.SUM, answer.tobytes(), number=self._number)
+                failpoint("answer.noted")
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
             if self._inbox.count >= _FAILED:
                 raise consequence(self._text()) from error
             raise
-        return question
+        return _Answer(answer, int(block[8:16].view(np.int64)[0]))
 
-    def _bind(self) -> Walk[Collective, _Question]:
-        return Walk[Collective, _Question](
-            ASK,
-            {
-                "part.sent": Collective._send_part,
-                "answer.come": Collective._await_answer,
-                "answer.noted": Collective._note,
-            },
-            {"unasked": Collective._is_unasked, "durable": self._member.history is not None},
-        )
-
-    def _is_unasked(self, question: _Question) -> bool:
-        history = self._member.history
+    def _send_part(self, kind: int, content: NDArray[Any]) -> None:
+        """Sends this worker's part, unless a predecessor has sent it."""
+        number, history = self._number, self._member.history
         asked = 0 if history is None else history.asked
-        return self._inbox.count < question.number and asked < question.number
+        if self._inbox.count < number and asked < number:
+            self._member.persist(
+                self._member.servers[0],
+                lambda: self._outbox.send(_message(kind, content), number).wait(),
+            )
+            failpoint("part.sent")
 
-    def _send_part(self, question: _Question) -> None:
-        def send() -> None:
-            message = _message(question.kind, question.content)
-            self._outbox.send(message, question.number).wait()
-
-        self._member.persist(self._member.servers[0], send)
-
-    def _await_answer(self, question: _Question) -> None:
+    def _await_answer(self, kind: int) -> NDArray[np.uint8]:
         server = self._member.servers[0]
-        answer = self._member.persist(
-            server, partial(self._inbox.wait, question.number, peer=server)
-        )
+        answer = self._member.persist(server, partial(self._inbox.wait, self._number, peer=server))
         if self._inbox.count >= _FAILED:
             raise consequence(self._text())
-        if int(answer[:8].view(np.int64)[0]) != question.kind:
+        if int(answer[:8].view(np.int64)[0]) != kind:
             raise ValueError(
                 "the workers call mean() or sum() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
-        question.parts = int(answer[8:16].view(np.int64)[0])
-        question.answer = answer[_HEAD_BYTES : _HEAD_BYTES + question.size].copy()
-
-    def _note(self, question: _Question) -> None:
-        assert self._member.history is not None
-        data = question.answer.tobytes()
-        self._member.history.note(NoteKind.SUM, data, number=question.number)
+        return answer
 
     def _text(self) -> str:
         return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")
