@@ -12,7 +12,7 @@ from tensorwire.launch.takeovers import PassedSlices as Given
 from tensorwire.membership import FAREWELL, GOODBYE, Takeovers, World, deal_places, was_never_there
 from tensorwire.membership.collective import _answer, _message
 from tensorwire.membership.identity import taken_by, taker_in
-from tensorwire.torch.taking import BatchTurns, Taking
+from tensorwire.torch.taking.taking import Taking
 
 
 class FakeKeeper(Keeper):
@@ -120,9 +120,9 @@ class Script:
         self.taking = Taking(self.takeovers)
         self.ahead: set[int] = set()
         self.committed: set[int] = set()
-        self.turns = BatchTurns(
-            self.taking, lambda step, index: 4, lambda step: step < steps, 0, together,
-            lambda: self.takeovers.slices, lambda index: index in self.ahead,
+        self.turns = self.taking.batches(
+            lambda step: step < steps, lambda step, index: 4, 0, together, lambda: None,
+            lambda index: index in self.ahead,
         )  # fmt: skip
 
     def batch(self) -> tuple[int, int] | None:
@@ -135,7 +135,7 @@ class Script:
 
     def step(self, samples: int = 4) -> None:
         self.taking.begin_commit(self, 0)
-        self.committed.add(self.taking.slice_index)
+        self.committed.add(self.taking.slice_of(0))
         due = [i for i in self.takeovers.slices if i not in self.committed | self.ahead]
         if not due:
             self.committed, self.ahead = set(), set()

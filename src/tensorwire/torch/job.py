@@ -12,6 +12,7 @@ import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
-from .worker_state import tell_offer
+from .taking.taking import Taking
+from .worker_state import obstacles
 
 on_step: Callable[[Job], None] | None = None
 """Called after every version of every optimizer of this process; for `explain`."""
@@ -62,7 +64,7 @@ class Job:
     """
 
     def __init__(self, world: World, seed: int, mode: Mode, given: Mapping[str, Any]) -> None:
-        self.session = session = Session(world, seed, mode)
+        self.session = session = Session(world, seed, mode, Taking)
         self.size = session.size
         self.pipeline = session.pipeline
         self.replicas = session.replicas
@@ -322,8 +324,8 @@ class Job:
             given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
             for epoch in given:
                 session.begin_epoch(epoch)
-                if session.taking is not None:
-                    tell_offer(session, self._tracked, self.local_replicas)
+                reasons = partial(obstacles, session, self._tracked, self.local_replicas)
+                session.turns.begin_epoch(reasons)
                 if progress is None and self.rank == 0:  # since another worker was killed
                     progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
@@ -472,8 +474,7 @@ class Job:
         about: dict[str, Any] = {"workers": self.size, "slices": self.slices, "rank": self.rank}
         stores = [replica.store for replica in self.local_replicas]
         about |= {**told_of(self.session.mode, stores), "server_takeovers_s": waited}
-        if self.session.taking is not None:
-            about["worker_changes"] = self.session.taking.changes
+        about |= self.session.turns.report()
         return self.statistics.report(about, stores, path)
 
     # ---- the end
@@ -487,7 +488,7 @@ class Job:
             OSError, ...: one could not be written, see `save`; the job was left nevertheless.
         """
         if not self.closed:
-            self.session.check_due("close()")
+            self.session.turns.check("close()")
         self._leave(goodbye=True)
 
     def _leave(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, takewhile, tee
+from functools import partial
+from itertools import chain, takewhile, tee
 from typing import Any
 from zlib import crc32
 
@@ -32,7 +33,7 @@ from .random_numbers import (
 )
 from .session import Session
 from .stream import CollateFound, StreamReader
-from .taking import BatchTurns, Taking
+from .turns import BatchOrder
 
 
 def checked_seed(seed: Any) -> int:
@@ -50,16 +51,13 @@ def generator_of(
     session: Session, step: int, slice_index: int | None, epoch: int | None
 ) -> torch.Generator:
     """See `Job.generator`."""
-    taking = session.taking
-    if slice_index is None and taking is not None:
-        slice_index = taking.default_slice
     if slice_index is None:
-        if len(session.my_slices) > 1:
-            raise ValueError(
-                f"this worker computes the slices {list(session.my_slices)}: say for which one "
-                "the generator is, job.generator(step, slice_index)"
-            )
-        slice_index = session.my_slices[0]
+        slice_index = session.turns.default_slice
+    if slice_index is None:
+        raise ValueError(
+            f"this worker computes the slices {list(session.my_slices)}: say for which one "
+            "the generator is, job.generator(step, slice_index)"
+        )
     epoch = session.epoch if epoch is None else epoch
     if min(step, slice_index, epoch) < 0:
         raise ValueError("step, slice and epoch are numbers from 0 up")
@@ -97,7 +95,7 @@ def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
             "job.replicas-th sample yourself, as by itertools.islice(data, job.replica, None, "
             "job.replicas)"
         )
-    if session.taking is not None:
+    if session.turns.grows:
         return ShardOfData(dataset, session)
     size = len(dataset)  # type: ignore[arg-type]
     return Subset(dataset, range(session.replica, size, session.replicas))
@@ -238,8 +236,8 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         session, number = self._session, self._number()
         trains = torch.is_grad_enabled()
-        session.check_present("a new pass of a loader")
-        session.check_due("a new pass of a loader")
+        session.turns.check_present("a new pass of a loader")
+        session.turns.check("a new pass of a loader")
         epoch, plan = self._plan(number)
 
         def seed(step: int, index: int) -> int:
@@ -247,11 +245,13 @@ class Loader:
             return seed_of(session.seed, epoch, step, index, 1 + session.stage)
 
         if not trains:
-            yield from self._give(plan, seed, None)
+            order = BatchOrder(session.turns, plan.has, 0, self._accumulate)
+            yield from self._give(plan, seed, order, None)
             return
         begun = session.position.begin(
-            self._name, number, self._data, self._groups, self._batches_per_step
-        )
+            self._name, number, self._data, self._groups,
+            session.turns.batches_per_step(self._accumulate),
+        )  # fmt: skip
         steps = None if self._groups == ALL_STEPS else self._groups
         self._begin_pass(steps, begun.first_step)
         if begun.first_step:
@@ -259,41 +259,52 @@ class Loader:
         try:
             if begun.first_step == ALL_STEPS:
                 pass  # it was over before
-            elif session.taking is not None:
-                yield from self._give_in_turn(session.taking, begun, plan, seed)
             else:
-                yield from self._give(plan, seed, begun)
+                first = begun.first_step * self._accumulate
+                order = session.turns.batches(
+                    plan.has, lambda step, index: plan.sizes(step)[index], first, self._accumulate,
+                    partial(self._begin_batch, begun), session.is_ahead,
+                )  # fmt: skip
+                yield from self._give(plan, seed, order, begun)
         finally:
             session.position.end(self._name, begun)
             if session.rejoin is not None and not session.closed:
                 session.rejoin.end_pass(self._name, number)
 
+    def _begin_batch(self, of: LoaderPass) -> None:
+        if (rejoin := self._session.rejoin) is not None:
+            rejoin.begin_batch(self._name, of.number, of.given == 0)
+
     def _give(
-        self, plan: PassPlan, seed: Callable[[int, int], int], of: LoaderPass | None
+        self,
+        plan: PassPlan,
+        seed: Callable[[int, int], int],
+        order: BatchOrder,
+        of: LoaderPass | None,
     ) -> Iterator[Any]:
         """Gives out batches, each with its step and the random numbers of its seed."""
-        session, first = self._session, 0 if of is None else of.first_step * self._accumulate
-        looked_at = first == 0
-        self._requests.now = (plan.request(*turn) for turn in self._turns(plan, first))
+        session, this = self._session, object()
+        looked_at = of is None or of.first_step == 0
         before = random_state() if of is None else None
-        this = object()
-        turns, given = self._turns(plan, first), iter(self._loader)
-        rejoin = None if of is None else session.rejoin
+        planned: Iterator[tuple[int, int]] = iter(())
+        given: Iterator[Any] = iter(())
         try:
-            while True:
-                if rejoin is not None and of is not None:
-                    rejoin.begin_batch(self._name, of.number, of.given == 0)
-                if (turn := next(turns, None)) is None:
-                    break
+            while (turn := order.next()) is not None:
+                if next(planned, None) != turn:
+                    asked, planned = tee(chain([turn], order.rest()))
+                    self._requests.now = (plan.request(*each) for each in asked)
+                    given = iter(self._loader)
+                    next(planned)
                 step, index = turn
                 data = plan.take(step, next(given))
                 self._batch_comes(this, plan, step, index, data, of)
                 seed_all(seed(step, index))
                 if of is not None:
                     self._begin_step(step, of)
-                    of.given += 1
+                    session.turns.give(index)
+                    of.given = order.given
                 yield data
-                plan.forget(step + 1 - self._accumulate)
+                plan.forget(order.began)
                 if looked_at:
                     looked_at = False
                     self._count_pass()
@@ -305,15 +316,6 @@ class Loader:
                     set_random_state(before)  # an evaluation leaves no trace
                 elif of is not None:
                     self._draw_alike(of)
-
-    def _turns(self, plan: PassPlan, first: int) -> Iterator[tuple[int, int]]:
-        """Yields (step, slice) of this worker's batches, slice by slice as they accumulate."""
-        for begin in count(first, self._accumulate):
-            if not plan.has(begin + self._accumulate - 1):
-                return
-            for index in self._session.my_slices:
-                for step in range(begin, begin + self._accumulate):
-                    yield step, index
 
     def _batch_comes(
         self, this: object, plan: PassPlan, step: int, index: int, data: Any, of: LoaderPass | None
@@ -344,51 +346,3 @@ class Loader:
     def _seed_of_pass(self, of: LoaderPass, step: int, what: int) -> int:
         session = self._session
         return seed_of(session.seed, session.epoch, self._number_of_name, of.number, step, what)
-
-    def _give_in_turn(
-        self, taking: Taking, of: LoaderPass, plan: PassPlan, seed: Callable[[int, int], int]
-    ) -> Iterator[Any]:
-        """Yields batches like `_give`, for slices that may be taken over at any batch."""
-        session, this, looked_at = self._session, object(), of.first_step == 0
-
-        def begin_step() -> None:
-            if session.rejoin is not None:
-                session.rejoin.begin_batch(self._name, of.number, of.given == 0)
-
-        of.batches_per_step = self._accumulate
-        turns = BatchTurns(
-            taking,
-            lambda step, index: plan.sizes(step)[index],
-            plan.has,
-            of.first_step * self._accumulate,
-            self._accumulate,
-            lambda: session.my_slices,
-            session.is_ahead,
-            begin_step,
-        )
-        planned: Iterator[tuple[int, int]] = iter(())
-        given: Iterator[Any] = iter(())
-        try:
-            while (each := turns.next()) is not None:
-                if next(planned, None) != each:
-                    asked, planned = tee(chain([each], turns.rest()))
-                    self._requests.now = (plan.request(*every) for every in asked)
-                    given = iter(self._loader)
-                    next(planned)
-                step, index = each
-                data = plan.take(step, next(given))
-                self._batch_comes(this, plan, step, index, data, of)
-                seed_all(seed(step, index))
-                self._begin_step(step, of)
-                taking.give(index)
-                of.given = turns.given
-                yield data
-                plan.forget(turns.began)
-                if looked_at:
-                    looked_at = False
-                    self._count_pass()
-            session.pass_ends(this, False)
-        finally:
-            session.pass_ends(this, True)
-            if session.gave_last(this):
-                self._draw_alike(of)

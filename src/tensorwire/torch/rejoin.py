@@ -63,7 +63,7 @@ class Rejoin:
     @property
     def notes(self) -> bool:
         """True if this process takes notes, so that another one can take its place."""
-        return not self._history.is_refused
+        return self._takeovers is None and not self._history.is_refused
 
     def begin_loop(self, first: int, count: int) -> range:
         """Begins a loop of epochs; returns the epochs that it gives out."""
@@ -204,6 +204,11 @@ class Rejoin:
         """Refuses a successor to this process or another worker; worker 0 prints it."""
         self._history.refuse(reason)
         self._tell()
+
+    def refuse_twice(self, what: str) -> None:
+        """Refuses a successor to this process, which would do `what` twice; who joins does not."""
+        if self._takeovers is None:
+            self.refuse(f"{what}, which a successor would do twice")
 
     # ----
 

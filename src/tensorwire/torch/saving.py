@@ -106,15 +106,14 @@ class Saving:
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
         session, where = self._session, os.path.abspath(path)
-        session.check_present("job.save()")
+        session.turns.check_present("job.save()")
         self.counts[where] = 1 + self._calls_before(where)
         if self.counts[where] % every:
             return None
         if session.rejoin is not None and not session.rejoin.begin_save():
             return None
         self.writes.wait(where)
-        if session.taking is not None:
-            session.taking.saves(where)
+        session.turns.begin_save(where)
         position = session.position.saved()
         done = session.done if position is None else position["epoch"]
         content = checkpoint.Content(
@@ -123,8 +122,7 @@ class Saving:
 
         def write() -> Path:
             written = content.write(path, keep)
-            if session.taking is not None:
-                session.taking.saves("")
+            session.turns.end_save()
             note_in_job_log("saved", path=os.path.abspath(written))
             return written
 
@@ -139,9 +137,9 @@ class Saving:
         Their calls are assumed to follow each step, or each pass over the data, as this one does.
         """
         session = self._session
-        if session.taking is None or not session.acts_for_another:
+        if not session.acts_for_another:
             return self.counts.get(where, 0)
-        return session.epoch if session.position.inside else max(session.taking.steps - 1, 0)
+        return session.epoch if session.position.inside else max(session.turns.steps - 1, 0)
 
     def load(
         self, path: str | os.PathLike[str], editing: Callable[[Any], AbstractContextManager[None]]

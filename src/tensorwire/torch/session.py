@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
-from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
+from tensorwire.membership import LOOPBACK, Collective, Takeovers, WorkerMember, World
 from tensorwire.memory import Node
 from tensorwire.parameters import (
     LocalStore,
@@ -35,7 +35,7 @@ from .position import LoaderPass, Position
 from .random_numbers import IN_AN_EPOCH, seed_all, seed_of
 from .rejoin import Rejoin
 from .statistics import Statistics
-from .taking import Taking
+from .turns import SliceTurns
 
 _ADDRESS_BYTES = 256
 _SEED_BYTES = 16
@@ -80,6 +80,7 @@ class Session:
         world: which worker this is.
         seed: of everything random; worker 0's counts.
         mode: how the steps of workers follow each other.
+        take_over: makes `turns` in a job that does not replace killed workers.
 
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
@@ -94,12 +95,14 @@ class Session:
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
         rejoin: where its script is, for a process in its place; None: nobody takes its place.
-        taking: what it computes for workers that were killed; None: nothing.
+        turns: which slice it computes next.
         warned_of_weights: see `SampleCount.warn`.
         closed: true after `close`.
     """
 
-    def __init__(self, world: World, seed: int, mode: Mode) -> None:
+    def __init__(
+        self, world: World, seed: int, mode: Mode, take_over: Callable[[Takeovers], SliceTurns]
+    ) -> None:
         global _present
         self.mode = mode
         self._world = world
@@ -126,7 +129,7 @@ class Session:
         self.before_release: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[Result], None]] = []
         self.rejoin: Rejoin | None = None
-        self.taking: Taking | None = None
+        self.turns = SliceTurns(world)
         self._stores: list[Store] = []
         self._opened = 0  # stores, those that are gone included
         self._machines: Machines | None = None
@@ -144,7 +147,7 @@ class Session:
                     f"next model's optimizer is made ({error})"
                 ) from error
             if self.member.takeovers is not None:
-                self.taking = Taking(self.member.takeovers)
+                self.turns = take_over(self.member.takeovers)
             if self.member.history is not None:
                 asked, takeovers = world.asked, self.member.takeovers
                 self.rejoin = Rejoin(self.member.history, world.rank, asked, takeovers)
@@ -178,8 +181,7 @@ class Session:
     @property
     def rank(self) -> int:
         """The rank of this worker, or the lowest of the workers whose slices it has taken over."""
-        takeovers = None if self.member is None else self.member.takeovers
-        return self._world.rank if takeovers is None else takeovers.rank
+        return self.turns.rank
 
     @property
     def acts_for_another(self) -> bool:
@@ -189,8 +191,7 @@ class Session:
     @property
     def ranks(self) -> Sequence[int]:
         """The workers whose slices this one computes: itself, and workers that were killed."""
-        takeovers = None if self.member is None else self.member.takeovers
-        return (self._world.rank,) if takeovers is None else takeovers.ranks
+        return self.turns.ranks
 
     @property
     def replica(self) -> int:
@@ -200,8 +201,7 @@ class Session:
     @property
     def my_slices(self) -> Sequence[int]:
         """The slices that this worker computes in turn."""
-        takeovers = None if self.member is None else self.member.takeovers
-        return self._world.my_slices if takeovers is None else takeovers.slices
+        return self.turns.slices
 
     @property
     def imports(self) -> tuple[str, ...] | None:
@@ -211,7 +211,7 @@ class Session:
     @property
     def notes(self) -> bool:
         """True if this process takes notes, so that another one can take its place."""
-        return self.rejoin is not None and self.rejoin.notes and self.taking is None
+        return self.rejoin is not None and self.rejoin.notes
 
     # ---- data
 
@@ -243,23 +243,13 @@ class Session:
         """Tells whether a killed worker has committed a slice for the next version of a store."""
         return any(slice_index not in store.missing() for store in self._stores)
 
-    def check_due(self, what: str) -> None:
-        """Raises RuntimeError while a batch of a dead worker's slice is due; see `Taking`."""
-        if self.taking is not None:
-            self.taking.check(what)
-
-    def check_present(self, what: str) -> None:
-        """Raises RuntimeError if this worker has left the job by a change; see `Taking`."""
-        if self.taking is not None:
-            self.taking.check_present(what)
-
     def left_due(self) -> RuntimeError | None:
         """Returns and prints the error of a script that ends while a batch is due; else None.
 
         At the end of a process nobody sees what is raised.
         """
         try:
-            self.check_due("the script ends")
+            self.turns.check("the script ends")
         except RuntimeError as due:
             print(f"tensorwire: {due}", file=sys.stderr, flush=True)
             return due
@@ -318,10 +308,7 @@ class Session:
             if where:
                 self.rejoin.refuse(where)
             self.rejoin.stepped(repeated)
-        if self.taking is not None:
-            self.taking.stepped()
-            if where:
-                self.taking.refuse(where)
+        self.turns.stepped(where)
         self.statistics.step(result)
         due = self.position.stepped()
         self._used = self.batches
@@ -374,8 +361,7 @@ class Session:
             "statistics": self.statistics.noted(),
             "server_takeovers_s": [] if self.member is None else list(self.member.without_server_s),
             "paces": self._paces(),
-            "steps": 0 if self.taking is None else self.taking.steps,
-            "changes": [] if self.taking is None else self.taking.changes,
+            **self.turns.saved(),
             **self.counts(),
         }
 
@@ -394,13 +380,9 @@ class Session:
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
         self.position.made_steps = saved["made_steps"]
-        if self.taking is None:  # else it is of another worker
+        if self.turns.go_on(saved):  # else it is of another worker
             self.statistics.go_on(saved["statistics"])
-        else:
-            self.taking.steps = saved["steps"]
-            self.taking.changes[:0] = saved["changes"]
-        if self.member is not None:
-            if self.taking is None:
+            if self.member is not None:
                 self.member.without_server_s[:0] = saved["server_takeovers_s"]
         if self._collective is not None:
             self._collective.go_on(saved["sums"])
@@ -454,20 +436,16 @@ class Session:
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
         if self.rejoin is not None:
             self.rejoin.find_load()
-        self.check_present("sum(), mean(), barrier() or another call of all workers")
-        self.check_due("sum(), mean(), barrier() or another call of all workers")
+        self.turns.check_present("sum(), mean(), barrier() or another call of all workers")
+        self.turns.check("sum(), mean(), barrier() or another call of all workers")
         try:
-            return self._answered(ask(given))
+            answer = ask(given)
+            self.turns.adopt()  # slices of workers that died before this answer
+            return answer
         except TensorwireError as error:
             if (explained := self.explain_loss(error)) is error:
                 raise
             raise explained from error
-
-    def _answered(self, answer: Answer) -> Answer:
-        """Adopts the slices of workers that died before this answer, and returns the answer."""
-        if self.member is not None and self.member.takeovers is not None:
-            self.member.takeovers.adopt()
-        return answer
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -475,7 +453,7 @@ class Session:
 
     def meet(self) -> None:
         """Begins a call that all workers make; until its end no worker steps."""
-        self.check_present("edit() or another call of all workers")
+        self.turns.check_present("edit() or another call of all workers")
         if not self.mode.is_sync:  # else steps keep them together
             self.barrier()
 

@@ -151,13 +151,14 @@ def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
     return missing
 
 
-def tell_offer(session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]) -> None:
-    """Tells the launcher at the begin of an epoch whether workers may go and come."""
-    assert session.taking is not None
+def obstacles(
+    session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]
+) -> tuple[str, str]:
+    """Returns why no worker could take over slices, and why none could join; "" if one could."""
     joining = "nothing is noted" if session.rejoin is None else session.rejoin.obstacle
     if not joining and (missing := missing_kept(kept, replicas)):
         joining = f"the script does not track {missing}"
-    session.taking.begin_epoch(obstacle(session, replicas), joining)
+    return obstacle(session, replicas), joining
 
 
 def obstacle(session: Session, replicas: Sequence[Replica]) -> str:

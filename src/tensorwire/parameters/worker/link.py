@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -233,3 +233,11 @@ class Link:
     def write(self, remote: RemoteRegion, local: Any) -> None:
         """Overwrites the server's memory."""
         self._answers.attempt(self.peer, lambda: remote.write(local).wait())
+
+
+def commit_again(links: Sequence[Link], slice_index: int, commit: Commit) -> None:
+    """Sends a commit to the servers that have not got it."""
+    data = commit.to_bytes()
+    for link in links:
+        if link.committed(slice_index) < commit.version:
+            link.commit(slice_index, commit, data)

@@ -24,11 +24,10 @@ from ..modes import SYNC, Mode
 from ..regions import RegionKind, ServerRegions, allocate_at_worker, result_block
 from ..rows import Gradient, take_meant
 from .interface import Part, Place
-from .link import Answers, Link
+from .link import Answers, Link, commit_again
+from .owed import OwedSlices, OwnSlices
 from .snapshot import Asker, Snapshot
 from .view import ViewSource
-
-_LOOK_S = 0.1  # whether a worker was killed whose slices are this one's now
 
 
 class RemoteStore:
@@ -67,7 +66,9 @@ class RemoteStore:
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
-        if member.takeovers is None or not member.takeovers.joins:  # else it was, long since
+        takeovers, own = member.takeovers, tuple(place.my_slices)
+        self._owed = OwnSlices(own) if takeovers is None else OwedSlices(takeovers)
+        if not self._owed.joins:  # else it was, long since
             self._answers.wait_opened()
 
         shares = layout.deal(len(servers))
@@ -216,7 +217,7 @@ class RemoteStore:
             asks = [(each.operation, each.flags, each.weight) for each in (commit, former)]
             if asks[0] != asks[1]:
                 raise history.different()
-            self._commit_again(slice_index, former)
+            commit_again(self._links, slice_index, former)
             return
         data = commit.to_bytes()
         own = self._gradients.setdefault(slice_index, {})
@@ -224,8 +225,7 @@ class RemoteStore:
         for link in self._links:
             link.send_rest(slice_index, gradients)
         failpoint("gradients.sent")
-        # Nobody takes the place of a worker that is taken over from: its commits are not noted.
-        if history is not None and self._member.takeovers is None:
+        if history is not None and self._owed.are_noted:
             text = data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
             history.note(NoteKind.COMMIT, text, number, commit.version, slice_index)
             failpoint("commit.noted")
@@ -243,43 +243,11 @@ class RemoteStore:
         blocks = data[Commit.size_bytes(*shape) :].view(np.uint32).tolist()
         return replace(commit, blocks=blocks)
 
-    def _commit_again(self, slice_index: int, commit: Commit) -> None:
-        """Sends a commit to the servers that have not got it."""
-        data = commit.to_bytes()
-        for link in self._links:
-            if link.committed(slice_index) < commit.version:
-                link.commit(slice_index, commit, data)
-
     def missing(self) -> Sequence[int]:
-        """See `Store`. A slice may be a version ahead, or two servers at two of its versions."""
-        takeovers, version = self._member.takeovers, self.version + 1
-        if takeovers is None:
-            return self._slices
-        if takeovers.joins:  # what it goes through the others have made
-            return ()
-        takeovers.adopt()
-        found = []
-        for index in takeovers.slices:
-            have = [link.committed(index) >= version for link in self._links]
-            if not any(have):
-                found.append(index)
-            elif not all(have):
-                self._commit_again(index, self._links[have.index(True)].read_commit(index))
-                failpoint("commit.forwarded")
-        return found
+        return self._owed.missing(self._links, self.version + 1)
 
     def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
-        if self._member.takeovers is None or self._member.takeovers.joins:
-            return ()
-        while True:
-            missing = self.missing()
-            if missing and again is None:
-                return missing
-            if again is not None:
-                for index in missing:
-                    again(index)
-            if self._answers.is_reached(self.version + 1, _LOOK_S):
-                return ()
+        return self._owed.due(self._links, self.version + 1, self._answers, again)
 
     def written(self) -> Bytes:
         found = np.empty(len(self.layout.spec.tensors), np.uint8)
@@ -295,7 +263,7 @@ class RemoteStore:
         noted = {index: self._committed(index) for index in self._slices}
         if committed := {index: each for index, each in noted.items() if each is not None}:
             for index, each in committed.items():
-                self._commit_again(index, self._noted_commit(each))
+                commit_again(self._links, index, self._noted_commit(each))
             failpoint("commit.repeated")
             if len(committed) == len(self._slices):
                 self._answers.wait_reached(self.version + 1)

@@ -165,7 +165,7 @@ class Buffers:
                 self._set(tensors, self._packed.push(self._arrived))
             else:
                 self._set(tensors, self._arrived)
-        if len(self._session.my_slices) > 1 or self._session.taking is not None:
+        if self._session.turns.several:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
     def own(self, steps: bool = False) -> list[tuple[str, Bytes]]:

@@ -236,7 +236,7 @@ class Reducer:
 
     def _device_gradients(self) -> DeviceGradients:
         """Returns the gradients of the present slice; slices that only push share one memory."""
-        index, pushes = self.slice_index, self._copies or self._session.taking is not None
+        index, pushes = self.slice_index, self._copies or self._session.turns.grows
         key = -1 if pushes else index
         if (found := self._on_device.get(key)) is None:
             assert self._device is not None
@@ -291,9 +291,7 @@ class Reducer:
     @property
     def slice_index(self) -> int:
         """The slice that is being computed."""
-        if (taking := self._session.taking) is not None:
-            return taking.slice_index
-        return self._session.my_slices[self.turn]
+        return self._session.turns.slice_of(self.turn)
 
     def take(self, commits: bool) -> None:
         """Sends the gradients in `.grad` that have not left yet, and forgets withdrawn ones.
@@ -468,9 +466,8 @@ class Reducer:
                 data = flat_bytes(torch.full_like(now.detach(), math.nan), state.parameter)
             # By its bytes: what goes through `.data` leaves no other trace.
             if now is not gradient or not same_bytes(data, average):
-                rejoin, taking = self._session.rejoin, self._session.taking
-                if rejoin is not None and taking is None:  # who joins does nothing twice
-                    rejoin.refuse("it changes averaged gradients, which a successor would do twice")
+                if (rejoin := self._session.rejoin) is not None:
+                    rejoin.refuse_twice("it changes averaged gradients")
                 count_copied(self._statistics, state, self._store.push_reduced(state.index, data))
 
     # ---- between steps
@@ -534,12 +531,9 @@ class Reducer:
         self._store.settle()
         self.forget()
         self.samples.stepped()
-        turn = self.turn + 1
-        if self._session.taking is None:
-            turn %= len(self._session.my_slices)
-        self.turn = turn  # at once: an interrupt of a notebook may come anywhere
+        self.turn = self._session.turns.after(self.turn)
         self._begin()
-        return turn == 0
+        return self.turn == 0
 
     def leave_slots(self) -> None:
         """Leaves committed gradients in their slots, as another slice is computed here."""

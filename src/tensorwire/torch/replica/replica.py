@@ -34,7 +34,7 @@ from tensorwire.parameters import (
 )
 
 from ..model_index import ModelIndex
-from ..modes import check_averages, check_optimizer
+from ..modes import check_optimizer
 from ..session import Session
 from ..views import flat_bytes, tensor_at
 from .arithmetic import Arithmetic
@@ -50,8 +50,7 @@ from .ownership import Pipelined, Replicated
 from .reducer import Reducer
 from .residency import Residency
 from .same_batches import SameBatches
-from .same_hyper import SameHyper
-from .taken_slices import TakenSlices
+from .slices_in_turn import SlicesInTurn
 from .worker_steps import WorkerSteps
 from .written_values import WrittenValues
 
@@ -118,7 +117,6 @@ class Replica:
         if index is not None:
             self.ownership = Pipelined(model, optimizer, session, index)
         self.same_batches = SameBatches(session)
-        self._same_hyper = SameHyper(len(session.my_slices) > 1 or session.taking is not None)
         self._edit_memory = EditMemory()
         self._editing = False
         self._open(self._plan())
@@ -185,7 +183,8 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
-        self._taken = TakenSlices(session, self.store, self.reducer, self.buffers)
+        own = SlicesInTurn(session, self.store, self.reducer, self.buffers, self._commit)
+        self._turns: SlicesInTurn = session.turns.of_optimizer(own)
         self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._written = WrittenValues(self.store, self._residency, self.buffers, self.state, speaks)
@@ -284,7 +283,7 @@ class Replica:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
-        self.store.due(self._taken.publish_nothing(self._commit))
+        self._turns.publish_rest()
         self.store.wait()
 
     def adopt(self) -> None:
@@ -371,7 +370,7 @@ class Replica:
         if reducer.reduced:
             reducer.reduced = False
             return
-        self._taken.begin(self)
+        self._turns.begin(self)
         spoiled = check_finite and not math.isfinite(self.last_norm)
         if reducer.sealed:
             flags |= REDUCED
@@ -385,7 +384,7 @@ class Replica:
             self._scaled = 1.0 if scale is None else scale
             present = self._take(commits=True)
         self._residency.guard.finish()
-        self._same_hyper.check(reducer.turn, self.arithmetic)
+        self._turns.check_hyper(self.arithmetic)
         repeated = self.store.is_committed(slice_index)
         if not repeated:
             reducer.check_repeated()
@@ -393,7 +392,7 @@ class Replica:
         self.buffers.push(self.store, slice_index)
         reducer.samples.warn()
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
-        if not self._taken.is_complete(flags, self._averages, spoiled, self._commit):
+        if not self._turns.end(flags, self._averages, spoiled):
             statistics.exposed_s += time.perf_counter() - started
             return
         result = self.store.wait()
@@ -434,8 +433,7 @@ class Replica:
 
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
-        taking = self.session.taking
-        check_averages(self.session.mode, 1 if taking else len(self.session.my_slices))
+        self._turns.check_averages()
         reducer = self.reducer
         if reducer.sealed:
             self._check_scale(scale)
@@ -443,16 +441,14 @@ class Replica:
         if reducer.reduced:
             return math.nan
         self._residency.guard.check()
-        self._taken.begin(self)
+        self._turns.begin(self)
         self._scaled = scale
         present, weight = self._take(commits=False), reducer.samples.weight()
         if not self.store.is_committed(reducer.slice_index):
             reducer.check_repeated()
-        if taking is not None:  # now: who goes on for this worker does not have them
-            self._same_hyper.check(reducer.turn, self.arithmetic)
-            self.buffers.push(self.store, reducer.slice_index)
+        self._turns.begin_average(self.arithmetic)
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
-        if taking is not None and not self._taken.is_reduced():
+        if not self._turns.end_average():
             return math.nan
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
@@ -481,7 +477,7 @@ class Replica:
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
-        somewhere = self._taken.in_average(self._reduced_present[0])
+        somewhere = self._turns.in_average(self._reduced_present[0])
         for i in self.trained:
             if i not in somewhere:
                 continue  # no worker has a gradient for it
@@ -490,7 +486,7 @@ class Replica:
                 parameter.grad = torch.empty_like(parameter)
             average = data[self.store.own.place(i)]
             parameter.grad.copy_(tensor_at(average, parameter))
-            if self.session.replica == 0 or self.session.taking is not None:  # which may count
+            if self._turns.keeps_averages:
                 self._averages[i] = (parameter.grad, average)
         self.reducer.forget()
 

@@ -1,0 +1,1 @@
+"""Lets a worker compute the slices of others that were killed, or have left."""
