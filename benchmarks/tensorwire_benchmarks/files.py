@@ -46,7 +46,7 @@ from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
 from tensorwire.files import SealedModel
-from tensorwire.parameters.server.spare import KEEP_S
+from tensorwire.parameters.server.lending.spare import KEEP_S
 
 from .files_jobs import running_job
 from .files_mount import MountWays, why_no_mount, why_no_passthrough

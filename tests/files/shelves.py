@@ -15,7 +15,7 @@ from tensorwire.parameters.checkpoint_files import (
     Index,
     read_index,
 )
-from tensorwire.parameters.server.checkpoints import CheckpointShelf
+from tensorwire.parameters.server.lending.checkpoints import CheckpointShelf
 
 MOST = 3 * PART_BYTES
 

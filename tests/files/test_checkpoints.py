@@ -30,7 +30,7 @@ from tensorwire.parameters.checkpoint_files import (
     PART_BYTES,
     lease_name,
 )
-from tensorwire.parameters.server.checkpoints import MEMORY, open_shelf
+from tensorwire.parameters.server.lending.checkpoints import MEMORY, open_shelf
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -162,7 +162,7 @@ def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(size_bytes: int) -> None:
         raise MemoryError(f"{size_bytes} bytes are wanted")
 
-    monkeypatch.setattr("tensorwire.parameters.server.checkpoints.check_room", no_room)
+    monkeypatch.setattr("tensorwire.parameters.server.lending.checkpoints.check_room", no_room)
     assert code_of(lambda: writer.write("a", bytes(11))) == errno.ENOMEM
     assert shelf.tree.names() == ["b"]
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code_of(lambda: writer.write("a", bytes(11))) == errno.ENOSPC
     assert shelf.tree.names() == ["b"]
     monkeypatch.undo()
-    monkeypatch.setattr("tensorwire.parameters.server.checkpoints.INDEX_BYTES", 60)
+    monkeypatch.setattr("tensorwire.parameters.server.lending.checkpoints.INDEX_BYTES", 60)
     assert code_of(lambda: writer.write("n" * 100, bytes(10))) == errno.ENOSPC
     writer.desk.make_folder("checkpoints/c")
     writer.write("c/" + "n" * 100, bytes(10))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorwire.parameters.server.budget import ALLOWANCE_S, SHARE, CopyBudget
+from tensorwire.parameters.server.lending.budget import ALLOWANCE_S, SHARE, CopyBudget
 
 
 class Clock:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tensorwire.errors import TimeoutError
-from tensorwire.parameters.server import deliveries
-from tensorwire.parameters.server.deliveries import Deliveries
+from tensorwire.parameters.server.paced import deliveries
+from tensorwire.parameters.server.paced.deliveries import Deliveries
 
 
 class FakeTransfer:

@@ -8,8 +8,8 @@ import pytest
 from tensorwire import Node
 from tensorwire.files.lease import DoorLease
 from tensorwire.parameters.reading import BELL, LOST_S, Ask, AskKind, lease_name
-from tensorwire.parameters.server import door as door_module
-from tensorwire.parameters.server.door import ReaderLease
+from tensorwire.parameters.server.lending import door as door_module
+from tensorwire.parameters.server.lending.door import ReaderLease
 
 ASK = Ask(AskKind.FREE, 7, 5)
 

@@ -12,9 +12,9 @@ from tensorwire import Node
 from tensorwire.files.lease import DoorLease
 from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.reading import BELL, Ask, AskKind, lease_name
-from tensorwire.parameters.server.budget import CopyBudget
-from tensorwire.parameters.server.door import ReaderLease
-from tensorwire.parameters.server.lending import Lending
+from tensorwire.parameters.server.lending.budget import CopyBudget
+from tensorwire.parameters.server.lending.door import ReaderLease
+from tensorwire.parameters.server.lending.lending import Lending
 from tensorwire.parameters.snapshot import RequestOutcome
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from tensorwire.errors import TimeoutError
 from tensorwire.parameters import Mode
 from tensorwire.parameters.messages import APPLY
-from tensorwire.parameters.server.events import Event, EventKind
-from tensorwire.parameters.server.order import Leader
+from tensorwire.parameters.server.paced.events import Event, EventKind
+from tensorwire.parameters.server.paced.order import Leader
 
 
 class Inbox:

@@ -9,7 +9,7 @@ import pytest
 
 from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.regions import units_of
-from tensorwire.parameters.server.arrivals import Announced, ArrivingUnits
+from tensorwire.parameters.server.stepping.arrivals import Announced, ArrivingUnits
 
 SGD = "torch.optim.SGD"
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from tensorwire.cli.status import _pace
 from tensorwire.errors import ClosedError, PeerLostError
 from tensorwire.parameters.modes import SYNC, Mode, Pace, Paces, checked_mode
-from tensorwire.parameters.server.clocks import Clocks
-from tensorwire.parameters.server.events import Event, EventKind
-from tensorwire.parameters.server.ledger import Ledger
-from tensorwire.parameters.server.order import Leader
-from tensorwire.parameters.server.pauses import Pauses
+from tensorwire.parameters.server.paced.clocks import Clocks
+from tensorwire.parameters.server.paced.events import Event, EventKind
+from tensorwire.parameters.server.paced.ledger import Ledger
+from tensorwire.parameters.server.paced.order import Leader
+from tensorwire.parameters.server.stepping.pauses import Pauses
 
 
 def test_a_mode_is_checked() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.parameters.server.room import check_room
+from tensorwire.parameters.server.lending.room import check_room
 
 GIB = 1 << 30
 

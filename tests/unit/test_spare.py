@@ -11,11 +11,11 @@ import pytest
 from tensorwire import Node
 from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.reading import Ask, AskKind
-from tensorwire.parameters.server import lending as lending_module
-from tensorwire.parameters.server import spare as spare_module
-from tensorwire.parameters.server.budget import CopyBudget
-from tensorwire.parameters.server.lending import Lending
-from tensorwire.parameters.server.spare import SpareMemory, whole_pages
+from tensorwire.parameters.server.lending import lending as lending_module
+from tensorwire.parameters.server.lending import spare as spare_module
+from tensorwire.parameters.server.lending.budget import CopyBudget
+from tensorwire.parameters.server.lending.lending import Lending
+from tensorwire.parameters.server.lending.spare import SpareMemory, whole_pages
 from tensorwire.parameters.snapshot import RequestOutcome
 
 SIZE = 5 << 20

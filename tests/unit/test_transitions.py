@@ -17,14 +17,14 @@ SOURCE = ROOT / "src/tensorwire"
 # The function that runs the rows of a phase.
 SPINE = {
     "opening": "parameters/server/server.py:StoreServer._open",
-    "norms": "parameters/server/publish.py:Norms.exchange",
+    "norms": "parameters/server/stepping/publish.py:Norms.exchange",
     "cell": "parameters/shard.py:Shard._make_cell",
     "table": "parameters/shard.py:Shard._make_table",
     "step": "parameters/shard.py:Shard.advance",
-    "version": "parameters/server/versions.py:Versions.advance",
-    "event": "parameters/server/own_pace.py:OwnPace._do_next",
-    "pause": "parameters/server/own_pace.py:OwnPace._stand_still",
-    "lending": "parameters/server/snapshots.py:Snapshots._serve",
+    "version": "parameters/server/stepping/versions.py:Versions.advance",
+    "event": "parameters/server/paced/own_pace.py:OwnPace._do_next",
+    "pause": "parameters/server/paced/own_pace.py:OwnPace._stand_still",
+    "lending": "parameters/server/stepping/snapshots.py:Snapshots._serve",
     "end": "parameters/server/server.py:StoreServer._end",
     "sum": "membership/collective.py:CollectiveServer._make",
     "ask": "membership/collective.py:Collective._ask",
@@ -37,14 +37,14 @@ SPINE = {
 }
 # What these functions call on the way, by the name in the call.
 CALLS = {
-    "_change": "parameters/server/versions.py:Versions._change",
+    "_change": "parameters/server/stepping/versions.py:Versions._change",
     "advance": SPINE["step"],
     "take_norm": "parameters/step.py:Step.take_norm",
     "_exchange": SPINE["norms"],
     "_make_cells": "parameters/shard.py:Shard._make_cells",
     "_make_cell": SPINE["cell"],
     "_make_table": SPINE["table"],
-    "_made": "parameters/server/snapshots.py:Snapshots._made",
+    "_made": "parameters/server/stepping/snapshots.py:Snapshots._made",
     "_send_part": "membership/collective.py:Collective._send_part",
 }
 # Their rows are run by several threads or calls, so that no function has their order.

@@ -32,7 +32,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Region
 from tensorwire.outside import parse_json
 from tensorwire.parameters import Bytes, Spec
-from tensorwire.parameters.server.door import DOOR
+from tensorwire.parameters.server.lending.door import DOOR
 from tensorwire.parameters.worker.following import FollowedStore, ScriptlessWorker
 
 from .commit_text import CommitText

@@ -38,8 +38,8 @@ from .messages import (
 )
 from .modes import SYNC, Mode, Pace, Paces, checked_mode
 from .regions import AVERAGE
+from .server.lending.room import groups_left
 from .server.process import serve
-from .server.room import groups_left
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.interface import Part, Place, Store

@@ -4,7 +4,7 @@ A process with the job's secret asks for a pause by a word of server 0. Each sto
 after its next step: the step is made, and no worker has been told. Values that are to become the
 parameters are written into memory of the servers that nobody else uses. Another word says that all
 values are there; the workers are told so with the step, and make a version of them together.
-`server/hold.py` is the server's side. docs/internals/files.md has the tables.
+`server/stepping/hold.py` is the server's side. docs/internals/files.md has the tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Defines names, words and requests by which readers that are no workers read a store.
 
-Pure. `server/door.py` has the door at which they come and `server/lending.py` what lies there;
+Pure. `server/lending/` has the door at which they come and what lies there;
 `tensorwire.files` reads it. docs/internals/files.md has the tables.
 """
 

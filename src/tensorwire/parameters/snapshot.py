@@ -1,7 +1,7 @@
 """Both sides: how a snapshot of a store is requested from a server, and its layout.
 
-Pure. `server/snapshots.py` makes them, `worker/snapshot.py` asks for them. A snapshot is a region
-that begins with a list of its parts and their places.
+Pure. `server/stepping/snapshots.py` makes them, `worker/snapshot.py` asks for them. A snapshot is a
+region that begins with a list of its parts and their places.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..device import DeviceBytes, ShareDevice, suits_device
 from ..layout import Layout, Spec
 from ..messages import Bytes, Description, DisagreementError, told_description
 from ..regions import RegionKind, ServerRegions, region_name
-from .door import ReaderDoor
+from .lending.door import ReaderDoor
 
 _OPENING_BYTES = 16 << 20  # for what all workers describe, compressed
 

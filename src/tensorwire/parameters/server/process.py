@@ -29,8 +29,8 @@ from tensorwire.membership import (
 from tensorwire.memory import Node
 
 from ..kernel import Kernel
-from .checkpoints import CheckpointShelf, open_shelf
-from .door import ReaderDoor, open_door
+from .lending.checkpoints import CheckpointShelf, open_shelf
+from .lending.door import ReaderDoor, open_door
 from .server import Server, most_threads
 from .shares import Shares
 

@@ -35,12 +35,12 @@ from ..messages import (
     DisagreementError,
 )
 from ..regions import RegionKind, region_name
-from .door import ReaderDoor
-from .gather import Calls
+from .lending.door import ReaderDoor
 from .opening import Opening
-from .own_pace import OwnPace
-from .publish import Results, await_others, say_through
-from .versions import Versions
+from .paced.own_pace import OwnPace
+from .stepping.gather import Calls
+from .stepping.publish import Results, await_others, say_through
+from .stepping.versions import Versions
 
 _JOIN_S = 10.0
 _MOST_STORES = 1 << 20  # of a job whose servers may be replaced; a byte each

@@ -25,7 +25,7 @@ from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, Ti
 from tensorwire.memory import Mailbox, Node, Region, mailbox_bytes
 from tensorwire.memory.lent import LentRegion
 
-from ..checkpoint_files import (
+from ...checkpoint_files import (
     ANSWERS,
     ASKS,
     BELL,

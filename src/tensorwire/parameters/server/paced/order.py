@@ -22,15 +22,15 @@ from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, Timeo
 from tensorwire.membership import lost
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, Transfer
 
-from ..messages import APPLY, OPERATION_NAMES, Bytes, DisagreementError
-from ..modes import Pace
-from ..regions import RegionKind, order_places
+from ...messages import APPLY, OPERATION_NAMES, Bytes, DisagreementError
+from ...modes import Pace
+from ...regions import RegionKind, order_places
+from ..opening import Opening
+from ..stepping.gather import Calls
 from .clocks import Clocks
 from .events import Event, EventKind
-from .gather import Calls
 from .inbox import SliceInbox
 from .ledger import Lead, Ledger
-from .opening import Opening
 
 _LOOK_S = 0.25  # whether all are still there
 _HELD_LOOK_S = 0.01  # whether a worker that holds others back waits for them

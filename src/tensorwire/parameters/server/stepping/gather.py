@@ -16,12 +16,12 @@ from tensorwire.errors import ClosedError, PeerLostError, TimeoutError
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called, lost
 from tensorwire.memory import Mailbox, Peer, Word
 
-from ..layout import Spec
-from ..messages import OPERATION_NAMES, POOLED, PRODUCED, Commit, DisagreementError, merged
-from ..regions import RegionKind
-from ..shard import Shard
+from ...layout import Spec
+from ...messages import OPERATION_NAMES, POOLED, PRODUCED, Commit, DisagreementError, merged
+from ...regions import RegionKind
+from ...shard import Shard
+from ..opening import Opening
 from .arrivals import Announced, ArrivingUnits
-from .opening import Opening
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..modes import Pace, Paces
-from ..regions import RegionKind
+from ...modes import Pace, Paces
+from ...regions import RegionKind
+from ..opening import Opening
 from .clocks import Clocks
 from .events import Event
-from .opening import Opening
 
 _HEAD_BYTES = 64  # the word, and the lengths of both halves
 

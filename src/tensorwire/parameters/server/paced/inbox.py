@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..messages import Commit
-from ..shard import Shard
-from .arrivals import Announced, ArrivingUnits
-from .gather import Calls, EverySlice, Gatherer
-from .opening import Opening
+from ...messages import Commit
+from ...shard import Shard
+from ..opening import Opening
+from ..stepping.arrivals import Announced, ArrivingUnits
+from ..stepping.gather import Calls, EverySlice, Gatherer
 
 
 class SliceInbox(Gatherer):

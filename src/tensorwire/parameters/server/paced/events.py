@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..messages import Bytes
+from ...messages import Bytes
 
 _EVENT = struct.Struct("<qqq")
 

@@ -22,18 +22,18 @@ from tensorwire.errors import PeerLostError, TimeoutError
 from tensorwire.failpoints import failpoint
 from tensorwire.memory import wait_all
 
-from ..kernel import Kernel
-from ..messages import APPLY, PUBLISH, RELEASE, Commit, DisagreementError, Result
-from .arrivals import ArrivingUnits
+from ...kernel import Kernel
+from ...messages import APPLY, PUBLISH, RELEASE, Commit, DisagreementError, Result
+from ..opening import Opening
+from ..stepping.arrivals import ArrivingUnits
+from ..stepping.gather import Calls, Gatherer
+from ..stepping.publish import Results
+from ..stepping.versions import Versions
 from .deliveries import Deliveries
 from .events import Event, EventKind
-from .gather import Calls, Gatherer
 from .inbox import SliceInbox
 from .ledger import Ledger, Round
-from .opening import Opening
 from .order import Follower, Leader, check_open
-from .publish import Results
-from .versions import Versions
 
 _LOOK_S = 0.25  # whether all are still there
 

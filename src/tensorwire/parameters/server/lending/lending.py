@@ -21,9 +21,9 @@ from tensorwire.errors import ClosedError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Region
 from tensorwire.memory.lent import LentRegion
 
-from ..messages import Bytes
-from ..model_file import held_bytes, model_file
-from ..reading import (
+from ...messages import Bytes
+from ...model_file import held_bytes, model_file
+from ...reading import (
     FIRST_VERSION,
     HELD_WORD_AT,
     MOST_LENT,
@@ -36,9 +36,9 @@ from ..reading import (
     version_name,
     word_of,
 )
-from ..regions import AVERAGE, ServerRegions
-from ..shard_memory import ShardMemory
-from ..snapshot import Parts, Reply, RequestOutcome
+from ...regions import AVERAGE, ServerRegions
+from ...shard_memory import ShardMemory
+from ...snapshot import Parts, Reply, RequestOutcome
 from .budget import CopyBudget
 from .sealed import SealedMemory
 from .spare import KEEP_S, SpareMemory, whole_pages

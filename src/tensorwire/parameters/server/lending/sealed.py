@@ -15,7 +15,7 @@ from tensorwire import _core
 from tensorwire.memory import Node, memory_file
 from tensorwire.memory.lent import LentRegion
 
-from ..messages import Bytes
+from ...messages import Bytes
 from .room import check_room
 from .spare import whole_pages
 

@@ -26,8 +26,8 @@ from tensorwire.membership import (
 )
 from tensorwire.memory import Mailbox, Region
 
-from ..reading import ANSWERS, ASKS, BELL, LEASE_BYTES, LOST_S, Ask, AskKind, lease_name
-from ..snapshot import Reply, RequestOutcome
+from ...reading import ANSWERS, ASKS, BELL, LEASE_BYTES, LOST_S, Ask, AskKind, lease_name
+from ...snapshot import Reply, RequestOutcome
 from .budget import CopyBudget
 from .lending import Lending
 from .sealed import SealedMemory

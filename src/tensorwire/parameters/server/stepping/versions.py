@@ -15,21 +15,21 @@ from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.failpoints import failpoint
 from tensorwire.memory import wait_all
 
-from ..device import ShareDevice
-from ..journal import Journal
-from ..kernel import Kernel
-from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, WRITTEN, Commit, Result
-from ..reading import ReadPlace, lent_name
-from ..regions import AVERAGE, RegionKind
-from ..shard import Shard
-from ..shard_memory import ShardMemory
-from ..snapshot import VALUES, state
-from ..step import Exchange
+from ...device import ShareDevice
+from ...journal import Journal
+from ...kernel import Kernel
+from ...messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, WRITTEN, Commit, Result
+from ...reading import ReadPlace, lent_name
+from ...regions import AVERAGE, RegionKind
+from ...shard import Shard
+from ...shard_memory import ShardMemory
+from ...snapshot import VALUES, state
+from ...step import Exchange
+from ..lending.lending import Lending
+from ..opening import Opening
 from .arrivals import ArrivingUnits
 from .gather import Calls, EverySlice, Gathered, Gatherer
 from .hold import Hold
-from .lending import Lending
-from .opening import Opening
 from .publish import Chunks, Norms, Publication, Results
 from .snapshots import Snapshots, arrays_on_host
 

@@ -16,12 +16,12 @@ from tensorwire.failpoints import failpoint
 from tensorwire.membership import OfWorkers, ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer, take_rows
 
-from ..kernel import Rows
-from ..layout import Selection, Share
-from ..messages import POISON, Bytes, Result
-from ..regions import RegionKind, region_name, result_block
-from ..rows import Table, change
-from .opening import Opening
+from ...kernel import Rows
+from ...layout import Selection, Share
+from ...messages import POISON, Bytes, Result
+from ...regions import RegionKind, region_name, result_block
+from ...rows import Table, change
+from ..opening import Opening
 
 _CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size, or of a cell
 

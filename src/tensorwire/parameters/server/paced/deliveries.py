@@ -21,9 +21,9 @@ import numpy as np
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import RemoteRegion, Transfer
 
-from ..messages import Bytes
-from ..regions import RegionKind
-from .opening import Opening
+from ...messages import Bytes
+from ...regions import RegionKind
+from ..opening import Opening
 
 _SLOWER = 2.0  # than the quickest so far: others do not wait for it any more
 _LEAST_S = 0.002  # that they wait

@@ -25,10 +25,10 @@ from tensorwire.failpoints import failpoint
 from tensorwire.membership import OfWorkers
 from tensorwire.memory import Mailbox, Peer, Region, RemoteMailbox, mailbox_bytes
 
-from ..messages import Bytes
-from ..regions import AVERAGE, RegionKind, reply_block
-from ..shard_memory import ShardMemory
-from ..snapshot import (
+from ...messages import Bytes
+from ...regions import AVERAGE, RegionKind, reply_block
+from ...shard_memory import ShardMemory
+from ...snapshot import (
     AVERAGED,
     BELL_BYTES,
     COUNTS,
@@ -44,7 +44,7 @@ from ..snapshot import (
     RequestOutcome,
     state,
 )
-from .opening import Opening
+from ..opening import Opening
 from .pauses import Pauses
 
 _LOOK_S = 1.0  # whether who holds a snapshot is still there

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 
-from ..regions import RegionKind
-from .opening import Opening
+from ...regions import RegionKind
+from ..opening import Opening
 
 _BEGUN, _VERSION, _ENDED = 0, 1, 2
 _WORDS = 8  # of a worker

@@ -11,10 +11,10 @@ import contextlib
 from tensorwire.errors import ClosedError, TimeoutError
 from tensorwire.memory import Word
 
-from ..hold import EDIT_AT, HELD_AT, TAKEN_AT, held_version, held_word, hold_bytes, is_wanted
-from ..regions import RegionKind
-from .lending import Lending
-from .opening import Opening
+from ...hold import EDIT_AT, HELD_AT, TAKEN_AT, held_version, held_word, hold_bytes, is_wanted
+from ...regions import RegionKind
+from ..lending.lending import Lending
+from ..opening import Opening
 
 _LOOK_S = 0.02  # for parameters that were written; only while the store stands still
 

@@ -1,0 +1,1 @@
+"""Lends versions, and memory, to readers that are no workers."""

@@ -1,0 +1,1 @@
+"""Makes versions where each worker goes at its own pace."""

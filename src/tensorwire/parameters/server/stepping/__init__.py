@@ -1,0 +1,1 @@
+"""Makes the versions of a store from the commits of all slices."""
