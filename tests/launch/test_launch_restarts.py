@@ -312,7 +312,7 @@ MISTAKES = {
     "no-descriptor": "a keep of 'a' came with 0 descriptors",
     "two-descriptors": "a keep of 'a' came with 2 descriptors",
     "a-drop-with-one": "a drop of 'numbers' came with 1 descriptors",
-    "too-long": "a message is longer than 65536 bytes",
+    "too-long": "a message makes no sense: it is longer than 65536 bytes",
     "no-offset": "the progress of 'a' is at -1, which is no offset",
     "many-keys": "it keeps more than 4096 descriptors",
 }

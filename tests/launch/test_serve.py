@@ -16,7 +16,7 @@ from serving import Served, output_of, until
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import ServeSupervisor, serve_spec
-from tensorwire.launch.visitors import Door
+from tensorwire.launch.serve import open_door
 from tensorwire.membership import enter_job
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
@@ -246,7 +246,7 @@ def test_nonsense_at_the_door_is_refused_and_the_job_goes_on(place: Place) -> No
                 visitor.settimeout(10)
                 visitor.connect(str(job.socket))
                 visitor.send(nonsense)
-                assert "that is no question" in json.loads(visitor.recv(1000))["refused"]
+                assert "that is no request" in json.loads(visitor.recv(1000))["error"]
         job.run(0, 1)
         assert job.end()[0] == 0
 
@@ -257,16 +257,16 @@ def test_two_supervisors_at_one_place(place: Place, tmp_path: Path) -> None:
         with pytest.raises(
             UnavailableError, match=r"another tensorwire serve listens at .*--socket"
         ):
-            Door(job.socket)
+            open_door(job.socket, print)
         job.run(0)
         assert job.end()[0] == 0
     (tmp_path / "file").touch()
     with pytest.raises(UnavailableError, match="is there already, and is no socket"):
-        Door(tmp_path / "file")
+        open_door(tmp_path / "file", print)
     with pytest.raises(UnavailableError, match=r"AF_UNIX path too long; --socket"):
-        Door(tmp_path / ("x" * 107))
+        open_door(tmp_path / ("x" * 107), print)
     with pytest.raises(UnavailableError, match=r"cannot listen at .*No such file"):
-        Door(tmp_path / "no" / "folder")
+        open_door(tmp_path / "no" / "folder", print)
 
 
 def test_what_killed_supervisors_left_is_removed(
@@ -276,16 +276,22 @@ def test_what_killed_supervisors_left_is_removed(
     tmp_path.chmod(0o700)
     folder = tmp_path / "tensorwire"
     folder.mkdir(mode=0o700)
-    for name in ("serve-1", "serve-1.lock"):
-        (folder / name).touch()
-    door = Door()
-    assert set(folder.iterdir()) == {
-        door.path,
-        door.path.with_name(f"{door.path.name}.lock"),
-    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(folder / "serve-1"))
+    door = open_door(None, print)
+    assert list(folder.iterdir()) == [door.path]
     door.close()
     door.close()
     assert not list(folder.iterdir())
+
+
+def test_a_place_of_a_killed_supervisor_is_taken(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(tmp_path / "job"))
+    door = open_door(tmp_path / "job", print)
+    with pytest.raises(UnavailableError, match="another tensorwire serve listens"):
+        open_door(tmp_path / "job", print)
+    door.close()
 
 
 def test_what_cannot_be_served() -> None:

@@ -101,7 +101,7 @@ def test_messages_that_make_no_sense(pair: Pair, messages: list[bytes]) -> None:
     store, launchers = pair
     for message in messages:
         launchers.send(message)
-    with pytest.raises(ValueError, match="the launcher told a standby"):
+    with pytest.raises(ValueError, match="what the launcher told a standby makes no sense"):
         store.wait_for_takeover()
 
 

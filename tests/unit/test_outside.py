@@ -21,16 +21,17 @@ from tensorwire.files.worker_process import Writers
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.reports import failure_in
-from tensorwire.launch.visitors import Door
+from tensorwire.launch.serve import open_door
 from tensorwire.membership import (
     ScaleError,
     ask_launcher,
     enter_job,
+    knock,
     logged_jobs,
+    proof_of,
     running_servers,
     short_path,
 )
-from tensorwire.membership.asking import proof_of
 from tensorwire.outside import parse_json
 
 NAMES = (
@@ -147,18 +148,16 @@ def test_a_launcher_answers_everything(launcher: Launcher, message: bytes) -> No
 @FAST
 @given(message=MESSAGES)
 def test_a_supervisor_answers_everything(folder: Path, message: bytes) -> None:
-    door = Door(folder / "door")
+    door = open_door(folder / "door", print)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-            visitor.settimeout(10)
-            with short_path(door.path) as short:
-                visitor.connect(short)
-            assert not list(door.claims())
+        with knock(door.path, 10.0) as visitor:
+            assert not list(door.messages())
             visitor.send(message)
-            for claim in door.claims():
-                assert type(claim.visitor.index) is int
-                claim.refuse(refused="none is wanted")
-            assert json.loads(visitor.recv(1 << 16))["refused"]
+            for client, question in door.messages():
+                assert question is not None
+                assert type(question["rank"]) is int
+                client.refuse("none is wanted")
+            assert json.loads(visitor.recv(1 << 16))["error"]
     finally:
         door.close()
 
@@ -186,15 +185,12 @@ class Place:
 def test_a_file_worker_answers_everything(folder: Path, message: bytes) -> None:
     writers = Writers(Place())  # type: ignore[arg-type]
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as writer:
-            writer.settimeout(10)
-            (path,) = folder.rglob("*.socket")
-            with short_path(path) as short:
-                writer.connect(short)
+        (path,) = folder.rglob("writers-*")
+        with knock(path, 10.0) as writer:
             writers.serve(10)
             writer.send(message)
             writers.serve(10)
-            assert json.loads(writer.recv(1 << 16))["errno"]
+            assert json.loads(writer.recv(1 << 16))["error"]
     finally:
         writers.close()
 

@@ -23,7 +23,6 @@ from tensorwire.membership import (
     StatusRegion,
     read_status,
     reader_name,
-    running_file_workers,
     running_servers,
     shown_command,
     try_lock,
@@ -56,36 +55,6 @@ def test_a_job_is_listed_while_its_server_lives(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_socket_that_a_killed_process_left_is_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A socket with a listener stays, whatever process its name has: it may be a container's."""
-
-    def listen(pid: int) -> socket.socket:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made.bind(f"file-worker-{pid}-abcd1234.socket")
-        made.listen(1)
-        return made
-
-    gone = os.fork()
-    if gone == 0:
-        os._exit(0)
-    os.waitpid(gone, 0)
-    folder.mkdir(mode=0o700)
-    monkeypatch.chdir(folder)
-    living = listen(gone)
-    left = listen(os.getpid())
-    (folder / "file-worker-x.socket").write_text("")
-    assert running_file_workers() == []
-    assert len(list(folder.iterdir())) == 3
-    left.close()
-    assert running_file_workers() == []
-    assert (folder / f"file-worker-{gone}-abcd1234.socket").exists()
-    living.close()
-    assert running_file_workers() == []
-    assert [each.name for each in folder.iterdir()] == ["file-worker-x.socket"]
-
-
 def test_what_a_killed_server_left_is_removed(folder: Path) -> None:
     pid = os.fork()
     if pid == 0:
@@ -116,7 +85,7 @@ def test_a_file_that_another_program_takes_for_a_dead_one_s(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between making and locking it, or while that program looks at it."""
-    from tensorwire.membership import job_file
+    from tensorwire.membership import lockfile
 
     taken: list[Path] = []
 
@@ -129,7 +98,7 @@ def test_a_file_that_another_program_takes_for_a_dead_one_s(
             path.unlink()
         return try_lock(descriptor)
 
-    monkeypatch.setattr(job_file, "try_lock", taken_first)
+    monkeypatch.setattr(lockfile, "try_lock", taken_first)
     with contextlib.closing(JobFile(server())):
         assert len(taken) == 2
         monkeypatch.undo()

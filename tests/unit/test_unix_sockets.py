@@ -4,13 +4,22 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
-from tensorwire.launch.control import ControlDoor
-from tensorwire.launch.visitors import Door
-from tensorwire.membership import ScaleError, ask_launcher, enter_job, listen_in, short_path
-from tensorwire.membership.unix_sockets import remove_dead
+from tensorwire.launch.serve import open_door
+from tensorwire.membership import Door, ScaleError, ask_launcher, enter_job, knock, short_path
+from tensorwire.membership.door import remove_dead
+
+
+class Question(TypedDict, total=False):
+    rank: int
+    proof: str
+
+
+def control(secret: bytes = b"secret") -> Door[Question]:
+    return Door(Question, "control-", secret=secret)
 
 
 @pytest.fixture
@@ -24,12 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_long_folder(folder: Path) -> None:
     """Named for a bug: with a runtime folder of 100 characters, tensorwire scale found no job."""
-    door = ControlDoor(b"secret")
+    door = control()
     assert len(str(door.path)) > 120
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-        with short_path(door.path) as short:
-            client.connect(short)
-        assert not list(door.requests())
+    with knock(door.path, 10.0) as client:
+        assert not list(door.messages())
         assert b"nonce" in client.recv(1000)
     door.close()
     assert not list(folder.iterdir())
@@ -37,26 +44,29 @@ def test_a_long_folder(folder: Path) -> None:
 
 def test_a_supervisor_in_a_long_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    door = Door(folder / "job")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-        with short_path(folder / "job") as short:
-            visitor.connect(short)
+    door = open_door(folder / "job", print)
+    with knock(door.path, 10.0) as visitor:
         visitor.send(b'{"rank": 0}')
-        assert not list(door.claims())
-        (claim,) = door.claims()
-        claim.refuse(refused="it is a test")
+        assert not list(door.messages())
+        ((client, question),) = door.messages()
+        assert (question, client.pid) == ({"rank": 0}, os.getpid())
+        client.refuse("it is a test")
+        assert visitor.recv(1000) == b'{"error": "it is a test"}'
     door.close()
     assert not list(folder.iterdir())
 
 
 def test_who_connects_in_a_long_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    listener, path = listen_in(folder, "any-")
-    listener.setblocking(True)
+    path = folder / "any"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with short_path(path) as short:
+        listener.bind(short)
+    listener.listen()
     environ = {"TENSORWIRE_SUPERVISOR": str(path), "TENSORWIRE_RANK": "0"}
 
     def answer() -> None:
-        for said, then in ((b'{"refused": "one"}', b""), (b'{"nonce": "n"}', b'{"error": "two"}')):
+        for said, then in ((b'{"error": "one"}', b""), (b'{"nonce": "n"}', b'{"error": "two"}')):
             came, _ = listener.accept()
             with came:
                 came.send(said)
@@ -79,7 +89,7 @@ def test_launchers_of_two_containers_have_two_sockets(
 ) -> None:
     """Named for a bug: each launcher was process 1, and took the other's control-1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    doors = [ControlDoor(b"one"), ControlDoor(b"two"), Door(), Door()]
+    doors = [control(b"one"), control(b"two"), open_door(None, print), open_door(None, print)]
     assert len({door.path for door in doors}) == 4
     doors[0].close()
     assert doors[1].path.exists()
@@ -91,14 +101,15 @@ def test_launchers_of_two_containers_have_two_sockets(
 def test_whether_somebody_listens_tells_and_no_number(folder: Path) -> None:
     """A process of another container is in no process table of this one."""
     folder.mkdir(mode=0o700)
-    living, path = listen_in(folder, "control-")
-    other = path.rename(folder / "control-999999999-00")  # there is no such process
-    dead, left = listen_in(folder, "control-")
-    dead.close()
-    mine = left.rename(folder / f"control-{os.getpid()}-00")
+    living = control()
+    other = living.path.rename(folder / "control-999999999-00")  # there is no such process
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        mine = folder / f"control-{os.getpid()}-00"
+        with short_path(mine) as short:
+            dead.bind(short)
     assert other.exists()
     assert mine.exists()
-    third, _ = listen_in(folder, "control-")
+    third = control()
     assert other.exists()
     assert not mine.exists()
     remove_dead(other)
@@ -107,9 +118,25 @@ def test_whether_somebody_listens_tells_and_no_number(folder: Path) -> None:
         each.close()
 
 
+def test_a_stranger_that_sends_descriptors_leaves_none(folder: Path) -> None:
+    door = Door(Question, "any-")
+    with knock(door.path, 10.0) as client:
+        assert not list(door.messages())
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(client, [b'{"rank": 1}'], [0, 1, 2])
+        socket.send_fds(client, [b"no json"], [0, 1, 2])
+        ((_, question),) = door.messages()
+        assert question == {"rank": 1}
+        ((_, question),) = door.messages()
+        assert question is None
+        assert b"that is no request" in client.recv(1000)
+        assert len(os.listdir("/proc/self/fd")) == before - 1  # its connection is closed
+    door.close()
+
+
 def test_a_folder_that_is_gone_at_the_end(folder: Path) -> None:
     """Named for a bug: a good job ended with 1, by an OSError of its last steps."""
-    doors = [ControlDoor(b"secret"), Door()]
+    doors = [control(), open_door(None, print)]
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()

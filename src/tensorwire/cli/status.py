@@ -25,6 +25,7 @@ from tensorwire.membership import (
     read_status,
     reader_name,
     running_servers,
+    secret_of,
 )
 from tensorwire.memory import Node
 
@@ -105,7 +106,7 @@ def _look(
     try:
         if known is not None and _is_stopped(known):
             return {**job, "error": _stopped(f"server {known.index}", known.pid)}
-        with Node(reader_name(), secret=_secret_of(known)) as node:
+        with Node(reader_name(), secret=secret_of(known) or None if known else None) as node:
             first = _ask(node, address)
             servers = [first]
             for each in first["servers"]:
@@ -223,16 +224,6 @@ def _ask(node: Node, address: str) -> dict[str, Any]:
         return read_status(peer, node.name)
     finally:
         peer.close()
-
-
-def _secret_of(known: RunningServer | None) -> bytes | None:
-    """Returns the job's secret; None: the environment's counts."""
-    if known is None:
-        return None
-    if known.secret_file:
-        with open(known.secret_file, "rb") as file:
-            return file.read().strip()
-    return os.fsencode(known.secret) if known.secret else None
 
 
 def _show(job: dict[str, Any], console: Console, failed: bool) -> None:

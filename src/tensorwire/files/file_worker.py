@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import select
@@ -15,8 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tensorwire.membership import short_path
-from tensorwire.outside import parse_json
+from tensorwire.membership import knock, receive_message, send_message
 
 from .commit_text import CommitText
 from .errors import refuse
@@ -25,13 +23,12 @@ from .job import file_workers_of
 from .names import file_name
 from .npy import npy_header, numpy_dtype
 
-_MOST_ANSWER = 16 << 10
 _ANSWER_S = 60.0
 
 
 class _WriterAnswer(TypedDict, total=False):
+    error: str | None
     errno: int
-    text: str | None
     path: str | None
 
 
@@ -201,12 +198,8 @@ class FileWorker:
                 f"no worker {self.rank} of the job at {self._address} takes gradients from files "
                 "of this user on this host",
             )
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            channel.settimeout(_ANSWER_S)
-            with short_path(found[-1].socket) as short:
-                channel.connect(short)
-            self._channel = channel
+            self._channel = knock(found[-1].socket, _ANSWER_S)
             (descriptor,) = self._ask({"do": "open"})
             try:
                 mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
@@ -215,8 +208,7 @@ class FileWorker:
             self._memory = GradientMemory(np.frombuffer(mapped, np.uint8))
             self._was_there = True
         except BaseException as error:
-            channel.close()
-            self._channel = None
+            self.close()
             if isinstance(error, ConnectionError | FileNotFoundError) and not getattr(
                 error, "told", False
             ):
@@ -226,26 +218,27 @@ class FileWorker:
     def _ask(self, request: dict[str, Any]) -> list[int]:
         assert self._channel is not None
         try:
-            self._channel.send(json.dumps(request, ensure_ascii=False).encode())
-            data, descriptors, _, _ = socket.recv_fds(self._channel, _MOST_ANSWER, 1)
+            send_message(self._channel, request)
+            found = receive_message(self._channel, _WriterAnswer)
         except ConnectionError:
             raise self._gone() from None
+        except ValueError as wrong:
+            told = f"its answer makes no sense: {wrong}"
+            raise refuse(errno.EPROTO, self._folder, told) from None
         except BaseException as late:  # an answer that comes later is none to the next request
             self.close()
             if isinstance(late, TimeoutError):
                 told = f"the process that takes them has not answered in {_ANSWER_S:g} s"
                 raise refuse(errno.ETIMEDOUT, self._folder, told) from None
             raise
-        if not data:
+        if found is None:
             raise self._gone()
-        try:
-            answer = parse_json(data, _WriterAnswer)
-        except ValueError as wrong:
-            answer = _WriterAnswer(errno=errno.EPROTO, text=f"its answer makes no sense: {wrong}")
-        if number := answer.get("errno", 0):
+        answer, descriptors = found
+        if (text := answer.get("error")) is not None:
             for each in descriptors:
                 os.close(each)
-            error = OSError(number, answer.get("text"), answer.get("path", self._folder))
+            code = answer.get("errno", errno.EPROTO)
+            error = OSError(code, text, answer.get("path", self._folder))
             error.told = True  # type: ignore[attr-defined]
             raise error
         return descriptors

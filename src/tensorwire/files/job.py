@@ -15,6 +15,7 @@ from tensorwire.membership import (
     logged_jobs,
     running_file_workers,
     running_servers,
+    secret_in,
 )
 from tensorwire.memory import Node
 
@@ -52,8 +53,7 @@ def find_way(
         )
     if secret is None and (path := secret_file or os.environ.get(READ_SECRET_FILE)):
         try:
-            with open(path, "rb") as file:
-                secret = file.read().strip()
+            secret = secret_in(path, "")
         except OSError as error:
             raise PermissionError(
                 f"the file with the secret for reading, {path}, cannot be read: {error.strerror}"

@@ -28,13 +28,12 @@ from tensorwire.membership import (
     LoggedJob,
     RunningServer,
     ask_launcher,
-    is_there,
     logged_jobs,
+    open_locked,
     reader_name,
     remove_own,
     runtime_folder,
     secret_of,
-    try_lock,
 )
 from tensorwire.memory import Node, Peer, RemoteRegion
 from tensorwire.parameters import AVERAGE_ONLY, Bytes
@@ -240,17 +239,12 @@ class JobOwner:
         """Locks out other writers of parameters of this user; the lock ends with this process."""
         server = self._server()  # in another container one may have the same number
         path = runtime_folder() / f"writes-{server.pid}-{server.started:.6f}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, 0o600)
+        if (descriptor := open_locked(path)) is None:
+            raise BusyError("another process writes parameters of this job")
         try:
-            # A name that is gone meanwhile is no lock.
-            if not (try_lock(descriptor) and is_there(path, descriptor)):
-                raise BusyError("another process writes parameters of this job")
-            try:
-                yield
-            finally:
-                remove_own(path)
+            yield
         finally:
+            remove_own(path)
             os.close(descriptor)
 
     # ---- what the launcher does

@@ -9,28 +9,23 @@ folder, gets that memory, and asks for commits. It needs no torch.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import selectors
-import socket
 import sys
 import time
 from typing import TypedDict
 
 from tensorwire.aside import put_output_aside
 from tensorwire.membership import (
+    Door,
+    DoorClient,
     JobFile,
     RunningFileWorker,
     WorkerMember,
     World,
     job_secret,
-    listen_in,
     reading_secret,
-    remove_own,
-    runtime_folder,
 )
 from tensorwire.memory import Region
-from tensorwire.outside import parse_json
 from tensorwire.parameters import Bytes, Spec
 from tensorwire.parameters.server.lending.door import DOOR
 from tensorwire.parameters.worker.following import FollowedStore, ScriptlessWorker
@@ -43,7 +38,6 @@ from .reader import JobReader
 
 _MOST_BYTES = 128 << 10  # of a request
 _MOST_WRITERS = 64
-_MOST_REFUSED = 64  # of those beyond, that are told so when they ask; others are hung up on
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 2e-4, 5e-3
 
 
@@ -142,72 +136,35 @@ class Writers:
     def __init__(self, member: WorkerMember) -> None:
         self._rank = member.place.rank
         self.files: WorkerFiles | None = None
-        self._selector = selectors.DefaultSelector()
-        self._refused: set[socket.socket] = set()
-        self._listener, self._path = listen_in(runtime_folder(), "file-worker-", ".socket")
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._writers = set[DoorClient]()
+        self._door = Door(_WriterRequest, "writers-", most_bytes=_MOST_BYTES)
+        path = str(self._door.path)
         self._file = JobFile(
-            RunningFileWorker(
-                self._rank, member.place.servers[0], os.getpid(), str(self._path), time.time()
-            )
+            RunningFileWorker(self._rank, member.place.servers[0], os.getpid(), path, time.time())
         )
 
     def serve(self, timeout_s: float) -> bool:
         """Answers requests, or waits `timeout_s` seconds; tells whether there was a request."""
-        ready = self._selector.select(timeout_s)
-        for key, _ in ready:
-            found = key.fileobj
-            assert isinstance(found, socket.socket)
-            if found is self._listener:
-                try:
-                    self._accept()
-                except OSError:  # it has gone again, or this process may open no more files
-                    time.sleep(timeout_s)
+        asked = False
+        for writer, request in self._door.messages(timeout_s):
+            asked = True
+            if request is None:
+                self._writers.discard(writer)
+            elif writer not in self._writers and len(self._writers) >= _MOST_WRITERS:
+                text = f"{_MOST_WRITERS} programs are connected to this worker, which is the most"
+                self._fail(writer, refuse(errno.EBUSY, f"grads/{self._rank}", text))
+                writer.channel.close()
             else:
-                self._answer(found)
-        return bool(ready)
+                self._writers.add(writer)
+                try:
+                    writer.send({}, self._do(request))
+                except OSError as error:
+                    self._fail(writer, error)
+        return asked
 
-    def _accept(self) -> None:
-        channel, _ = self._listener.accept()
-        writers = len(self._selector.get_map()) - 1 - len(self._refused)
-        if writers >= _MOST_WRITERS:
-            if len(self._refused) >= _MOST_REFUSED:
-                channel.close()
-                return
-            self._refused.add(channel)
-        channel.setblocking(False)
-        self._selector.register(channel, selectors.EVENT_READ)
-
-    def _answer(self, channel: socket.socket) -> None:
-        descriptors: list[int] = []
-        try:
-            data = channel.recv(_MOST_BYTES)
-            if not data:
-                raise ConnectionError
-            answer: dict[str, object] = {"errno": 0, "text": ""}
-            try:
-                if channel in self._refused:
-                    raise refuse(
-                        errno.EBUSY,
-                        f"grads/{self._rank}",
-                        f"{_MOST_WRITERS} programs are connected to this worker, which is the most",
-                    )
-                descriptors = self._do(parse_json(data, _WriterRequest, _MOST_BYTES))
-            except OSError as error:
-                answer = {"errno": error.errno, "text": error.strerror, "path": error.filename}
-            except ValueError as error:
-                answer = {"errno": errno.EINVAL, "text": f"that is no request: {error}"}
-            socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
-        except OSError:
-            self._hang_up(channel)
-        else:
-            if channel in self._refused:
-                self._hang_up(channel)
-
-    def _hang_up(self, channel: socket.socket) -> None:
-        self._selector.unregister(channel)
-        self._refused.discard(channel)
-        channel.close()
+    @staticmethod
+    def _fail(writer: DoorClient, error: OSError) -> None:
+        writer.send({"error": error.strerror, "errno": error.errno, "path": error.filename})
 
     def _do(self, request: _WriterRequest) -> list[int]:
         """Does a request; returns the descriptors for the answer."""
@@ -218,16 +175,12 @@ class Writers:
         if request.get("do") == "commit":
             self.files.commit(request.get("text", ""))
             return []
-        raise ValueError("it asks for nothing")
+        raise refuse(errno.EINVAL, f"grads/{self._rank}", "it asks for nothing")
 
     def close(self) -> None:
         """Closes the socket and all connections, so that the writers learn of the job's end."""
         self._file.close()
-        remove_own(self._path)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
+        self._door.close()
 
 
 class FileWorkerProcess:

@@ -7,9 +7,9 @@ blocks.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -20,17 +20,18 @@ import termios
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from tensorwire.membership import LISTENER, ChangeWord
-from tensorwire.outside import parse_json
+from tensorwire.membership import (
+    LISTENER,
+    LONGEST_MESSAGE,
+    ChangeWord,
+    receive_message,
+    send_message,
+)
 
 MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size"
 """The numbers of a server or worker that its kept memory may have."""
-LONGEST_MESSAGE = 1 << 16
 _MOST_PER_MESSAGE = 100
-# The most that the kernel lets through in one message (SCM_MAX_FD): with room for them the control
-# data is cut off only where this process may open no more files.
-_MOST_DESCRIPTORS = 253
 # So many messages are read before the supervisor looks at something else.
 _AT_ONCE = 64
 # More than a socket holds: what a dead process has left is read to its end.
@@ -165,8 +166,7 @@ class Keeper:
         """
         messages = list(_batches(self._held.values()))
         about = {"term": term, "restarts": restarts, "messages": len(messages)}
-        start = {"start": arguments, **about}
-        self._queue.append((json.dumps(start).encode(), []))
+        self._queue.append((json.dumps({"start": arguments, **about}).encode(), []))
         self._queue.extend(messages)
         self.send()
 
@@ -178,10 +178,8 @@ class Keeper:
         """
         while self._queue and self._socket is not None:
             data, descriptors = self._queue[0]
-            rights = array.array("i", descriptors)
-            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
             try:
-                self._socket.sendmsg([data], beside, socket.MSG_NOSIGNAL)
+                send_message(self._socket, data, descriptors)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
@@ -246,47 +244,46 @@ class Keeper:
             self._socket = None
 
     def _read(self, most: int) -> None:
-        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         for _ in range(most):
             if self._socket is None:
                 return
+            descriptors: list[int] = []
             try:
-                data, beside, flags, _ = self._socket.recvmsg(
-                    LONGEST_MESSAGE, space, socket.MSG_CMSG_CLOEXEC
-                )
+                found = receive_message(self._socket, _MemberSays)
+                if found is None:
+                    self._disconnect()
+                    return
+                message, descriptors = found
+                self._take(message, descriptors)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 # It has closed its end and left unread what it was told. The kernel says so once
                 # and then gives out what had come before.
                 self._reset = True
-                continue
-            descriptors = _descriptors(beside)
-            if not data and not descriptors:
+            except (OSError, ValueError, KeeperError) as error:
                 self._disconnect()
-                return
-            try:
-                self._take(data, descriptors, flags)
-            except KeeperError:
-                self._disconnect()
-                raise
+                raise self._mistake(error) from error
             finally:
                 for descriptor in descriptors:  # that were not kept
                     os.close(descriptor)
 
-    def _take(self, data: bytes, descriptors: list[int], flags: int) -> None:
-        """Does a message; takes the descriptor that it keeps out of the list."""
-        if flags & socket.MSG_CTRUNC:
+    def _mistake(self, error: Exception) -> KeeperError:
+        """Returns the mistake that an error tells of."""
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise KeeperError(
+            return KeeperError(
                 f"the launcher cannot hold more of its descriptors than {len(self._held)}: it may "
                 f"have {soft} open files; raise the hard limit (ulimit -Hn) or use --no-durable"
             )
-        if flags & socket.MSG_TRUNC:
-            raise KeeperError(f"a message is longer than {LONGEST_MESSAGE} bytes")
+        if isinstance(error, KeeperError):
+            return error
+        return KeeperError(f"a message makes no sense: {error}")
+
+    def _take(self, message: _MemberSays, descriptors: list[int]) -> None:
+        """Does a message; takes the descriptor that it keeps out of the list."""
         if self._queue:
             raise KeeperError("it spoke before it had read what it was told")
-        message = _parsed(data)
         if "leave" in message and not descriptors:
             self.left = message["leave"]
             self._drop(LISTENER)
@@ -310,7 +307,7 @@ class Keeper:
                 raise KeeperError(f"a keep of {key!r} came with {len(descriptors)} descriptors")
             self._keep(key, message.get("about"), descriptors)
         else:
-            raise KeeperError(f"a message has no key: {_shown(data)}")
+            raise KeeperError(f"a message has no key: {json.dumps(message)[:100]!r}")
 
     def _drop(self, key: str) -> None:
         if (kept := self._held.pop(key, None)) is not None:
@@ -351,22 +348,3 @@ def _batches(held: Iterable[_Kept]) -> Iterator[tuple[bytes, list[int]]]:
 
 def _batch(entries: list[str]) -> bytes:
     return f'{{"kept": [{", ".join(entries)}]}}'.encode()
-
-
-def _parsed(data: bytes) -> _MemberSays:
-    try:
-        return parse_json(data, _MemberSays, LONGEST_MESSAGE)
-    except ValueError as error:
-        raise KeeperError(f"a message makes no sense: {error}: {_shown(data)}") from error
-
-
-def _shown(data: bytes) -> str:
-    return repr(data[:100].decode(errors="replace"))
-
-
-def _descriptors(beside: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in beside:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()

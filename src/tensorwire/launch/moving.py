@@ -13,10 +13,10 @@ from typing import Any
 
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.balance import Suggestion
-from tensorwire.launch.control import RequestPart
 from tensorwire.launch.dealt import Dealt, deal_anew
 from tensorwire.launch.process import Process
 from tensorwire.launch.restarts import Restarts
+from tensorwire.launch.scaling import RequestPart
 from tensorwire.membership import ScaleError
 
 _LOOK_S, _STOP_S = 0.05, 0.001

@@ -10,12 +10,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
-from tensorwire.launch.control import Client, ControlDoor, RequestPart
-from tensorwire.membership import ScaleError, tell
+from tensorwire.membership import Door, DoorClient, ScaleError, tell
 
 _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
+
+
+class RequestPart(TypedDict, total=False):
+    """One part of a request; docs/internals/launch.md has the content of each."""
+
+    count: int
+    drain: list[int]
+
+
+class _ScaleRequest(TypedDict, total=False):
+    ask: dict[str, RequestPart]
+    proof: str
+    cancel: bool
 
 
 class Handler(Protocol):
@@ -91,8 +103,9 @@ class Scaling:
     ) -> None:
         self._handlers, self._reason_against, self._note = handlers, reason_against, note
         self._say = say
-        self._door: ControlDoor | None = None
-        self._client: Client | None = None
+        self._door: Door[_ScaleRequest] | None = None
+        self._client: DoorClient | None = None
+        self._cancelled = False
         self._waiting: list[tuple[str, RequestPart]] = []  # parts that come next
         self._present: Handler | None = None
         self._outcome: dict[str, Any] = {}
@@ -103,7 +116,7 @@ class Scaling:
         Raises:
             UnavailableError, OSError: there is no place for the door.
         """
-        self._door = ControlDoor(secret, self._say)
+        self._door = Door(_ScaleRequest, "control-", secret=secret, say=self._say)
         self._note("control", path=str(self._door.path))
 
     def close(self) -> None:
@@ -128,12 +141,15 @@ class Scaling:
         """Hears requests, and goes on with the present one."""
         if self._door is None:
             return
-        for client in self._door.requests() if self._door.descriptor in ready else ():
-            self._take(client)
+        for client, request in self._door.messages() if self._door.descriptor in ready else ():
+            if client is self._client:  # it wants it no more, or is gone
+                self._cancelled |= request is None or request.get("cancel", False)
+            elif request is not None:
+                self._take(client, request.get("ask", {}))
         if self._client is None:
             return
         try:
-            if self._client.cancelled and self._present is not None:
+            if self._cancelled and self._present is not None:
                 self._present.cancel("it was cancelled by who had asked for it")
             elif (why := self._reason_against()) and self._present is not None:
                 self._present.cancel(why)
@@ -145,15 +161,13 @@ class Scaling:
                     self._present.cancel(why)
             self._end(why)
 
-    def _take(self, client: Client) -> None:
-        asked = client.message or {}
+    def _take(self, client: DoorClient, asked: dict[str, RequestPart]) -> None:
         busy = "another tensorwire scale is under way; try again when it is done"
         busy = busy if self._client is not None else self._reason_against()
         if why := busy or self._reason_of_request(asked):
-            self._leave(client)
-            client.refuse(why, bool(busy))
+            client.refuse(why, busy=bool(busy))
             return
-        self._client, self._outcome = client, {}
+        self._client, self._outcome, self._cancelled = client, {}, False
         self._waiting = list(asked.items())
 
     def _reason_of_request(self, asked: Mapping[str, RequestPart]) -> str:
@@ -171,6 +185,7 @@ class Scaling:
     def _go_on(self) -> None:
         """Moves on to the next part of a request; ends the request after the last one."""
         assert self._client is not None
+        client = self._client
         while True:
             if self._present is not None:
                 if (outcome := self._present.tend()) is None:
@@ -181,22 +196,17 @@ class Scaling:
                 break
             name, asked = self._waiting.pop(0)
             self._present = self._handlers[name]
-            self._present.begin(asked, self._client.say)
-        client, self._client = self._client, None
-        self._leave(client)
-        client.finish(self._outcome)
+            self._present.begin(asked, lambda text: client.send({"says": text}))
+        self._client = None
+        client.send({"done": self._outcome})
+        client.channel.close()
 
     def _end(self, why: str) -> None:
         assert self._client is not None
         client, self._client = self._client, None
         self._present, self._waiting = None, []
-        self._leave(client)
         done = "; ".join(str(each.get("text", name)) for name, each in self._outcome.items())
-        client.refuse(f"{why} (done before: {done})" if done else why)
-
-    def _leave(self, client: Client) -> None:
-        if self._door is not None:
-            self._door.forget(client)
+        client.refuse(f"{why} (done before: {done})" if done else why, busy=False)
 
 
 def _reason_in(error: Exception) -> str:

@@ -1,23 +1,26 @@
 """Runs the servers of a job whose workers another program starts, and keeps what outlives each.
 
-Workers come to a door (visitors.py) and get the settings that `tensorwire run` would give them. One
-that dies is waited for: the program that started it starts it again. All else is a `Supervisor`'s.
+Workers come to a door and get the settings that `tensorwire run` would give them. One that dies is
+waited for: the program that started it starts it again. All else is a `Supervisor`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
+from tensorwire.errors import UnavailableError
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
-from tensorwire.launch.visitors import Claim, Door, Visitor
-from tensorwire.membership import JOB_LOG, SUPERVISOR
+from tensorwire.launch.visitors import Visitor, visitor_of
+from tensorwire.membership import JOB_LOG, SUPERVISOR, Door, DoorClient
 
 RETURN_S = 300.0
 """How long a worker that died may be away; Kubernetes waits so long at most between two starts."""
@@ -65,6 +68,33 @@ def serve_spec(
     return job if server_command is None else replace(job, server_command=tuple(server_command))
 
 
+class PlaceQuestion(TypedDict):
+    """The message of a worker that comes: which one it is."""
+
+    rank: int
+
+
+def open_door(path: Path | None, say: Callable[[str], object]) -> Door[PlaceQuestion]:
+    """Opens the door at which workers come; its name is there until it is closed.
+
+    Args:
+        path: of its socket; None: one in the user's runtime folder.
+        say: prints a line where the name cannot be removed.
+
+    Raises:
+        UnavailableError: the path is another supervisor's, or cannot be a socket's.
+    """
+    try:
+        return Door(PlaceQuestion, "serve-", path, say=say)
+    except OSError as error:
+        why = f"tensorwire serve cannot listen at {path}: {error.strerror or error}"
+        if error.errno == errno.EADDRINUSE and path is not None:
+            why = f"another tensorwire serve listens at {path}"
+            if not path.is_socket():
+                raise UnavailableError(f"{path} is there already, and is no socket") from error
+        raise UnavailableError(f"{why}; --socket names another place") from error
+
+
 class ServeSupervisor(Supervisor):
     """Runs the servers of one job, once, for workers that come.
 
@@ -108,7 +138,7 @@ class ServeSupervisor(Supervisor):
         Raises:
             UnavailableError: nobody can listen at the socket's path.
         """
-        with contextlib.closing(Door(self._socket, self._say)) as self._door:
+        with contextlib.closing(open_door(self._socket, self._say)) as self._door:
             try:
                 return super().run()
             finally:
@@ -161,8 +191,9 @@ class ServeSupervisor(Supervisor):
                 self._note_farewell(visitor)
             elif visitor.pidfd in ready:
                 self._note_gone(visitor)
-        for claim in self._door.claims() if self._door.descriptor in ready else ():
-            self._answer(claim)
+        for client, question in self._door.messages() if self._door.descriptor in ready else ():
+            if question is not None:
+                self._answer(client, question["rank"])
         if not (self._ending or any(each.kind == "server" for each in self._running)):
             # Servers end with 0 when all have said goodbye to them, which we may hear later.
             self._left.update(range(self._job.workers))
@@ -173,33 +204,33 @@ class ServeSupervisor(Supervisor):
 
     # --- workers that come and go ---------------------------------------------------------------
 
-    def _answer(self, claim: Claim) -> None:
-        visitor = claim.visitor
-        rank = visitor.index
+    def _answer(self, client: DoorClient, rank: int) -> None:
         holder = self._present.get(rank)
         if holder is not None and holder.has_ended:
             self._note_gone(holder)
             holder = None
         if self._ending:
             reason = "it was ended" if self._failure is None else self._failure[0]
-            claim.refuse(refused=f"the job is over: {reason}")
+            client.refuse(f"the job is over: {reason}")
         elif not 0 <= rank < self._job.workers:
             last = self._job.workers - 1
-            claim.refuse(refused=f"it serves workers 0 to {last} (--workers {last + 1})")
+            client.refuse(f"it serves workers 0 to {last} (--workers {last + 1})")
         elif holder is not None:
-            claim.refuse(holder=holder.pid)
+            client.refuse("", holder=holder.pid)
         elif rank in self._left:
-            claim.refuse(refused="that worker has done its work, and the job waits for the others")
+            client.refuse("that worker has done its work, and the job waits for the others")
         else:
-            self._admit(claim)
+            self._door.forget(client)
+            if (visitor := visitor_of(rank, client)) is None:
+                client.channel.close()
+            else:
+                self._admit(visitor, client)
 
-    def _admit(self, claim: Claim) -> None:
-        visitor = claim.visitor
+    def _admit(self, visitor: Visitor, client: DoorClient) -> None:
         former = self._former.get(visitor.index)
+        told = {"environment": self._told()}
         try:
-            term = self._restarts.admit(
-                visitor, claim.socket, {"environment": self._told()}, former
-            )
+            term = self._restarts.admit(visitor, client.channel, told, former)
         except KeeperError as error:
             visitor.close()
             self._fail(f"{_called(visitor)} cannot be told what it goes on with: {error}", 1)

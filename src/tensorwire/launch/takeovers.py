@@ -91,27 +91,15 @@ class PassedSlices:
         return left if left and self._give(rank, left, None, living) is None else []
 
     def _give(
-        self, dead: int, mine: list[int], behind: list[int] | None, living: Sequence[int]
+        self, dead: int, mine: list[int], after: list[int] | None, living: Sequence[int]
     ) -> tuple[list[int], int] | None:
         """Deals out a dead worker's places, and the places that it would have after a change."""
         able = self._able(living)
         changes = any(owner.next is not None for owner in self._owners.values())
-        gets: dict[int, list[int]] = {}
-        nexts: dict[int, list[int]] = {}
-        sizes = {rank: len(self._owners[rank].mine) for rank in able}
-        for place in sorted(mine):
-            if not sizes:
-                return None
-            to = min(sizes, key=lambda rank: (sizes[rank], rank))
-            gets.setdefault(to, []).append(place)
-            sizes[to] += 1
-        later = {rank: len(self._owners[rank].next or ()) for rank in able}
-        for place in sorted(behind or ()):
-            if not later:
-                return None
-            to = min(later, key=lambda rank: (later[rank], rank))
-            nexts.setdefault(to, []).append(place)
-            later[to] += 1
+        gets = _deal(mine, {rank: len(self._owners[rank].mine) for rank in able})
+        nexts = _deal(after or (), {rank: len(self._owners[rank].next or ()) for rank in able})
+        if gets is None or nexts is None:
+            return None
         joining = self._joining()
         first = sorted({*gets, *nexts})
         for rank in first:
@@ -180,3 +168,15 @@ class PassedSlices:
             owner.mine, owner.next = owner.next or [], None
             if not owner.mine:
                 del self._owners[rank]
+
+
+def _deal(places: Iterable[int], sizes: dict[int, int]) -> dict[int, list[int]] | None:
+    """Deals places out to the ranks that have the fewest; None: there is no rank."""
+    gets: dict[int, list[int]] = {}
+    for place in sorted(places):
+        if not sizes:
+            return None
+        to = min(sizes, key=lambda rank: (sizes[rank], rank))
+        gets.setdefault(to, []).append(place)
+        sizes[to] += 1
+    return gets

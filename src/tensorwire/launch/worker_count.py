@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
-from tensorwire.launch.control import RequestPart
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.restarts import Restarts
+from tensorwire.launch.scaling import RequestPart
 from tensorwire.launch.spec import JobSpec
+from tensorwire.launch.takeovers import PassedSlices
 from tensorwire.membership import ChangeWord, PlannedChange, ScaleError
 
 _SWITCHED = ChangeWord.SWITCHED
@@ -64,7 +65,7 @@ class WorkerCount:
         note: Callable[..., None],
     ) -> None:
         self._job, self._restarts, self._staff = job, restarts, staff
-        self._say, self._note = say, note
+        self._say, self._note, self._keeper = say, note, restarts.keeper
         self._round = self._left = 0  # of questions; the last change after which all have left
         self._joins: dict[int, int] = {}  # how many have joined in each place
         self._clear()
@@ -83,6 +84,11 @@ class WorkerCount:
         self._table: dict[int, list[int]] = {}
         self._owners: dict[int, int] = {}
 
+    @property
+    def _takeovers(self) -> PassedSlices:
+        assert self._restarts.takeovers is not None  # `check` has looked
+        return self._restarts.takeovers
+
     # ---- the request
 
     def check(self, asked: RequestPart) -> None:
@@ -94,7 +100,7 @@ class WorkerCount:
             raise ScaleError(
                 "a change that failed is still being taken back; try again in a moment", busy=True
             )
-        if (takeovers := self._restarts.takeovers) is None:
+        if self._restarts.takeovers is None:
             raise ScaleError(_NOT_ELASTIC)
         places = self._job.places
         if not 1 <= count <= places:
@@ -102,7 +108,7 @@ class WorkerCount:
                 f"this job can have 1 to {places} workers, as many as its slices, and not {count}; "
                 "the most is told when it is started: tensorwire run --slices L"
             )
-        present = takeovers.present()
+        present = self._takeovers.present()
         if unknown := [rank for rank in drain if rank not in present]:
             there = ", ".join(map(str, present))
             raise ScaleError(f"there is no worker {unknown[0]}; those that could leave are {there}")
@@ -116,9 +122,12 @@ class WorkerCount:
     def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
         """See `Handler`."""
         self.check(asked)
-        takeovers, places = self._restarts.takeovers, self._job.places
-        assert takeovers is not None
-        count, drain, present = asked["count"], set(asked.get("drain", [])), takeovers.present()
+        places = self._job.places
+        count, drain, present = (
+            asked["count"],
+            set(asked.get("drain", [])),
+            self._takeovers.present(),
+        )
         self._clear()
         self._tell, self._before = say, len(present)
         stay = [rank for rank in present if rank not in drain]
@@ -134,30 +143,26 @@ class WorkerCount:
 
     def _check(self, present: Iterable[int], adds: bool) -> None:
         """Raises ScaleError if workers cannot come or go now."""
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
         for rank in present:
-            keeper = self._restarts.keeper(rank)
+            keeper = self._keeper(rank)
             if keeper.left is not None:
                 raise ScaleError(f"worker {rank} has left the job, which is ending")
-            if why := takeovers.reason_against(keeper):
+            if why := self._takeovers.reason_against(keeper):
                 why = why if keeper.offer else "it has not come to job.epochs; try again then"
                 raise ScaleError(f"the slices of worker {rank} cannot become another one's: {why}")
-        donor = self._restarts.keeper(takeovers.owner_of(0))
+        donor = self._keeper(self._takeovers.owner_of(0))
         if adds and donor.joins:
             raise ScaleError(f"no worker can join: {donor.joins}")
 
     def _start(self, rank: int) -> None:
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
-        history = self._restarts.keeper(takeovers.owner_of(0)).held(_HISTORY)
+        history = self._keeper(self._takeovers.owner_of(0)).held(_HISTORY)
         if history is None:
             self._abandon("no worker can join: what the others have noted is not held")
             return
         self._joins[rank] = self._joins.get(rank, 0) + 1
         try:
             self._joining[rank] = self._staff.start_joiner(rank, self._joins[rank])
-            keeper = self._restarts.keeper(rank)
+            keeper = self._keeper(rank)
             keeper.tell({"start": [], "term": 0, "restarts": 0, "messages": 1})
             keeper.tell({"kept": [["donor", {}]]}, [history])
         except (OSError, KeeperError) as error:
@@ -181,9 +186,7 @@ class WorkerCount:
         if self._state == "abandoned" and not self._joining:
             raise ScaleError(self._gone[0])
         if self._state == "starting":
-            if not all(
-                ChangeWord.READY in self._restarts.keeper(rank).said for rank in self._joining
-            ):
+            if not all(ChangeWord.READY in self._keeper(rank).said for rank in self._joining):
                 return None
             if not (self._joining or self._drain):
                 return self._outcome()
@@ -194,9 +197,9 @@ class WorkerCount:
 
     def _present(self) -> list[int]:
         """Returns the workers that are in the job, without those that join."""
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
-        return [r for r in takeovers.present() if r not in self._joining and r not in self._came]
+        return [
+            r for r in self._takeovers.present() if r not in self._joining and r not in self._came
+        ]
 
     def _look_at_end(self) -> None:
         """Gives up if the job is about to end before the change."""
@@ -205,7 +208,7 @@ class WorkerCount:
         if not self._present():
             self._abandon("the workers have left the job, which is ending")
         for rank in self._present():
-            keeper = self._restarts.keeper(rank)
+            keeper = self._keeper(rank)
             switched = self._state == "switching" and self._has_switched(keeper)
             if keeper.left is not None and not switched:
                 self._abandon(f"worker {rank} has left the job before the change; it is ending")
@@ -216,15 +219,13 @@ class WorkerCount:
         self._state, self._round = "asking", self._round + 1
         self._asked = self._present()
         for rank in self._asked:
-            self._send(self._restarts.keeper(rank), {ChangeWord.PREPARE: self._round})
+            self._send(self._keeper(rank), {ChangeWord.PREPARE: self._round})
         failpoint("change.asked")
 
     def _plan(self) -> None:
         """Tells all workers after which step they change, when all have answered."""
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
         present = self._present()
-        told = [self._restarts.keeper(rank).said.get(ChangeWord.AT, {}) for rank in present]
+        told = [self._keeper(rank).said.get(ChangeWord.AT, {}) for rank in present]
         if any(each.get("number") != self._round for each in told):
             return
         stay = [rank for rank in present if rank not in self._drain]
@@ -232,16 +233,16 @@ class WorkerCount:
             self._abandon("the workers that were to stay were killed meanwhile; ask again")
             return
         self._step = max(int(each[ChangeWord.AT]) for each in told) + 1
-        self._donor = takeovers.owner_of(0) if self._joining else None
-        keepers = {rank: self._restarts.keeper(rank) for rank in self._joining}
-        table = self._table = takeovers.plan([*stay, *self._joining], keepers)
-        self._number = takeovers.number
+        self._donor = self._takeovers.owner_of(0) if self._joining else None
+        keepers = {rank: self._keeper(rank) for rank in self._joining}
+        table = self._table = self._takeovers.plan([*stay, *self._joining], keepers)
+        self._number = self._takeovers.number
         owners = self._owners = {rank: rank for rank in self._joining}
         for rank in (each for each in self._drain if each in present):
             owners[rank] = next(owner for owner, places in table.items() if rank in places)
         self._state = "switching"
         for rank in present:
-            self._send(self._restarts.keeper(rank), self._message(ChangeWord.PLAN, rank))
+            self._send(self._keeper(rank), self._message(ChangeWord.PLAN, rank))
         self._tell(f"the change takes place after step {self._step} of the job")
         failpoint("change.planned")
 
@@ -250,20 +251,16 @@ class WorkerCount:
         self._tell_left(present)
         if self._joining and not self._told_to_go:
             self._let_go()
-        for rank in [
-            r for r in self._joining if ChangeWord.JOINED in self._restarts.keeper(r).said
-        ]:
+        for rank in [r for r in self._joining if ChangeWord.JOINED in self._keeper(r).said]:
             process = self._joining.pop(rank)
             self._came.append(rank)
             self._note("joined", index=rank, pid=process.pid, step=self._step)
             self._say(f"worker {rank} (pid {process.pid}) has joined, after step {self._step}")
-        waits = [r for r in present if not self._has_switched(self._restarts.keeper(r))]
+        waits = [r for r in present if not self._has_switched(self._keeper(r))]
         running = {process.index for process in self._staff.living_workers()}
         if waits or self._joining or running & {r for r in self._drain if r not in self._came}:
             return None
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
-        takeovers.finish()
+        self._takeovers.finish()
         return self._outcome()
 
     def _has_switched(self, keeper: Keeper) -> bool:
@@ -280,16 +277,16 @@ class WorkerCount:
         stay = [rank for rank in present if rank not in self._drain]
         leaving = [rank for rank in present if rank in self._drain]
         if self._left < self._number and all(
-            self._has_switched(self._restarts.keeper(rank)) for rank in leaving
+            self._has_switched(self._keeper(rank)) for rank in leaving
         ):
             self._left = self._number
             for rank in stay:
-                self._send(self._restarts.keeper(rank), {ChangeWord.LEFT: self._number})
+                self._send(self._keeper(rank), {ChangeWord.LEFT: self._number})
 
     def _let_go(self) -> None:
         """Lets the joining workers go on, once the donor has noted where the script is."""
         assert self._donor is not None  # there is one where workers join
-        donor = self._restarts.keeper(self._donor)
+        donor = self._keeper(self._donor)
         history, obstacle = donor.held(_HISTORY), ""
         if self._has_switched(donor):
             obstacle = str(donor.said[_SWITCHED].get("obstacle", ""))
@@ -305,14 +302,12 @@ class WorkerCount:
             return
         for rank in self._joining:
             message = self._message(ChangeWord.GO, rank)
-            self._send(self._restarts.keeper(rank), message, [history])
+            self._send(self._keeper(rank), message, [history])
         failpoint("change.handed")
 
     def _outcome(self) -> dict[str, Any]:
-        takeovers = self._restarts.takeovers
-        assert takeovers is not None
-        now = len(takeovers.present())
-        went = [rank for rank in self._drain if rank not in takeovers.present()]
+        now = len(self._takeovers.present())
+        went = [rank for rank in self._drain if rank not in self._takeovers.present()]
         for rank in went:
             self._note("drained", index=rank, step=self._step)
         if self._gone:
@@ -353,15 +348,13 @@ class WorkerCount:
                 self._gone.append(how)
                 self._say(f"{how}; the job goes on without it")
             if self._number:
-                takeovers = self._restarts.takeovers
-                assert takeovers is not None
                 living = [each.index for each in self._staff.living_workers()]
-                if takeovers.pass_on(rank, living) is None:
+                if self._takeovers.pass_on(rank, living) is None:
                     return False
             self._restarts.release(process)
             return True
         if self._state == "switching" and rank in self._drain and rank not in self._came:
-            keeper = self._restarts.keeper(rank)
+            keeper = self._keeper(rank)
             with contextlib.suppress(KeeperError):
                 keeper.read_all()
             if self._has_switched(keeper):
@@ -369,9 +362,9 @@ class WorkerCount:
                 self._say(
                     f"worker {rank} (pid {process.pid}) has left, after step {self._step}{rest}"
                 )
-                takeovers = self._restarts.takeovers
-                assert takeovers is not None
-                takeovers.note_end(rank, [each.index for each in self._staff.living_workers()])
+                self._takeovers.note_end(
+                    rank, [each.index for each in self._staff.living_workers()]
+                )
                 self._restarts.release(process)
                 return True
         return False
@@ -380,7 +373,7 @@ class WorkerCount:
         """Abandons the change; it is over when the joining workers have ended."""
         self._gone, self._state = [why], "abandoned"
         for rank in self._present():
-            self._send(self._restarts.keeper(rank), {ChangeWord.CANCEL: self._round})
+            self._send(self._keeper(rank), {ChangeWord.CANCEL: self._round})
         self._end_joiners()
 
     def _end_joiners(self) -> None:

@@ -1,9 +1,19 @@
 """Knows the members of a job and how they reach each other; no parameters and no torch."""
 
-from .asking import ScaleError, ask_launcher, proof_of, secret_of
+from .asking import ScaleError, ask_launcher, secret_of
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer, FollowingCollective
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
+from .door import (
+    LONGEST_MESSAGE,
+    Door,
+    DoorClient,
+    knock,
+    proof_of,
+    receive_message,
+    send_message,
+    short_path,
+)
 from .durable_memory import DurableMemory, open_node
 from .engines import (
     MAX_WORKERS,
@@ -14,7 +24,7 @@ from .engines import (
     torch_job,
     without_ranks,
 )
-from .entry import PEER_CREDENTIALS, SUPERVISOR, enter_job
+from .entry import SUPERVISOR, enter_job
 from .history import History, NoteKind
 from .identity import (
     CONTROL,
@@ -43,13 +53,12 @@ from .job_file import (
     shown_command,
 )
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
-from .lockfile import is_there, remove_own, tell, try_lock
-from .reading_secret import job_secret, reading_secret
+from .lockfile import is_there, open_locked, remove_own, tell, try_lock
+from .reading_secret import job_secret, reading_secret, secret_in
 from .runtime import cache_folder, runtime_folder
 from .server import OfWorkers, ServerMember
 from .status import DOCTOR, StatusRegion, read_status, reader_name
 from .takeovers import ChangeWord, PlannedChange, Takeovers, deal_places
-from .unix_sockets import listen_in, short_path
 from .worker import WorkerMember
 from .world import RANK, SHARES_MOVE, SLICES, World
 
@@ -61,10 +70,10 @@ __all__ = [
     "GOODBYE",
     "JOB_LOG",
     "LISTENER",
+    "LONGEST_MESSAGE",
     "LOOPBACK",
     "LOST_MEMBER_CODE",
     "MAX_WORKERS",
-    "PEER_CREDENTIALS",
     "RANK",
     "SHARES_MOVE",
     "SLICES",
@@ -73,6 +82,8 @@ __all__ = [
     "Collective",
     "CollectiveServer",
     "DescriptorStore",
+    "Door",
+    "DoorClient",
     "DurableMemory",
     "FollowingCollective",
     "History",
@@ -107,23 +118,27 @@ __all__ = [
     "hold_claim",
     "is_there",
     "job_secret",
+    "knock",
     "listed",
-    "listen_in",
     "logged_jobs",
     "lost",
     "note_in_job_log",
+    "open_locked",
     "open_node",
     "pid_namespace",
     "proof_of",
     "read_status",
     "reader_name",
     "reading_secret",
+    "receive_message",
     "refusal",
     "remove_own",
     "running_file_workers",
     "running_servers",
     "runtime_folder",
+    "secret_in",
     "secret_of",
+    "send_message",
     "server_name",
     "short_path",
     "shown_command",

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import hashlib
-import hmac
-import json
-import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypedDict
 
 from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.outside import parse_json
 
+from .door import knock, proof_of, receive_message, send_message
 from .job_file import RunningServer
-from .unix_sockets import short_path
+from .reading_secret import secret_in
 
-_LONGEST = 1 << 16
-_PURPOSE = b"tensorwire: ask the launcher of a job"
 _LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
 _ANSWER_S = 10.0  # of a launcher that is asked to take something back
 _LOOK_S = 0.1  # whether it is still wanted
@@ -52,21 +45,13 @@ class ScaleError(Exception):
         self.busy = busy
 
 
-def proof_of(secret: bytes, nonce: str) -> str:
-    """Returns the proof that its sender, who was given `nonce`, knows a job's secret."""
-    return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
-
-
 def secret_of(server: RunningServer) -> bytes:
     """Returns the secret of a job of this user on this host.
 
     Raises:
         OSError: it is in a file that cannot be read.
     """
-    if server.secret_file:
-        with open(server.secret_file, "rb") as file:
-            return file.read().strip()
-    return os.fsencode(server.secret)
+    return secret_in(server.secret_file, server.secret)
 
 
 def ask_launcher(
@@ -100,20 +85,19 @@ def ask_launcher(
     """
     deadline, late, interrupted = time.monotonic() + min(timeout_s, _LONGEST_WAIT_S), False, False
     kept = ""  # why it is not taken back
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+    with contextlib.ExitStack() as stack:
         try:
-            channel.settimeout(min(timeout_s, _ANSWER_S))
-            with short_path(path) as short:
-                channel.connect(short)
-            nonce = parse_json(channel.recv(_LONGEST), _Nonce)["nonce"]
-            channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
+            channel = stack.enter_context(knock(path, min(timeout_s, _ANSWER_S)))
+            told = receive_message(channel, _Nonce)
+            proof = proof_of(secret, told.content["nonce"] if told else "")
+            send_message(channel, {"ask": message, "proof": proof})
         except (OSError, ValueError) as error:
             raise UnavailableError(f"the launcher of the job does not answer: {error}") from error
         while True:
             left_s = deadline - time.monotonic()
             channel.settimeout(min(max(left_s, 0.001), _LOOK_S))
             try:
-                data = channel.recv(_LONGEST)
+                found = receive_message(channel, _ScaleAnswer)
             except (builtins.TimeoutError, KeyboardInterrupt) as error:
                 if left_s > _LOOK_S and isinstance(error, builtins.TimeoutError):
                     if late or is_wanted():
@@ -125,24 +109,21 @@ def ask_launcher(
                     raise TimeoutError(f"{text}; tensorwire status shows it") from error
                 late, interrupted = True, isinstance(error, KeyboardInterrupt)
                 with contextlib.suppress(OSError):
-                    channel.send(json.dumps({"cancel": True}).encode())
+                    send_message(channel, {"cancel": True})
                 deadline = time.monotonic() + _ANSWER_S
                 continue
+            except ValueError as error:
+                text = f"the launcher of the job cannot be understood: {error}"
+                raise UnavailableError(text) from error
             except OSError:
-                data = b""
-            told = _ScaleAnswer(error="the job has ended meanwhile")
-            if data:
-                try:
-                    told = parse_json(data, _ScaleAnswer)
-                except ValueError as error:
-                    text = f"the launcher of the job cannot be understood: {error}"
-                    raise UnavailableError(text) from error
-            if "says" in told:
-                show(told["says"])
-                kept = told["says"] if late else ""
-            elif "done" in told:
-                return told["done"]
+                found = None
+            answer = found.content if found else _ScaleAnswer(error="the job has ended meanwhile")
+            if "says" in answer:
+                show(answer["says"])
+                kept = answer["says"] if late else ""
+            elif "done" in answer:
+                return answer["done"]
             elif late and not interrupted:
-                raise TimeoutError(f"not done within {timeout_s:g} s: {told.get('error')}")
+                raise TimeoutError(f"not done within {timeout_s:g} s: {answer.get('error')}")
             else:
-                raise ScaleError(told.get("error", "nobody says why"), told.get("busy", False))
+                raise ScaleError(answer.get("error", "nobody says why"), answer.get("busy", False))

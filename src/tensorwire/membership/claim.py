@@ -16,7 +16,7 @@ from pathlib import Path
 from tensorwire.errors import UnavailableError
 
 from .identity import this_host
-from .lockfile import is_there, remove_own, try_lock
+from .lockfile import is_there, open_locked, remove_own, try_lock
 from .runtime import RUNTIME, runtime_folder
 
 # How long a lock is tried that no worker holds: a process that removes what dead ones left, or one
@@ -87,20 +87,12 @@ def refusal(rank: int, told_by: str, holder: str) -> str:
 def _lock_patiently(path: Path) -> int | None:
     """Returns the descriptor of the locked file of this name; None if a worker holds it."""
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            locked = try_lock(descriptor)
-            if locked and is_there(path, descriptor):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # Else it was removed between the two calls, by who held it or found it left.
-        os.close(descriptor)
-        if not locked and (_is_running(_holder(path)) or time.monotonic() > deadline):
+    while (descriptor := open_locked(path)) is None:
+        # It may have been removed between the two calls, by who held it or found it left.
+        if _is_running(_holder(path)) or time.monotonic() > deadline:
             return None
         time.sleep(0.005)
+    return descriptor
 
 
 def _remove_left(folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import mmap
 import os
 import select
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.outside import parse_json
+from .door import Message, receive_message, send_message
 
 LISTENER = "listener"
 """The key of the socket on which a server listens."""
@@ -32,8 +31,6 @@ JOINS, DONOR = "TENSORWIRE_JOINS", "donor"
 """Variable of a worker that joins a job which runs; the key of another worker's history for it."""
 
 _MOST_BYTES = 1 << 18
-_MOST_DESCRIPTORS = 128
-
 
 Told = TypeVar("Told")
 
@@ -100,18 +97,18 @@ class DescriptorStore:
         Raises:
             ValueError: the messages are not those of a launcher.
         """
-        data, _ = self._receive()
-        if not data:
-            return None
         try:
-            told = parse_json(data, _StandbyStart, _MOST_BYTES)
+            if (first := self._receive(_StandbyStart)) is None:
+                return None
+            told = first.content
             for _ in range(told["messages"]):
-                data, descriptors = self._receive()
-                entries = parse_json(data, _HandedOver, _MOST_BYTES)["kept"]
-                for (key, about), descriptor in zip(entries, descriptors, strict=True):
+                if (found := self._receive(_HandedOver)) is None:
+                    raise ValueError("it ended")
+                entries = found.content["kept"]
+                for (key, about), descriptor in zip(entries, found.descriptors, strict=True):
                     self._kept[key] = Kept(about, descriptor)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"the launcher told a standby {data[:100]!r}: {error}") from error
+            raise ValueError(f"what the launcher told a standby makes no sense: {error}") from error
         return Takeover(told["start"], told["term"], told["restarts"])
 
     def keep(self, key: str, about: dict[str, Any], descriptor: int) -> None:
@@ -139,10 +136,11 @@ class DescriptorStore:
         Raises:
             ValueError: it says something else.
         """
-        data, descriptors = self._receive()
-        for descriptor in descriptors:
+        if (found := self._receive(form)) is None:
+            return None
+        for descriptor in found.descriptors:
             self._map_donor(descriptor)
-        return parse_json(data, form, _MOST_BYTES) if data else None
+        return found.content
 
     def map_donor(self) -> NDArray[np.uint8]:
         """Returns the history of the worker that tells a joining member where the script is."""
@@ -193,15 +191,12 @@ class DescriptorStore:
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 try:
-                    socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+                    send_message(self._channel, message, descriptors)
                     return
                 except OSError as error:
                     if error.errno != errno.ETOOMANYREFS:
                         raise
                 time.sleep(0.001)  # too many are on their way, of all processes of this user
 
-    def _receive(self) -> tuple[bytes, list[int]]:
-        data, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, _MOST_DESCRIPTORS)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return data, descriptors
+    def _receive(self, form: type[Told]) -> Message[Told] | None:
+        return receive_message(self._channel, form, _MOST_BYTES)

@@ -8,32 +8,26 @@ docs/internals/launch.md. Knows no torch and starts nothing.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import struct
 import time
 from collections.abc import MutableMapping
 from typing import TypedDict
 
 from tensorwire.errors import UnavailableError
-from tensorwire.outside import parse_json
 
 from .claim import refusal
 from .descriptor_store import STORE, TERM
+from .door import knock, receive_message, send_message
 from .engines import MAX_WORKERS, number
-from .unix_sockets import short_path
 from .world import RANK
 
 SUPERVISOR = "TENSORWIRE_SUPERVISOR"
 """Environment variable: the path of the supervisor's socket."""
-PEER_CREDENTIALS = struct.Struct("3i")
-"""The layout of SO_PEERCRED: process, user and group of the other end."""
 
 _TOLD_BY = f"{RANK} and {SUPERVISOR}"
 _PAUSE_S = 0.05
 _ANSWER_S = 30.0  # of a program that does nothing but wait for such questions
-_MOST_BYTES = 1 << 16
 # Nobody listens, one that was killed has left its name, and so many come that one has to wait.
 _NOT_YET = FileNotFoundError, ConnectionRefusedError, BlockingIOError
 _SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
@@ -43,7 +37,7 @@ class _PlaceAnswer(TypedDict, total=False):
     environment: dict[str, str]
     term: int
     holder: int
-    refused: str
+    error: str
 
 
 def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float = 120.0) -> None:
@@ -69,7 +63,7 @@ def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float =
         answer = _ask(channel, path, rank)
         if holder := answer.get("holder"):
             raise RuntimeError(refusal(rank, _TOLD_BY, f"process {holder}"))
-        if (why := answer.get("refused")) or "environment" not in answer:
+        if (why := answer.get("error")) or "environment" not in answer:
             raise RuntimeError(f"tensorwire serve at {path} has no place for worker {rank}: {why}")
         for name in _SECRETS:
             environ.pop(name, None)
@@ -95,15 +89,9 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
     """Returns a connection to a supervisor of this user."""
     deadline = time.monotonic() + timeout_s
     while True:
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            channel.settimeout(_ANSWER_S)
-            with short_path(path) as short:
-                channel.connect(short)
-            _check_user(channel, path)
-            return channel
+            return knock(path, _ANSWER_S)
         except OSError as error:
-            channel.close()
             if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
                 after = f" within {timeout_s:g} s" if timeout_s else ""
                 raise UnavailableError(
@@ -112,34 +100,19 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
                     "prints the path; if it was there, its job is over: its own messages tell why, "
                     "unless it was killed"
                 ) from None
-        except BaseException:
-            channel.close()
-            raise
         time.sleep(_PAUSE_S)
-
-
-def _check_user(channel: socket.socket, path: str) -> None:
-    size = PEER_CREDENTIALS.size
-    told = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid, user, _ = PEER_CREDENTIALS.unpack(told)
-    if user != os.geteuid():
-        raise UnavailableError(
-            f"process {pid} of user {user} listens at {path}; the supervisor of a worker is of its "
-            f"own user, {os.geteuid()}"
-        )
 
 
 def _ask(channel: socket.socket, path: str, rank: int) -> _PlaceAnswer:
     try:
-        channel.send(json.dumps({"rank": rank}).encode())
-        data = channel.recv(_MOST_BYTES)
+        send_message(channel, {"rank": rank})
+        found = receive_message(channel, _PlaceAnswer)
     except OSError as error:
         raise UnavailableError(f"tensorwire serve at {path} does not answer: {error}") from None
-    if not data:
+    except ValueError as error:
+        raise UnavailableError(f"what listens at {path} is no tensorwire serve: {error}") from None
+    if found is None:
         raise UnavailableError(
             f"tensorwire serve at {path} has ended; its own messages tell why, unless it was killed"
         )
-    try:
-        return parse_json(data, _PlaceAnswer, _MOST_BYTES)
-    except ValueError as error:
-        raise UnavailableError(f"what listens at {path} is no tensorwire serve: {error}") from None
+    return found.content

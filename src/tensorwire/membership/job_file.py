@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import TypeVar
 
 from tensorwire.outside import parse_json
 
-from .lockfile import is_there, remove_own, try_lock
+from .lockfile import is_there, make_locked, remove_own, try_lock
 from .runtime import runtime_folder
-from .unix_sockets import remove_dead
 
 _MOST_BYTES = 64 << 10
 _MOST_SHOWN = 1000  # characters of a command
@@ -99,19 +97,12 @@ class JobFile:
     """
 
     def __init__(self, told: RunningServer | RunningFileWorker) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        while True:
-            name = f"{_PREFIXES[type(told)]}{told.pid}-{secrets.token_hex(4)}"
-            self._path = runtime_folder() / name
-            self._descriptor = os.open(self._path, flags, 0o600)
-            try:
-                if try_lock(self._descriptor) and is_there(self._path, self._descriptor):
-                    os.write(self._descriptor, json.dumps(asdict(told)).encode())
-                    return
-            except BaseException:
-                self.close()
-                raise
-            self.close()  # another program took it for what a dead server left
+        self._path, self._descriptor = make_locked(runtime_folder(), _PREFIXES[type(told)])
+        try:
+            os.write(self._descriptor, json.dumps(asdict(told)).encode())
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Removes the file. Idempotent."""
@@ -142,10 +133,7 @@ def running_file_workers() -> list[RunningFileWorker]:
 def _told(kind: type[Told]) -> list[Told]:
     found = list[Told]()
     for path in runtime_folder().glob(f"{_PREFIXES[kind]}*"):
-        if path.suffix == ".socket":
-            remove_dead(path)
-        else:
-            found += _read(path, kind)
+        found += _read(path, kind)
     return found
 
 

@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.outside import parse_json
 
 from .identity import pid_namespace
-from .lockfile import is_there, remove_own, try_lock
+from .lockfile import make_locked, remove_own, try_lock
 from .runtime import runtime_folder
 
 JOB_LOG = "TENSORWIRE_JOB_LOG"
@@ -211,7 +211,8 @@ class JobLog:
         try:
             folder = runtime_folder()
             _remove_old(folder)
-            self._open(folder)
+            path, self._descriptor = make_locked(folder, "job-", os.O_APPEND)
+            self.path = str(path)
         except (UnavailableError, OSError) as error:
             self._lose(error)
         self.add(
@@ -257,19 +258,6 @@ class JobLog:
             if not keep:
                 remove_own(Path(self.path), descriptor, self._say)
             os.close(descriptor)
-
-    def _open(self, folder: Path) -> None:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        while self._descriptor < 0:
-            path = folder / f"job-{os.getpid()}-{secrets.token_hex(4)}"
-            descriptor = os.open(path, flags, 0o600)
-            if try_lock(descriptor) and is_there(path, descriptor):
-                self.path, self._descriptor = str(path), descriptor
-            else:
-                # Another program took it for what a dead launcher left.
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                os.close(descriptor)
 
     def _lose(self, error: Exception) -> None:
         self.path = ""

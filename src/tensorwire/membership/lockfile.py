@@ -5,8 +5,10 @@ Removes names of this process in the runtime folder, which may be another one by
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,47 @@ def is_there(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+def open_locked(path: Path, flags: int = 0) -> int | None:
+    """Opens a file of this user alone, which is made if need be, and locks it.
+
+    Args:
+        path: of the file; no links are followed.
+        flags: more of open(2).
+
+    Returns:
+        The descriptor; None: another one has the lock, or has removed the file meanwhile.
+
+    Raises:
+        OSError: it cannot be opened, or the file system has no locks.
+    """
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        if try_lock(descriptor) and is_there(path, descriptor):
+            undo.pop_all()
+            return descriptor
+    return None
+
+
+def make_locked(folder: Path, prefix: str, flags: int = 0) -> tuple[Path, int]:
+    """Makes a file with a new name that begins with `prefix` and the number of this process.
+
+    Returns:
+        Its path, and the descriptor by which it is locked.
+
+    Raises:
+        OSError: as `open_locked`.
+    """
+    while True:
+        path = folder / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        if (descriptor := open_locked(path, flags | os.O_EXCL)) is not None:
+            return path, descriptor
+        # Another program took it for what a dead process left.
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def tell(text: str) -> None:

@@ -16,10 +16,20 @@ def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     Raises:
         OSError: it is in a file that cannot be read.
     """
-    if path := environ.get("TENSORWIRE_SECRET_FILE"):
-        with open(path, "rb") as file:
-            return file.read().strip()
-    return os.fsencode(environ.get("TENSORWIRE_SECRET", ""))
+    file = environ.get("TENSORWIRE_SECRET_FILE", "")
+    return secret_in(file, environ.get("TENSORWIRE_SECRET", ""))
+
+
+def secret_in(path: str, text: str) -> bytes:
+    """Returns the secret in a file, or if no file is named, in a text.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path:
+        return os.fsencode(text)
+    with open(path, "rb") as file:
+        return file.read().strip()
 
 
 def reading_secret(secret: bytes) -> str:
