@@ -1,6 +1,6 @@
 """What durability costs while nobody dies: two jobs that do the same, one durable, in turns.
 
-A job is two workers and one server on shared memory, `tensorwire run --durable` or `--no-durable`;
+A job is two workers and one server on shared memory, `--on-death` with `restart` or `end`;
 both live at the same time, and a worker waits between turns (`durable_worker.py`). In the cases
 "exchange" workers do nothing but push gradients that are there already, and step; what is compared
 is the server's CPU time of a step. In the case "computation" they also sleep, ten times as long as
@@ -193,7 +193,7 @@ def _told(interval: Sequence[float] | None) -> str:
 
 
 def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
-    commands = {ON: _command("--durable"), OFF: _command("--no-durable")}
+    commands = {ON: _command("--on-death=restart"), OFF: _command("--on-death=end")}
     with contextlib.ExitStack() as stack:
         sides = {
             name: stack.enter_context(_Twin(name, command, optimizer, settings.tensors))
@@ -217,7 +217,7 @@ def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) 
 def _measure_beside(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
     python = Path(settings.beside, ".venv/bin/python")
     # Of a checkout before durability; it knows no option.
-    commands = {NOW: _command("--no-durable"), BEFORE: _command(python=str(python.absolute()))}
+    commands = {NOW: _command("--on-death=end"), BEFORE: _command(python=str(python.absolute()))}
     with contextlib.ExitStack() as stack:
         sides = {
             name: stack.enter_context(_Twin(name, command, optimizer, settings.tensors))

@@ -78,15 +78,15 @@ def measure(report: Report, settings: ChangeSettings, tell: Callable[[str], None
     """Adds the rows of all cases."""
     limits = _limits()
     jobs: list[tuple[list[str], Callable[[_Job, int], None], Sequence[str]]] = [
-        (["move"], _move, ["--workers", "2", "--shares", "2"]),
+        (["move"], _move, ["--workers", "2", "--servers", "1:2"]),
         (
             ["joins", "leaves", "taken over"], _come_and_go,
-            ["--workers", "2", "--slices", "3", "--elastic"],
+            ["--workers", "2:3"],
         ),
     ]  # fmt: skip
     for mode in settings.modes:
         cases = [f"{mode}, server", f"{mode}, worker", f"{mode}, others"]
-        jobs.append((cases, _kill, ["--workers", "2", "--durable"]))
+        jobs.append((cases, _kill, ["--workers", "2", "--on-death=restart"]))
     for cases, act, options in jobs:
         tell(f"changes: {cases[0]}")
         mode = cases[0].partition(",")[0] if act is _kill else "sync"

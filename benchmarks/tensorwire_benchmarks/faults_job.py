@@ -1,6 +1,6 @@
 """The script that the jobs of `bench faults` run: small models that train for some seconds.
 
-    tensorwire run --durable faults_job.py SCENARIO FOLDER PACE EPOCHS
+    tensorwire run --on-death restart faults_job.py SCENARIO FOLDER PACE EPOCHS
 
 Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
 that it survives a kill; at the end it writes FOLDER/final-RANK. FOLDER/joined-RANK is there once it

@@ -72,7 +72,7 @@ class DisturbedJob:
         self._name, self._folder = name, folder
         self._output = folder / "output"
         script = [str(_HERE / "faults_job.py"), name, str(folder), str(pace_s), str(epochs)]
-        command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
+        command = [sys.executable, "-m", "tensorwire", "run", "--on-death=restart"]
         self._workers = WORKERS.get(name, 2)
         command += ["--workers", str(self._workers), "--servers", str(SERVERS[name]), *script]
         with self._output.open("wb") as output:

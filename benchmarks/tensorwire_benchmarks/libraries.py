@@ -37,7 +37,7 @@ LIBRARIES = ("lightning", "transformers")
 OWN, RIVAL = "tensorwire", "ddp-gloo"
 _WORKERS = 2
 _LAUNCHERS = {
-    OWN: ("tensorwire", "run", "--no-durable", f"--workers={_WORKERS}", "--no-prefix"),
+    OWN: ("tensorwire", "run", "--on-death=end", f"--workers={_WORKERS}", "--no-prefix"),
     RIVAL: ("torch.distributed.run", f"--nproc-per-node={_WORKERS}", "--standalone"),
 }
 _NOTES = {

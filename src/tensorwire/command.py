@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 from rich.console import Console
@@ -29,13 +29,20 @@ class Command(click.Command):
 
     Attributes:
         shows_errors: an UnavailableError may be a script's, whose traceback is to be seen.
+        renamed: earlier options, until 0.1.0: each is an error that says the new one.
     """
 
     shows_errors = False
+    renamed: ClassVar[dict[str, str]] = {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click."""
-        self.check(ctx, args)
+        try:
+            self.check(ctx, args)
+        except click.NoSuchOption as error:
+            if (new := self.renamed.get(error.option_name)) is None:
+                raise
+            raise click.UsageError(f"{error.option_name} is now {new}", ctx) from None
         return super().parse_args(ctx, args)
 
     def check(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_server_that_is_replaced_between_two_files(folder: Path, tmp_path: Pat
     """A checkpoint that lacks the first server's part is never seen."""
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"1")
-    with training(folder, "--workers", "1", "--durable", PAUSE="0.01") as job:
+    with training(folder, "--workers", "1", "--on-death=restart", PAUSE="0.01") as job:
         fs = TensorwireFileSystem(address=job.address)
         fs.makedirs("checkpoints/c")
         fs.pipe("checkpoints/c/a", b"1")

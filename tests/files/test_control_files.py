@@ -140,7 +140,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     [
         pytest.param(("--servers", "2"), id="servers"),
         pytest.param(("--transports", "tcp"), id="tcp"),
-        pytest.param(("--no-durable",), id="not-durable"),
+        pytest.param(("--on-death=end",), id="not-durable"),
     ],
 )
 def test_written_parameters_are_an_edit(folder: Path, arguments: tuple[str, ...]) -> None:
@@ -287,7 +287,7 @@ def test_a_job_that_makes_no_step_is_not_paused(folder: Path) -> None:
 @pytest.mark.slow
 def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
     """Afterwards all of it is there, or nothing; a share's new owner knows the next version."""
-    job = Job(folder, "--workers", "1", "--servers", "2", "--shares", "2")
+    job = Job(folder, "--workers", "1", "--servers", "2:2")
     try:
         files, version = job.files, job.pause()
         files.pipe("params/2.bias.npy", npy(np.full(3, 7, np.float32)))
@@ -396,7 +396,7 @@ def test_a_dying_writer_changes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("who", ["server-0", "server-1", "worker"])
 def test_killed_while_paused(folder: Path, who: str) -> None:
     """A replaced process finds the pause, and the written values."""
-    job = Job(folder, "--workers", "2", "--servers", "2", "--durable")
+    job = Job(folder, "--workers", "2", "--servers", "2", "--on-death=restart")
     try:
         version = job.pause()
         write_edit(job.files)
@@ -426,7 +426,7 @@ def test_killed_while_paused(folder: Path, who: str) -> None:
 
 @pytest.mark.slow
 def test_workers_come_and_go_by_a_file(folder: Path) -> None:
-    job = Job(folder, "--workers", "2", "--slices", "2", "--elastic")
+    job = Job(folder, "--workers", "2:2")
     try:
         files = job.files
         assert code_of(lambda: files.pipe("control/scale", b"workers 0")) == errno.EPERM

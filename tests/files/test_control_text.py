@@ -175,7 +175,7 @@ def test_a_command_is_one_write() -> None:
     ("refusal", "code"),
     [
         (ScaleError("another one is under way", busy=True), errno.EBUSY),
-        (ScaleError("it has no --shares"), errno.EPERM),
+        (ScaleError("it has no more servers"), errno.EPERM),
         (PermissionError("not yours"), errno.EACCES),
     ],
 )

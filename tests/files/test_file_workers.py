@@ -59,7 +59,15 @@ def test_several_with_sums_servers_and_clipping(folder: Path) -> None:
         "after": "assert job.mean(float(step)) == step; job.barrier()",
     }
     with running(
-        folder, "--workers", "1", "--file-workers", "2", "--servers", "2", "--no-durable", **script
+        folder,
+        "--workers",
+        "1",
+        "--file-workers",
+        "2",
+        "--servers",
+        "2",
+        "--on-death=end",
+        **script,
     ) as job:
         clients = [Client(job, 1), Client(job, 2)]
         versions = [1, 1]

@@ -245,7 +245,7 @@ def test_a_mount_that_ends_while_a_file_is_written(folder: Path) -> None:
 
 def test_a_mount_whose_server_is_replaced(folder: Path) -> None:
     """A folder of which the first server had a part is no checkpoint, and is not shown either."""
-    job = JobAtWork(folder, "--workers", "1", "--durable", PAUSE="0.01")
+    job = JobAtWork(folder, "--workers", "1", "--on-death=restart", PAUSE="0.01")
     try:
         with mounted(folder, job.address) as made:
             at = made.path / "checkpoints"

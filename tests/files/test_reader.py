@@ -163,7 +163,7 @@ def test_a_version_that_is_half_made_is_not_read(folder: Path) -> None:
     environ = {"ROWS": "8000", "TENSORWIRE_FAIL": "server-0:cell.changed:80:stop"}
     with (
         training(
-            folder, "--workers", "1", "--no-durable", paused=True, one_core=True, **environ
+            folder, "--workers", "1", "--on-death=end", paused=True, one_core=True, **environ
         ) as job,
         JobReader(job.address, timeout_s=1.0) as reader,
     ):
@@ -295,7 +295,7 @@ def test_memory_of_readers_that_die_or_stop_comes_back(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reader_goes_on_when_a_server_is_replaced_and_hears_of_the_end(folder: Path) -> None:
-    with training(folder, "--workers", "1", "--durable", momentum=0.0) as job:
+    with training(folder, "--workers", "1", "--on-death=restart", momentum=0.0) as job:
         reader = JobReader(job.address, timeout_s=20)
         first = reader.read(reader.store().tensor("a")).version
         os.kill(job.servers[0].pid, signal.SIGKILL)

@@ -65,7 +65,7 @@ class Place:
         return environment
 
     def command(self, *command: str, **options: Any) -> list[str]:
-        """Command of a launcher with the fake server; `options` are those of `launch.run`."""
+        """Command of a launcher with the fake server; `options`: of `JobSpec` and `run`."""
         options = {"workers": 2, "server_command": FAKE_SERVER, "patience": QUICK, **options}
         return [sys.executable, str(HERE / "launching.py"), json.dumps(options), *command]
 
@@ -206,7 +206,7 @@ def summary(text: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs the launcher: the options of `launch.run` as JSON, then the command.
+    """Runs the launcher: the options of `JobSpec` and `run` as JSON, then the command.
 
     Two more options: "ignored" are signals, and "hard_limit" is the limit of open files.
     """
@@ -215,11 +215,12 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     for number in options.pop("ignored", []):
         signal.signal(number, signal.SIG_IGN)
-    options["patience"] = launch.Patience(**options["patience"])
+    patience = launch.Patience(**options.pop("patience"))
+    prefix = options.pop("prefix", True)
     if limit := options.pop("hard_limit", None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
     _count_descriptors()
-    code = launch.run(sys.argv[2:], **options)
+    code = launch.run(launch.JobSpec(sys.argv[2:], **options), prefix=prefix, patience=patience)
     _count_descriptors()
     sys.exit(code)
 

@@ -332,7 +332,9 @@ def test_too_few_descriptors_to_keep_fails_the_job(place: Place) -> None:
     done = run(place, "wait()", environment={"FAKE_FILES": "100"}, **limits)
     assert done.returncode == 1
     why = next(summary(done.stderr))
-    assert "it may have 64 open files; raise the hard limit (ulimit -Hn) or use --no-durable" in why
+    assert (
+        "it may have 64 open files; raise the hard limit (ulimit -Hn) or use --on-death end" in why
+    )
 
 
 def test_processes_keep_the_limit_that_was(place: Place) -> None:
@@ -406,7 +408,7 @@ def test_a_server_that_is_killed_in_the_end_is_not_replaced(place: Place) -> Non
 
 
 def test_a_host_that_does_not_tell_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named for a bug: an unreadable boot id forbade every job, though only --durable needs it."""
+    """Named for a bug: an unreadable boot id forbade every job, also those that need none."""
     monkeypatch.setattr("tensorwire.launch.spec.boot_id", lambda: "")
     job: dict[str, Any] = {"command": (__file__,), "workers": 1}
     job["server_command"] = tuple(FAKE_SERVER)
@@ -419,8 +421,8 @@ def test_a_host_that_does_not_tell_which_it_is(monkeypatch: pytest.MonkeyPatch) 
     ("options", "said"),
     [
         ({"restarts": 0}, "restarts is 0"),
-        ({"transports": ("tcp",)}, "add shm, or use --no-durable"),
-        ({"listen": "0.0.0.0"}, "listen on 127.0.0.1, or use --no-durable"),
+        ({"transports": ("tcp",)}, "add shm, or use --on-death end"),
+        ({"listen": "0.0.0.0"}, "listen on 127.0.0.1, or use --on-death end"),
         ({"restarts": -1}, "restarts is -1"),
     ],
 )

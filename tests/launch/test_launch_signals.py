@@ -9,6 +9,7 @@ import pytest
 from launching import FAKE_SERVER, WAIT_S, Place, ended, eventually
 
 from tensorwire import launch
+from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import _SECOND_INTERRUPT_S
 from tensorwire.testing import assert_no_leak
 
@@ -175,7 +176,7 @@ def test_the_caller_has_its_handlers_back(place: Place) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers]
     with assert_no_leak():
-        code = launch.run([place.script("goodbye()")], workers=1, server_command=FAKE_SERVER)
+        code = launch.run(JobSpec([place.script("goodbye()")], 1, server_command=FAKE_SERVER))
     assert code == 0
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -183,6 +184,7 @@ def test_the_caller_has_its_handlers_back(place: Place) -> None:
 
 def test_only_the_main_thread_can_run_a_job(place: Place) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        call = pool.submit(launch.run, [place.script("")], workers=1, server_command=FAKE_SERVER)
+        job = JobSpec([place.script("")], 1, server_command=FAKE_SERVER)
+        call = pool.submit(launch.run, job)
         with pytest.raises(ValueError, match="main thread"):
             call.result(WAIT_S)

@@ -14,7 +14,7 @@ from launching import FAKE_SERVER, Place, lines_of, summary
 
 from tensorwire import launch
 from tensorwire.cli import main
-from tensorwire.launch.spec import reserve_port
+from tensorwire.launch.spec import JobSpec, reserve_port
 from tensorwire.memory import cores
 from tensorwire.testing import assert_no_leak
 
@@ -80,7 +80,7 @@ def test_a_launcher_that_is_started_several_times_is_refused(
     for name, value in {**step, "SLURM_STEP_NUM_NODES": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"SLURM_PROCID .* say that 2 processes run this command"):
-        launch.run(["-m", "this"], workers=1)
+        JobSpec(["-m", "this"], 1)
 
 
 def test_each_job_has_its_own_secret(place: Place) -> None:
@@ -234,8 +234,9 @@ def test_no_descriptor_and_no_process_is_left_here(place: Place) -> None:
     scripts = [place.script("goodbye()", "well.py"), place.script("sys.exit(3)", "ill.py")]
     servers = FAKE_SERVER
     with assert_no_leak():
-        codes = [launch.run([s], workers=2, server_command=servers) for s in scripts]
-        codes.append(launch.run([scripts[0]], workers=1, server_command=["/no/such/program"]))
+        jobs = [JobSpec([s], 2, server_command=servers) for s in scripts]
+        jobs.append(JobSpec([scripts[0]], 1, server_command=["/no/such/program"]))
+        codes = [launch.run(job) for job in jobs]
     assert codes == [0, 3, 127]
 
 
@@ -244,7 +245,7 @@ WRONG = [
     (["--workers", "1", "--file-workers", "-1", "SCRIPT"], "file workers is -1"),
     (["--workers", "1", "--file-workers", "1", "--slices", "4", "SCRIPT"], "leave --slices out"),
     (
-        ["--workers", "2", "--file-workers", "1", "--no-restart-workers", "SCRIPT"],
+        ["--workers", "2", "--file-workers", "1", "--on-death", "takeover", "SCRIPT"],
         "cannot compute the slices of a file worker",
     ),
     (

@@ -173,7 +173,7 @@ def test_what_cannot_be_is_an_error(place: Place, whole: str) -> None:
         fixed.reach(1)
         done = fixed.command("scale", "--servers", "1")
         assert done.returncode == 1
-        assert "this job was started without --shares" in done.stderr
+        assert "the servers of this job keep what they have" in done.stderr
         assert fixed.end() == whole
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_an_error(place: Place, whole: str) -> None:
     ("options", "text"),
     [
         ({"servers": 2, "shares": 1}, "shares is 1 and servers is 2"),
-        ({"shares": 2, "durable": False}, "--no-durable says that nothing outlives a process"),
+        ({"shares": 2, "durable": False}, "--on-death end says that nothing outlives a process"),
         ({"shares": 2, "transports": ["tcp"]}, "only what is in shared memory outlives"),
         ({"rebalance": True, "listen": "0.0.0.0"}, "they listen on 0.0.0.0"),
     ],

@@ -90,7 +90,7 @@ def test_a_request_of_wrong_types_is_refused_and_nothing_is_under_way(
             channel.send(b"[" * 4096)
             assert "nested too deeply" in json.loads(channel.recv(1 << 16))["error"]
         told = ask(path, secret, {"workers": {"count": 1, "drain": [1]}})
-        assert "--elastic" in told["error"]  # it is understood, and cannot be done
+        assert "--workers W:MAX" in told["error"]  # it is understood, and cannot be done
         end.touch()
         assert job.end() == 0
 
@@ -112,7 +112,7 @@ def test_the_command_finds_a_job_in_a_folder_with_a_long_path(
         done = CliRunner().invoke(scale, ["--workers", "3"], catch_exceptions=False)
         server.close()
         assert done.exit_code == 1
-        assert "--elastic" in done.output  # the launcher has heard it, and says why not
+        assert "--workers W:MAX" in done.output  # the launcher has heard it, and says why not
         Path("end").touch()
         assert job.end() == 0
 

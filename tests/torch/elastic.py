@@ -71,9 +71,9 @@ DIGEST = re.compile(r"epoch (\d+) digest (\w+)")
 WIDE_SCRIPT = SCRIPT.replace("width = 100", "width = 9000")  # so that each share has a part of it
 SHARES = 6
 MOVING = (
-    f"--workers 3 --slices {PLACES} --elastic --servers 2 --shares {SHARES} --rebalance "
+    f"--workers 3:{PLACES} --servers 2:{SHARES} --rebalance "
     # A server that is slowed is found stopped again and again; it is not to be replaced for that.
-    "--silence 0 --restarts 1000"
+    "--silence 0 --on-death takeover:1000"
 )
 IN_EDIT = "worker 0 was killed inside edit()"  # and nobody else has its values: the job ends
 
@@ -93,7 +93,7 @@ class ElasticJob:
     def __init__(
         self,
         folder: Path,
-        options: str = f"--workers 3 --slices {PLACES} --elastic",
+        options: str = f"--workers 3:{PLACES}",
         script: str = SCRIPT,
         *,
         pause_s: float = 0.01,
@@ -192,7 +192,7 @@ def running(folder: Path, *arguments: Any, **options: Any) -> Iterator[ElasticJo
 
 def undisturbed(folder: Path, epochs: int, script: str = SCRIPT) -> dict[str, str]:
     """Returns the digests of a job in which no worker comes or goes."""
-    options = f"--workers 2 --slices {PLACES} --elastic"
+    options = f"--workers 2:{PLACES}"
     with running(folder, options, script, pause_s=0.0, epochs=epochs) as job:
         job.process.wait(120 + epochs)
         return job.end()

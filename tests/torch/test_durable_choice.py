@@ -33,8 +33,9 @@ print("trained")
 
 def run(folder: Path, durable: str, *options: str, end: str = "pass") -> "tuple[int, str, str]":
     (folder / "train.py").write_text(TRAIN.format(durable=durable, end=end))
+    workers = [] if "--workers" in options else ["-w", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "tensorwire", "run", "-w", "2", *options, "train.py"],
+        [sys.executable, "-m", "tensorwire", "run", *workers, *options, "train.py"],
         cwd=folder,
         env={key: value for key, value in os.environ.items() if key != "TENSORWIRE_DURABLE"},
         capture_output=True,
@@ -48,15 +49,15 @@ def run(folder: Path, durable: str, *options: str, end: str = "pass") -> "tuple[
 def test_a_script_may_decline(tmp_path: Path) -> None:
     """A killed worker ends the job, which tells how to go on."""
     end = "os.kill(os.getpid(), signal.SIGKILL)"
-    code, _, said = run(tmp_path, "False", "--durable", end=end)
+    code, _, said = run(tmp_path, "False", "--on-death=restart", end=end)
     assert code == 137, said
     assert said.count("no process of this job that is killed is replaced") == 1
     assert "(restart 1)" not in said
     last = said.splitlines()[-1]
     assert re.fullmatch(
         r"tensorwire run: resume from checkpoints/checkpoint-\d+: \S+ -m tensorwire run -w 2 "
-        r"--durable train.py \(the script has to load what it finds there, by job.load, if it does "
-        r"not yet\)",
+        r"--on-death=restart train.py \(the script has to load what it finds there, "
+        r"by job.load, if it does not yet\)",
         last,
     ), said
 
@@ -68,7 +69,7 @@ def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
         [os.kill(each.pid, signal.SIGKILL) for each in running_servers()
          if each.address == os.environ["TENSORWIRE_SERVERS"]]
         job.barrier()"""
-    code, _, said = run(tmp_path, "False", "--durable", end=end)
+    code, _, said = run(tmp_path, "False", "--on-death=restart", end=end)
     assert code == 137, said
     assert "(restart 1)" not in said
     assert "server 0 (pid" in said
@@ -76,14 +77,14 @@ def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_true_and_none_are_what_the_launcher_says(tmp_path: Path) -> None:
-    code, out, said = run(tmp_path, "True if rank else None", "--durable")
+    code, out, said = run(tmp_path, "True if rank else None", "--on-death=restart")
     assert code == 0, said
     assert out.count("trained") == 2
 
 
 @pytest.mark.slow
 def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
-    code, _, said = run(tmp_path, "False if rank else None", "--durable")
+    code, _, said = run(tmp_path, "False if rank else None", "--on-death=restart")
     assert code == 1
     assert "worker 1 says tw.init(durable=False), or transports" in said
     assert "without shm, and worker 0" in said
@@ -92,10 +93,10 @@ def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--elastic --slices 4", "started with --elastic or --no-restart-workers"),
-        ("--no-restart-workers", "started with --elastic or --no-restart-workers"),
-        ("--shares 2", "started with --shares or --rebalance"),
-        ("--rebalance", "started with --shares or --rebalance"),
+        ("--workers 2:4", "started with --workers W:MAX or --on-death takeover"),
+        ("--on-death takeover", "started with --workers W:MAX or --on-death takeover"),
+        ("--servers 1:2", "started with --servers S:MAX or --rebalance"),
+        ("--rebalance", "started with --servers S:MAX or --rebalance"),
     ],
 )
 def test_where_members_come_and_go_no_script_may_decline(
@@ -107,10 +108,12 @@ def test_where_members_come_and_go_no_script_may_decline(
 
 
 def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
-    code, _, said = run(tmp_path, "True", "--no-durable")
+    code, _, said = run(tmp_path, "True", "--on-death=end")
     assert code == 1
-    assert "start it by 'tensorwire run --workers 2 --durable SCRIPT'" in said
-    with pytest.raises(ValueError, match="start it by 'tensorwire run --workers 1 --durable"):
+    assert "start it by 'tensorwire run --workers 2 --on-death restart SCRIPT'" in said
+    with pytest.raises(
+        ValueError, match="start it by 'tensorwire run --workers 1 --on-death restart"
+    ):
         tw.init(durable=True)
 
 
@@ -122,7 +125,7 @@ def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
     assert code == 0, said
     assert out.count("trained") == 2
     assert "replaced" not in said
-    code, _, said = run(tmp_path, "None, transports=['tcp']", "--durable")
+    code, _, said = run(tmp_path, "None, transports=['tcp']", "--on-death=restart")
     assert code == 0, said
     assert "is replaced: its transports are tcp, and only shared memory outlives a process" in said
 
@@ -168,7 +171,7 @@ print("sum", sum(each.double().sum().item() for each in model.parameters()).hex(
 def test_averages_that_a_script_edits_count(tmp_path: Path) -> None:
     """Named for a bug: a durable server kept them elsewhere, and applied what was not edited."""
     found = []
-    for fail, option in [("", "--no-durable"), ("kill", "--durable")]:
+    for fail, option in [("", "--on-death=end"), ("kill", "--on-death=restart")]:
         (tmp_path / "train.py").write_text(EDITED)
         place = "server-0:version.begun:3:kill" if fail else ""
         done = subprocess.run(

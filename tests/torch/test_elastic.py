@@ -37,7 +37,7 @@ def check(job: ElasticJob, folder: Path) -> str:
 
 
 def test_down_to_one_and_up_to_the_slices(tmp_path: Path) -> None:
-    with running(tmp_path / "job", "--workers 2 --servers 2 --slices 4 --elastic") as job:
+    with running(tmp_path / "job", "--workers 2:4 --servers 2") as job:
         job.wait_for("epoch 0 digest")
         first = job.pids()
         told = job.scale(1, [0])
@@ -83,7 +83,7 @@ def test_killed_while_workers_come_and_go(tmp_path: Path) -> None:
 def test_one_that_joins_is_stopped(tmp_path: Path) -> None:
     """Named for a bug: the stop was not noticed, and the others waited for ever."""
     fail = "worker-3+1:join.ready:1:stop"  # before it is told to go on
-    options = "--workers 2 --slices 4 --elastic --silence 1"
+    options = "--workers 2:4 --silence 1"
     with running(tmp_path / "job", options, fail=fail) as job:
         job.wait_for("epoch 0 digest")
         with pytest.raises(ScaleError, match=r"was stopped for 1 s and was killed before it had"):
@@ -141,7 +141,7 @@ def test_a_change_that_is_not_taken_back_any_more(
 ) -> None:
     """Named for a bug: the command said that the launcher did not answer."""
     monkeypatch.setattr("tensorwire.membership.asking._ANSWER_S", 1.0)
-    with running(tmp_path / "job", "--workers 2 --elastic", pause_s=4.0) as job:
+    with running(tmp_path / "job", "--workers 2:2", pause_s=4.0) as job:
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -165,7 +165,7 @@ SAVES = """
 def test_checkpoints_come_at_the_same_steps_whoever_writes_them(tmp_path: Path) -> None:
     """Named for a bug: the worker that acted for worker 0 counted its own calls."""
     script = SCRIPT.replace("scheduler.step()\n", "scheduler.step()" + SAVES, 1)
-    with running(tmp_path / "job", "--workers 2 --slices 4 --elastic", script=script) as job:
+    with running(tmp_path / "job", "--workers 2:4", script=script) as job:
         job.wait_for("saved in epoch 1")
         for count, drain in ((1, [0]), (2, []), (1, [0])):
             job.scale(count, drain)
@@ -221,7 +221,7 @@ def test_a_job_that_ends_meanwhile(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    with running(tmp_path / "a", "--workers 2 --slices 4 --elastic") as job:
+    with running(tmp_path / "a", "--workers 2:4") as job:
         deadline = time.monotonic() + 60
         while not any(each.control for each in logged_jobs()):
             assert time.monotonic() < deadline, job.text
@@ -243,15 +243,15 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "old", "new", "why"),
     [
-        ("--workers 2 --slices 4", "", "", "start it with tensorwire run --elastic"),
+        ("--workers 2 --slices 4", "", "", "start it with tensorwire run --workers W:MAX"),
         (
-            "--workers 2 --slices 4 --elastic",
+            "--workers 2:4",
             ", scheduler=scheduler)",
             ")",
             "no worker can join: the script does not track a learning rate scheduler: job.track",
         ),
         (
-            "--workers 2 --slices 4 --elastic",
+            "--workers 2:4",
             'buffers="average"',
             'buffers="local"',
             "cannot become another one's: each worker has buffers of its own",
@@ -291,7 +291,7 @@ def test_several_optimizers_and_a_checkpoint(tmp_path: Path) -> None:
         script = script.replace(old, new)
     found = []
     for name, pause_s in (("a", 0.3), ("b", 0.0)):
-        options = "--workers 3 --servers 2 --elastic"
+        options = "--workers 3:3 --servers 2"
         with running(tmp_path / name, options, script, pause_s=pause_s) as job:
             if pause_s:
                 job.wait_for("begun 0")

@@ -77,7 +77,7 @@ class Run:
         self.workers = workers
         self.mark = f"TENSORWIRE_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "tensorwire", "run", "--no-durable"]
+        command = [sys.executable, "-m", "tensorwire", "run", "--on-death=end"]
         command += ["--workers", str(workers)]
         command += ["--servers", str(servers)]
         command += ["--transports", transports] if transports else []
@@ -252,8 +252,8 @@ def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SLOW_SERVER)
     (tmp_path / "script.py").write_text(SCRIPT)
     call = (
-        "import sys; from tensorwire import launch; sys.exit(launch.run("
-        "['script.py', 'return', '0'], workers=1, server_command=[sys.executable, 'server.py']))"
+        "import sys; from tensorwire import launch; sys.exit(launch.run(launch.JobSpec("
+        "['script.py', 'return', '0'], workers=1, server_command=[sys.executable, 'server.py'])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -66,7 +66,15 @@ def run(
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the final values of each worker, and all output."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tensorwire", "run", "--durable", "--workers", f"{workers}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorwire",
+        "run",
+        "--on-death=restart",
+        "--workers",
+        f"{workers}",
+    ]
     command += ["--servers", f"{servers}", str(folder / "script.py"), str(folder / "file")]
     said = output_of([*command, staleness], folder, 0, limit_s=150, TENSORWIRE_FAIL=fail)
     assert said.count("(restart ") == fail.count(":kill"), said

@@ -68,7 +68,7 @@ def run(folder: Path, fail: str, *options: str) -> tuple[set[str], str]:
 
 @pytest.mark.slow
 def test_a_job_goes_on(tmp_path: Path) -> None:
-    whole, said = run(tmp_path / "undisturbed", "", "--no-durable")
+    whole, said = run(tmp_path / "undisturbed", "", "--on-death=end")
     assert len(whole) == 1
     folder = tmp_path / "disturbed"
     fail = "server-0:cell.changed:9:kill,server-1:version.published:20:kill"

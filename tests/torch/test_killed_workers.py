@@ -77,7 +77,7 @@ def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> t
     """The digests of all workers, and all that was printed."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
+    command = [sys.executable, "-m", "tensorwire", "run", "--on-death=restart"]
     command += [] if "--workers" in options else ["--workers", "2"]
     said = output_of(
         [*command, *options, str(folder / "script.py"), str(folder / "checkpoint")],

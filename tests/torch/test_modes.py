@@ -442,7 +442,7 @@ def test_modes_that_cannot_be(arguments: dict[str, Any], says: str) -> None:
 def test_slices_are_not_taken_over_at_own_pace() -> None:
     """A commit for a worker that was killed would not be applied."""
     place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
-    with pytest.raises(ValueError, match="under --elastic or --no-restart-workers"):
+    with pytest.raises(ValueError, match="under --workers W:MAX or --on-death takeover"):
         place_in(place, checked_mode("async", None), None, 1)
     with pytest.raises(ValueError, match=r"needs that a process can be replaced.*durable=False"):
         place_in(place, checked_mode("async", None), False, 1)
@@ -501,7 +501,7 @@ for step in range(10**6):
 def test_a_death_ends_a_job_that_is_not_durable(who: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     servers = "1" if who == "worker" else "2"
-    command = [sys.executable, "-m", "tensorwire", "run", "--no-durable"]
+    command = [sys.executable, "-m", "tensorwire", "run", "--on-death=end"]
     command += ["--workers", "2", "--servers", servers]
     done = subprocess.run(
         [*command, str(tmp_path / "script.py"), who],

@@ -81,7 +81,7 @@ def test_who_has_averaged_tables_gives_them_away_and_is_killed(tmp_path: Path) -
         folder.mkdir(mode=0o700)
     (one / "go on").touch()
     expected, _ = digest(start(one))
-    job = start(other, "--shares", "3")
+    job = start(other, "--servers", "1:3")
     try:
         deadline = time.monotonic() + 60
         while not (other / "averaged").exists():
@@ -110,7 +110,7 @@ def moved(folder: Path, script: str, *options: str) -> str:
     """Returns the output of a job whose workers touch `begun`, and end with `moved`."""
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / "script.py").write_text(script)
-    job = run(folder, "run", "--shares", "4", *options, str(folder / "script.py"), str(folder))
+    job = run(folder, "run", "--servers", "1:4", *options, str(folder / "script.py"), str(folder))
     try:
         deadline = time.monotonic() + 60
         while not (folder / "begun").exists():

@@ -346,12 +346,12 @@ def in_a_job(folder: Path, fail: str, *options: str) -> tuple[list[str], str]:
 KILLS = {
     "replaced": (
         "worker-1:commit.begun:5:kill,worker-1+1:commit.begun:8:kill,worker-0:commit.begun:22:kill",
-        ("--workers", "2", "--restarts", "5"),
+        ("--workers", "2", "--on-death=restart:5"),
         "(restart ",
     ),
     "taken over": (
         "worker-1:commit.begun:12:kill,worker-2:commit.begun:24:kill",
-        ("--workers", "4", "--no-restart-workers"),
+        ("--workers", "4", "--on-death=takeover"),
         "(takeover ",
     ),
 }
@@ -374,7 +374,7 @@ def test_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    options = "--workers 2 --slices 4 --elastic"
+    options = "--workers 2:4"
     with elastic.running(tmp_path / "job", options, SCRIPT) as job:
         job.wait_for("epoch 0 digest")
         assert job.scale(3)["came"] == [2]

@@ -99,7 +99,7 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_was_killed_is_not_shown(folder: Path) -> None:
-    job = started(folder, "--workers", "2", "--no-durable")
+    job = started(folder, "--workers", "2", "--on-death=end")
     (found,) = jobs()
     os.kill(found["servers"][0]["pid"], signal.SIGKILL)
     assert job.wait(60) != 0

@@ -85,8 +85,10 @@ def run(
     """The digests of all workers, and all that was printed."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tensorwire", "run", "--no-restart-workers"]
+    command = [sys.executable, "-m", "tensorwire", "run"]
     options = options or "--workers 3 --servers 2"
+    if "--on-death" not in options:
+        options += " --on-death takeover"
     said = output_of(
         [*command, *options.split(), str(folder / "script.py"), *arguments],
         folder,
@@ -293,10 +295,10 @@ def test_tables_and_slices(tmp_path: Path) -> None:
 
 def test_only_a_durable_job(tmp_path: Path) -> None:
     for options, text in (
-        ("--workers 2 --no-durable", "leave it out"),
+        ("--workers 2:2 --on-death end", "leave it out"),
         ("--workers 2 --transports tcp", "add shm, or let workers be restarted"),
-        ("--workers 2 --restarts 0", "1 or more are needed, or let workers be restarted"),
-        ("--workers 1", "start several, or say --elastic with --slices L"),
+        ("--workers 2 --on-death takeover:0", "1 or more are needed, or let workers be restarted"),
+        ("--workers 1", "start several, or name more: --workers 1:MAX"),
     ):
         _, said = run(tmp_path / options, "", "", options=options, code=2)
         assert "no worker can take over the slices" in said

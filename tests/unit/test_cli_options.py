@@ -17,17 +17,29 @@ WRONG = [
     ("run --slices 2 --slices 4 -w 2 SCRIPT", "--slices is given twice"),
     ("run SCRIPT -w 2", "-w stands after the script, which gets it; put it before SCRIPT"),
     ("run SCRIPT --workers=2 --lr 1", "--workers=2 stands after the script"),
-    ("run SCRIPT --no-durable", "--no-durable stands after the script"),
-    ("run --restarts 1 --restarts 2 -w 2 SCRIPT", "--restarts is given twice"),
-    ("run -w 2 --restarts -1 SCRIPT", "restarts is -1; 0 or more are needed"),
-    ("run -w 2 --durable --restarts 0 SCRIPT", "restarts is 0; 1 or more are needed"),
-    ("run -w 2 --durable --transports tcp SCRIPT", "add shm, or use --no-durable"),
-    ("run -w 2 --durable --listen 0.0.0.0 SCRIPT", "listen on 127.0.0.1, or use --no-durable"),
-    ("run -w 2 --elastic --restart-workers SCRIPT", "leave --restart-workers out"),
-    ("run -w 1 --elastic SCRIPT", "start several, or say --elastic with --slices L"),
-    ("run -w 1 --elastic --slices 1000000000 SCRIPT", "there can be 65536 at most"),
+    ("run SCRIPT --on-death end", "--on-death stands after the script"),
+    ("run --on-death end --on-death restart -w 2 SCRIPT", "--on-death is given twice"),
+    ("run -w 2 --on-death restart:-1 SCRIPT", "restarts is -1; 0 or more are needed"),
+    ("run -w 2 --on-death restart:0 SCRIPT", "restarts is 0; 1 or more are needed"),
+    ("run -w 2 --on-death restart --transports tcp SCRIPT", "add shm, or use --on-death end"),
+    ("run -w 2 --on-death restart --listen 0.0.0.0 SCRIPT", "or use --on-death end"),
+    ("run -w 2:4 --on-death restart SCRIPT", "means --on-death takeover"),
+    ("run -w 1:1 SCRIPT", "start several, or name more: --workers 1:MAX"),
+    ("run -w 1:1000000000 SCRIPT", "there can be 65536 at most"),
     ("run -w 1000000000 SCRIPT", "there can be 65536 at most"),
-    ("run -w 2 --shares 3000 SCRIPT", "256 are the most"),
+    ("run -w 2 -s 1:3000 SCRIPT", "256 are the most"),
+    ("run -w 2:4 --slices 8 SCRIPT", "means 4 slices: leave --slices out"),
+    ("run -w 2:x SCRIPT", "is neither a number nor two, such as 2:4"),
+    ("run -w 2 --on-death never SCRIPT", "is none of restart, takeover and end"),
+    ("run -w 2 --on-death end:3 SCRIPT", "is none of restart, takeover and end"),
+    ("run -w 2 --on-death restart:x SCRIPT", "is no number of deaths, as in restart:3"),
+    ("run -w 2 --durable SCRIPT", "--durable is now --on-death restart"),
+    ("run -w 2 --no-durable SCRIPT", "--no-durable is now --on-death end"),
+    ("run -w 2 --restarts 5 SCRIPT", "--restarts is now --on-death restart:N"),
+    ("run -w 2 --restarts=5 SCRIPT", "--restarts is now --on-death restart:N"),
+    ("run -w 2 --no-restart-workers SCRIPT", "is now --on-death takeover"),
+    ("run -w 2 --slices 4 --elastic SCRIPT", "--elastic is now --workers W:MAX"),
+    ("run -w 2 --shares 4 SCRIPT", "--shares is now --servers S:MAX"),
     ("run -w 2", "Missing argument 'SCRIPT'"),
     ("doctor --jsn", "No such option"),
     ("doctor --quick --json /dev/stdout", "/dev/stdout is no file"),
@@ -131,3 +143,11 @@ def test_every_option_has_a_help() -> None:
     for command in commands(main):
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, (command.name, option.name)
+
+
+def test_the_help_of_run_fits_on_one_screen() -> None:
+    result = CliRunner().invoke(main, ["run", "--help"], terminal_width=80)
+    lines = result.output.splitlines()
+    assert "Options:" in lines
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 80

@@ -31,7 +31,7 @@ _REPLACED_S = 10.0  # in which servers that were killed have been replaced
     "-s",
     type=int,
     metavar="N",
-    help="How many servers the job is to have, from 1 to the --shares that it was started with.",
+    help="How many servers the job is to have, from 1 to the MAX of --servers S:MAX.",
 )
 @click.option(
     "--drain",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
+
+from .job_options import job_options
 
 
 @click.command(cls=Command, short_help="Serve workers that torchrun or systemd restarts singly.")
@@ -24,24 +27,7 @@ from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
     metavar="S",
     help="Processes that keep the parameters and apply the gradients (default 1).",
 )
-@click.option(
-    "--slices",
-    type=int,
-    metavar="L",
-    help="Slices of a training step, a multiple of W (default W).",
-)
-@click.option(
-    "--transports",
-    metavar="A,B",
-    help="Which may be used, of shm, rdma and tcp; shm must be among them. Default all.",
-)
-@click.option(
-    "--import",
-    "imports",
-    multiple=True,
-    metavar="MODULE",
-    help="Lets the servers import MODULE and apply optimizers whose classes are in it.",
-)
+@job_options
 @click.option(
     "--restarts",
     type=int,
@@ -49,15 +35,6 @@ from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
     metavar="N",
     help="Ends the job when a process dies once more after N deaths in a row without a step "
     "between them (default 3).",
-)
-@click.option(
-    "--silence",
-    "silence_s",
-    type=float,
-    default=10.0,
-    metavar="SECONDS",
-    help="How long a process may be stopped (SIGSTOP, a frozen cgroup) before it is killed, "
-    "workers too (default 10; 0: it is waited for).",
 )
 @click.option(
     "--return-within",
@@ -75,25 +52,12 @@ from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
     help="Where workers join, the same at each start. Default: a new name in the user's runtime "
     "folder, which is printed.",
 )
-@click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
-def serve(
-    workers: int,
-    servers: int,
-    slices: int | None,
-    transports: str | None,
-    imports: tuple[str, ...],
-    restarts: int,
-    silence_s: float,
-    return_s: float,
-    socket: Path | None,
-    no_prefix: bool,
-) -> None:
+def serve(return_s: float, socket: Path | None, no_prefix: bool, **job: Any) -> None:
     """Run the parameter servers of a job on this host, for workers that something else starts.
 
     It runs no code of yours. It keeps the memory that outlives each process: a server that is
     killed is replaced, and a worker that is killed may come back when its own launcher starts it
-    again. The others go on with the bits of the undisturbed run, as under `tensorwire run
-    --durable`.
+    again. The others go on with the bits of the undisturbed run, as under `tensorwire run`.
 
     Workers find it by two variables, which count before RANK, WORLD_SIZE and those of any engine:
     TENSORWIRE_SUPERVISOR, the path that is printed or --socket, and TENSORWIRE_RANK, from 0. They
@@ -113,16 +77,9 @@ def serve(
     again without a step between them, and when it is killed itself.
     docs/launchers.md has the details.
     """  # noqa: D301 (\b is what click reads)
-    names = None
-    if transports is not None:
-        names = tuple(name.strip() for name in transports.split(","))
     try:
-        options = sys.argv[2:]  # of this process: `serve` is its first argument
-        job = serve_spec(
-            workers, servers, slices, names, imports, restarts, silence_s, options=options
-        )
         supervisor = ServeSupervisor(
-            job,
+            serve_spec(**job, options=sys.argv[2:]),  # of this process: `serve` is its first one
             socket=socket,
             return_s=return_s,
             prefix=not no_prefix,

@@ -274,7 +274,7 @@ class Keeper:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             return KeeperError(
                 f"the launcher cannot hold more of its descriptors than {len(self._held)}: it may "
-                f"have {soft} open files; raise the hard limit (ulimit -Hn) or use --no-durable"
+                f"have {soft} open files; raise the hard limit (ulimit -Hn) or use --on-death end"
             )
         if isinstance(error, KeeperError):
             return error

@@ -86,8 +86,8 @@ class Moves:
             raise ScaleError("workers can be named that leave, and servers cannot: leave out drain")
         if not 1 <= count <= most:
             raise ScaleError(
-                f"the job can have 1 to {most} servers, as it was started with {most} shares "
-                f"(--shares), not {count}"
+                f"the job can have 1 to {most} servers, as it was started with --servers S:{most}, "
+                f"not {count}"
             )
 
     def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:

@@ -19,23 +19,16 @@ from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.scaling import Handler
-from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.launch.spec import JobSpec
 
 
 class MovingSupervisor(RunSupervisor):
     """Runs one job, once; see `Supervisor`. The job's shares can move."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        *,
-        prefix: bool = True,
-        patience: Patience | None = None,
-        command: str = "",
-    ) -> None:
+    def __init__(self, job: JobSpec, **options: Any) -> None:
         self._ready: dict[int, FirstLine] = {}  # by process, what it tells when it could begin
         self._moves: Moves | None = None
-        super().__init__(job, prefix=prefix, patience=patience, command=command)
+        super().__init__(job, **options)
         self._balance = Balance() if job.rebalance else None
         self._look_at: float | None = None
 

@@ -234,7 +234,7 @@ class Restarts:
         return member is not None and process.kind == "worker" and member.keeper.left is True
 
     def has_begun(self, process: Replaceable) -> bool:
-        """Tells whether a worker has begun to join the job; never with --no-durable."""
+        """Tells whether a worker has begun to join the job; never with --on-death end."""
         member = self._members.get((process.kind, process.index))
         return member is not None and (member.keeper.restorable or member.keeper.left is not None)
 

@@ -15,7 +15,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.scaling import FixedServers, Handler, Scaling
-from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.worker_count import WorkerCount
 from tensorwire.membership import job_secret
@@ -24,15 +24,8 @@ from tensorwire.membership import job_secret
 class RunSupervisor(Supervisor):
     """Runs one job, once; see `Supervisor`."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        *,
-        prefix: bool = True,
-        patience: Patience | None = None,
-        command: str = "",
-    ) -> None:
-        super().__init__(job, prefix=prefix, patience=patience, command=command)
+    def __init__(self, job: JobSpec, **options: Any) -> None:
+        super().__init__(job, **options)
         self._worker_count = WorkerCount(job, self._restarts, self, self._say, self._note_line)
         self._scaling = Scaling(self._handlers(), self._reason_against, self._note_line, self._say)
 

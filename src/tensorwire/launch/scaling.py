@@ -68,8 +68,8 @@ class FixedServers:
     def check(self, asked: RequestPart) -> None:
         """See `Handler`."""
         raise ScaleError(
-            "this job was started without --shares, and its servers keep what they have; with "
-            "tensorwire run --shares N there can be 1 to N servers"
+            "the servers of this job keep what they have; with tensorwire run --servers S:MAX there"
+            " can be 1 to MAX servers"
         )
 
     def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:

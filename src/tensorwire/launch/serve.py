@@ -10,14 +10,13 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.replaceable import Replaceable
-from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.visitors import Visitor, visitor_of
 from tensorwire.membership import JOB_LOG, SUPERVISOR, Door, DoorClient
@@ -29,43 +28,23 @@ RETURN_S = 300.0
 _TOLD = ("SECRET", "SECRET_FILE", "DURABLE", "TRANSPORTS", "IMPORT")
 
 
-def serve_spec(
-    workers: int,
-    servers: int = 1,
-    slices: int | None = None,
-    transports: Sequence[str] | None = None,
-    imports: Sequence[str] = (),
-    restarts: int = 3,
-    silence_s: float = 10.0,
-    server_command: Sequence[str] | None = None,
-    options: Sequence[str] = (),
-) -> JobSpec:
-    """Makes the spec of such a job; see `tensorwire.launch.run` for the arguments.
+def serve_spec(workers: int, *, options: Sequence[str] = (), **job: Any) -> JobSpec:
+    """Makes the spec of such a job; see `JobSpec` for the arguments.
 
     The typed `options` only name the job for people.
 
     Raises:
         ValueError: an argument cannot be right.
     """
-    if restarts < 1:
+    if (restarts := job.get("restarts", 3)) < 1:
         raise ValueError(f"restarts is {restarts}; 1 or more are needed where members are replaced")
-    if transports is not None and "shm" not in transports:
+    if (names := job.get("transports")) is not None and "shm" not in names:
         raise ValueError(
-            f"transports are {', '.join(transports)}; shm has to be among them, because only what "
+            f"transports are {', '.join(names)}; shm has to be among them, because only what "
             "is in shared memory outlives a process"
         )
-    job = JobSpec(
-        ("-m", "tensorwire", "serve", *options),  # the workers' own nobody knows
-        workers,
-        servers,
-        slices,
-        None if transports is None else tuple(transports),
-        imports=tuple(imports),
-        durable=True,
-        restarts=restarts,
-        silence_s=silence_s,
-    )
-    return job if server_command is None else replace(job, server_command=tuple(server_command))
+    command = ("-m", "tensorwire", "serve", *options)  # the workers' own nobody knows
+    return JobSpec(command, workers, durable=True, **job)
 
 
 class PlaceQuestion(TypedDict):
@@ -105,7 +84,7 @@ class ServeSupervisor(Supervisor):
         socket: where workers come; None: in the user's runtime folder.
         return_s: how long a worker that died may be away, and at the beginning, after the first
             one, the others.
-        prefix, patience, command: as of `Supervisor`.
+        options: as of `Supervisor`.
     """
 
     program = "tensorwire serve"
@@ -116,11 +95,9 @@ class ServeSupervisor(Supervisor):
         *,
         socket: Path | None = None,
         return_s: float = RETURN_S,
-        prefix: bool = True,
-        patience: Patience | None = None,
-        command: str = "",
+        **options: Any,
     ) -> None:
-        super().__init__(job, prefix=prefix, patience=patience, command=command)
+        super().__init__(job, **options)
         if not 0 < return_s < float("inf"):
             raise ValueError(
                 f"the time for a worker to come back is {return_s:g}, not some seconds"

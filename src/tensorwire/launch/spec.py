@@ -71,20 +71,50 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One host's job: the checked arguments of `run`. See `run` for them.
+    """Describes one host's job.
+
+    Args:
+        command: what follows `python`: a script, or "-m" and a module, and its arguments.
+        workers: how many, at least 1.
+        servers: how many, at least 1.
+        slices: of a training step's samples, a multiple of `workers`; default left to the workers.
+        transports: that the processes may use, of "shm", "rdma", "tcp"; default all.
+        listen: host name or address on which the servers listen.
+        full_tracebacks: each worker prints its own traceback, whole; so does TENSORWIRE_TRACEBACKS
+            with the value "full".
+        imports: modules that the servers may import for the optimizers of the script.
+        durable: whether a server or worker that is killed is replaced: then processes have
+            TENSORWIRE_DURABLE. This needs shm among the transports, and `listen` on loopback.
+            Default: where it can be.
+        restarts: the most deaths in a row of one process without progress between them, from
+            which it is replaced; with 0 the job is not durable.
+        silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
+            before it is killed and replaced; 0: for ever.
+        restart_workers: whether another process runs the script in the place of a worker that was
+            killed; else those that live compute its slices too, and workers may come and go
+            (docs/elastic.md). That needs a durable job.
+        file_workers: how many more workers there are whose gradients come from files
+            (docs/files.md); they have the last ranks.
+        shares: in how many the parameters are dealt; the number of servers can change between 1 and
+            that (`tensorwire scale`). That needs a durable job. Default: servers cannot change.
+        rebalance: shares move by themselves from a server whose work takes longer than the others'
+            for long; then `shares` are by default four times the servers.
+        server_command: the program of a server, to which its options are added; default this
+            Python with `-m tensorwire.torch.server`.
+        cores: that the job may use; default those of this process.
 
     Raises:
         ValueError: an argument cannot be right; nothing has been started.
     """
 
-    command: tuple[str, ...]
+    command: Sequence[str]
     workers: int
     servers: int = 1
     slices: int | None = None
-    transports: tuple[str, ...] | None = None
+    transports: Sequence[str] | None = None
     listen: str = "127.0.0.1"
     full_tracebacks: bool = False
-    imports: tuple[str, ...] = ()
+    imports: Sequence[str] = ()
     durable: bool | None = None
     restarts: int = 3
     silence_s: float = 10.0
@@ -92,7 +122,7 @@ class JobSpec:
     file_workers: int = 0
     shares: int | None = None
     rebalance: bool = False
-    server_command: tuple[str, ...] = _SERVER_COMMAND
+    server_command: Sequence[str] = _SERVER_COMMAND
     # Once for a job: a worker that replaces another must compute with as many threads.
     cores: float = field(default_factory=cores, kw_only=True)
 
@@ -132,7 +162,7 @@ class JobSpec:
         if self.durable and (why := self._obstacle()):
             raise ValueError(
                 f"the servers of this job cannot be replaced when they die: {why}, or use "
-                "--no-durable"
+                "--on-death end"
             )
         if not self.restart_workers and (why := self._takeover_obstacle()):
             raise ValueError(f"no worker can take over the slices of one that is killed: {why}")
@@ -341,9 +371,9 @@ class JobSpec:
     def _share_obstacle(self) -> str:
         """Returns why no share could move, and the remedy."""
         if self.durable is False:
-            return "--no-durable says that nothing outlives a process; leave it out"
+            return "--on-death end says that nothing outlives a process; leave it out"
         why = self._obstacle()
-        return why and f"{why}, or leave out --shares and --rebalance"
+        return why and f"{why}, or leave out --servers S:MAX and --rebalance"
 
     def _check_file_workers(self) -> None:
         if self.file_workers < 0:
@@ -356,7 +386,7 @@ class JobSpec:
         if not self.restart_workers:
             raise ValueError(
                 "a worker that runs the script cannot compute the slices of a file worker: leave "
-                "out --no-restart-workers and --elastic, or --file-workers"
+                "out --on-death takeover and --workers W:MAX, or --file-workers"
             )
         if self.transports is not None and "shm" not in self.transports:
             raise ValueError(
@@ -367,9 +397,9 @@ class JobSpec:
     def _takeover_obstacle(self) -> str:
         """Returns why no worker could take over the slices of another one, and the remedy."""
         if self.durable is False:
-            return "--no-durable says that nothing outlives a process; leave it out"
+            return "--on-death end says that nothing outlives a process; leave it out"
         if self.places == 1:
-            return "there is one, with one slice; start several, or say --elastic with --slices L"
+            return "there is one, with one slice; start several, or name more: --workers 1:MAX"
         why = self._obstacle()
         return why and f"{why}, or let workers be restarted"
 
@@ -418,7 +448,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_transports(names: tuple[str, ...]) -> None:
+def _check_transports(names: Sequence[str]) -> None:
     known = ", ".join(TRANSPORTS)
     for name in names:
         if name not in TRANSPORTS:
@@ -427,7 +457,7 @@ def _check_transports(names: tuple[str, ...]) -> None:
         raise ValueError(f"transports names each of {known} at most once and one at least")
 
 
-def _check_command(command: tuple[str, ...]) -> None:
+def _check_command(command: Sequence[str]) -> None:
     """Finds the mistakes that would make every worker fail at once."""
     match command:
         case ():

@@ -27,7 +27,7 @@ _SWITCHED = ChangeWord.SWITCHED
 _HISTORY = "region history"  # under which a worker keeps it
 _NOT_ELASTIC = (
     "the workers of this job are started again when they are killed, and their number stays: start "
-    "it with tensorwire run --elastic, in mode sync, and with --slices L for up to L workers"
+    "it with tensorwire run --workers W:MAX, in mode sync"
 )
 
 
@@ -106,7 +106,7 @@ class WorkerCount:
         if not 1 <= count <= places:
             raise ScaleError(
                 f"this job can have 1 to {places} workers, as many as its slices, and not {count}; "
-                "the most is told when it is started: tensorwire run --slices L"
+                "the most is told when it is started: tensorwire run --workers W:MAX"
             )
         present = self._takeovers.present()
         if unknown := [rank for rank in drain if rank not in present]:

@@ -97,8 +97,8 @@ def as_durable(place: World, durable: bool | None) -> World:
         why = f"its transports are {', '.join(names)}, and only shared memory outlives a process"
     if durable and (why or not place.durable):
         why = why or (
-            f"start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on one "
-            "host, or leave durable out"
+            f"start it by 'tensorwire run --workers {place.workers} --on-death restart SCRIPT', on "
+            "one host, or leave durable out"
         )
         raise ValueError(
             f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
@@ -120,9 +120,9 @@ def as_durable(place: World, durable: bool | None) -> World:
 def _what_needs_it(place: World) -> str:
     """Returns an option that needs memory that outlives processes, as a sentence; else ""."""
     if place.takeover:
-        return "this job was started with --elastic or --no-restart-workers"
+        return "this job was started with --workers W:MAX or --on-death takeover"
     moves = os.environ.get(SHARES_MOVE) == "1"
-    return "this job was started with --shares or --rebalance" if moves else ""
+    return "this job was started with --servers S:MAX or --rebalance" if moves else ""
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

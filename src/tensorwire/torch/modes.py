@@ -25,7 +25,7 @@ def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> W
     placed = as_durable(place, durable)
     if not mode.is_sync and placed.takeover:
         raise ValueError(
-            f"tw.init({mode}) under --elastic or --no-restart-workers: slices become other "
+            f"tw.init({mode}) under --workers W:MAX or --on-death takeover: slices become other "
             'workers\' where all step together; use mode="sync", or leave these options out'
         )
     return placed

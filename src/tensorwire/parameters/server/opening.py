@@ -80,7 +80,7 @@ class Opening:
         if self.durable and not everywhere:
             raise ValueError(
                 "a worker reaches no server over shared memory, so that the memory of servers "
-                "cannot outlive them: start the job with --no-durable"
+                "cannot outlive them: start the job with --on-death end"
             )
 
     def produces(self, slice_index: int) -> bool:

@@ -196,7 +196,7 @@ class Server:
                 raise DisagreementError(
                     f"worker {left} was killed, drained or added since the job began, so that no "
                     "optimizer can be made or get other groups any more: make all of them before "
-                    "job.epochs, or run the job without --no-restart-workers"
+                    "job.epochs, or run the job without --on-death takeover"
                 )
             if wants is not None and left is not None:
                 raise DisagreementError(f"worker {left} has left while others make an optimizer")

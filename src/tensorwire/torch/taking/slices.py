@@ -112,7 +112,7 @@ class TakenTurns(SliceTurns):
                 raise RuntimeError(
                     f"a worker was killed, and slice {self.due[0]} is due, for one optimizer; "
                     "where workers are not restarted one optimizer makes a step with each batch. "
-                    "Run the job without --no-restart-workers"
+                    "Run the job without --on-death takeover"
                 )
         self._stepped = batches, replica
         if self.due and self._given_at != self.commits:
