@@ -149,17 +149,10 @@ def _told(log: LoggedJob) -> dict[str, Any]:
     members = []
     for each in log.members:
         about = asdict(each)
-        member = {
-            "kind": each.kind,
-            "index": each.index,
-            "pid": each.pid,
-            "restarts": each.restarts,
-        }
-        if each.server is not None:
-            member["server"] = each.server
-        if log.running:
-            member["state"] = _state(each.pid, log)
-        members.append({**member, "last_death": about["last_death"], "change": each.change})
+        member = {name: about[name] for name in ("kind", "index", "pid", "restarts")}
+        member |= {} if each.server is None else {"server": each.server}
+        member |= {"state": _state(each.pid, log)} if log.running else {}
+        members.append({**member, "last_death": each.last_death, "change": each.change})
     return {
         "durable": log.durable,
         "members": members,

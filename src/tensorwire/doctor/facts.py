@@ -337,16 +337,22 @@ def read_rdma(root: Path = _ROOT) -> Rdma:
 
 def load_ucx() -> tuple[str, str]:
     """Returns the version of UCX that a process here can load, or "" and the reason."""
+    version, fault = _in_child(_LOAD_UCX)
+    return version or ("" if fault else "unknown"), fault
+
+
+def _in_child(code: str) -> tuple[str, str]:
+    """Returns what a child process prints that runs this code, or "" and why it failed."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _LOAD_UCX], capture_output=True, text=True, timeout=20
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
-    if done.returncode != 0:
+    if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return "", last[0].removeprefix("OSError: ")
-    return done.stdout.strip() or "unknown", ""
+        return "", last[0].partition("Error: ")[2] or last[0]
+    return done.stdout.strip(), ""
 
 
 def read_gpus() -> Gpus:
@@ -354,17 +360,9 @@ def read_gpus() -> Gpus:
 
     A child process looks for them: once loaded, a driver stays in its process.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOOK_FOR_GPUS], capture_output=True, text=True, timeout=30
-        )
-        if done.returncode != 0:
-            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            return Gpus(fault=last[0].partition("Error: ")[2] or last[0])
-        cuda, *names = done.stdout.splitlines()
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return Gpus(fault=str(error))
-    return Gpus(tuple(names), cuda)
+    found, fault = _in_child(_LOOK_FOR_GPUS)
+    cuda, *names = found.splitlines() or [""]
+    return Gpus(tuple(names), cuda, fault)
 
 
 def locked_limit(root: Path = _ROOT) -> int | None:

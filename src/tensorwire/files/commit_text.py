@@ -1,9 +1,10 @@
-"""Parses the text that is written into a file worker's `commit`; only the version is required."""
+"""Parses the lines that are written into files such as a file worker's `commit`."""
 
 from __future__ import annotations
 
 import errno
 import math
+import re
 from dataclasses import dataclass
 
 from .errors import refuse
@@ -33,35 +34,23 @@ class CommitText:
         """Raises EINVAL with the line that makes no sense."""
         if len(text) > _MOST_BYTES:
             raise refuse(errno.EINVAL, path, f"it has more than {_MOST_BYTES} characters")
-        samples, version, absent, allow_nan = None, None, [], False
-        told = set[str]()
-        for line in filter(None, (each.strip() for each in text.split("\n"))):
-            word, _, value = line.partition(" ")
-            value = value.strip()
-            if word in told and word != "absent":
-                raise refuse(errno.EINVAL, path, f"it says {word!r} twice")
-            told.add(word)
-            try:
-                if word == "samples":
-                    samples = float(value)
-                    if not (samples > 0 and math.isfinite(samples)):
-                        raise ValueError
-                elif word == "version":
-                    if not (value.isascii() and value.isdecimal()):
-                        raise ValueError
-                    version = int(value)
-                elif word == "absent" and value:
-                    absent.append(tensor_name(value))
-                elif line == "nan":
+        samples, version, absent, allow_nan = None, None, list[str](), False
+        meant = "'samples N', 'version V', 'absent NAME', 'nan'"
+        for line in lines_of(path, text, "\n", "absent"):
+            match line.split(" ", 1):
+                case ["version", number] if is_number(number.strip()):
+                    version = int(number)
+                case ["samples", number] if (found := positive(number)) is not None:
+                    samples = found
+                case ["absent", name]:
+                    try:
+                        absent.append(tensor_name(name.strip()))
+                    except ValueError:
+                        raise senseless(path, line, meant) from None
+                case ["nan"]:
                     allow_nan = True
-                else:
-                    raise ValueError
-            except ValueError:
-                raise refuse(
-                    errno.EINVAL,
-                    path,
-                    f"{line[:100]!r} is none of 'samples N', 'version V', 'absent NAME', 'nan'",
-                ) from None
+                case _:
+                    raise senseless(path, line, meant)
         if version is None:
             raise refuse(
                 errno.EINVAL, path, "'version V' is missing: that of the parameters that were used"
@@ -74,3 +63,38 @@ class CommitText:
         if self.samples is not None:
             lines.append(f"samples {self.samples!r}")
         return "".join(f"{line}\n" for line in [*lines, *(["nan"] if self.allow_nan else [])])
+
+
+def lines_of(path: str, text: str, ends: str, *many: str) -> list[str]:
+    """Returns the non-empty lines; a repeated first word that is not in `many` is an error.
+
+    Args:
+        path: of the file, for the error.
+        text: its content.
+        ends: the characters that end lines.
+        many: words with which several lines may begin.
+    """
+    lines = [line for each in re.split(f"[{ends}]", text) if (line := each.strip())]
+    names = [name for line in lines if (name := line.split()[0]) not in many]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise refuse(errno.EINVAL, path, f"it says {twice!r} twice")
+    return lines
+
+
+def is_number(text: str) -> bool:
+    """Tells whether a text is a whole number that 64 bits hold."""
+    return text.isascii() and text.isdigit() and len(text) < 19
+
+
+def positive(text: str, most: float = math.inf) -> float | None:
+    """Returns a finite number that is more than 0 and at most `most`; None for any other text."""
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and 0 < found <= most else None
+
+
+def senseless(path: str, text: str, meant: str) -> OSError:
+    """Returns the error for a line that is none of the meant ones."""
+    return refuse(errno.EINVAL, path, f"{text.strip()[:100]!r} is none of {meant}")

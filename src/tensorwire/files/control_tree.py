@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import errno
-import math
-import re
 from collections.abc import Callable
 from typing import Protocol
 
 from tensorwire.membership import ScaleError
 
+from .commit_text import is_number, lines_of, positive, senseless
 from .errors import refuse
 from .owner import JobOwner
 from .reader import JobReader
@@ -94,7 +93,7 @@ def _pause(tree: Controlled, path: str, text: str) -> None:
     match text.split():
         case ["1"]:
             tree.owner.pause(tree.reader.timeout_s)
-        case ["1", seconds] if (wait_s := _seconds(seconds)) is not None:
+        case ["1", seconds] if (wait_s := positive(seconds, _MOST_WAIT_S)) is not None:
             tree.owner.pause(wait_s)
         case ["0"]:
             if names := tree.written():
@@ -106,21 +105,21 @@ def _pause(tree: Controlled, path: str, text: str) -> None:
                 )
             tree.owner.go_on()
         case _:
-            raise _senseless(path, text, "'1', '1 SECONDS' or '0'")
+            raise senseless(path, text, "'1', '1 SECONDS' or '0'")
 
 
 def _commit(tree: Controlled, path: str, text: str) -> None:
     version, allow_nan, drop = None, False, False
-    for line in _lines(path, text):
+    for line in lines_of(path, text, "\n;"):
         match line.split():
-            case ["version", number] if _is_number(number):
+            case ["version", number] if is_number(number):
                 version = int(number)
             case ["nan"]:
                 allow_nan = True
             case ["discard"]:
                 drop = True
             case _:
-                raise _senseless(path, line, "'version V', 'nan' or 'discard'")
+                raise senseless(path, line, "'version V', 'nan' or 'discard'")
     if drop and version is None and not allow_nan:
         tree.discard_written()
     elif version is None or drop:
@@ -135,27 +134,27 @@ def _snapshot(tree: Controlled, path: str, text: str) -> None:
             tree.take()
         case ["take", "values"]:
             tree.take(whole=False)
-        case ["release", version] if _is_number(version):
+        case ["release", version] if is_number(version):
             tree.release(int(version))
         case _:
-            raise _senseless(path, text, "'take', 'take values' or 'release VERSION'")
+            raise senseless(path, text, "'take', 'take values' or 'release VERSION'")
 
 
 def _scale(tree: Controlled, path: str, text: str) -> None:
     workers, servers, drain, wait_s = None, None, [], _SCALE_S
-    for line in _lines(path, text, "drain"):
+    for line in lines_of(path, text, "\n;", "drain"):
         match line.split():
-            case ["workers", number] if _is_number(number):
+            case ["workers", number] if is_number(number):
                 workers = int(number)
-            case ["servers", number] if _is_number(number):
+            case ["servers", number] if is_number(number):
                 servers = int(number)
-            case ["drain", *ranks] if ranks and all(map(_is_number, ranks)):
+            case ["drain", *ranks] if ranks and all(map(is_number, ranks)):
                 drain += [int(each) for each in ranks]
-            case ["timeout", seconds] if (found := _seconds(seconds)) is not None:
+            case ["timeout", seconds] if (found := positive(seconds, _MOST_WAIT_S)) is not None:
                 wait_s = found
             case _:
                 meant = "'workers N', 'servers N', 'drain RANK…' or 'timeout SECONDS'"
-                raise _senseless(path, line, meant)
+                raise senseless(path, line, meant)
     asked: dict[str, object] = {}
     if workers is not None:
         asked["workers"] = {"count": workers, "drain": sorted(set(drain))}
@@ -171,28 +170,3 @@ def _scale(tree: Controlled, path: str, text: str) -> None:
         code = errno.EBUSY if error.busy else errno.EPERM
         code = code if is_still_wanted() else errno.EINTR
         raise refuse(code, path, str(error)) from error
-
-
-def _lines(path: str, text: str, *many: str) -> list[str]:
-    """Returns the non-empty lines; a repeated name that is not in `many` is an error."""
-    lines = [line for each in re.split("[\n;]", text) if (line := each.strip())]
-    names = [name for line in lines if (name := line.split()[0]) not in many]
-    if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise refuse(errno.EINVAL, path, f"it says {twice!r} twice")
-    return lines
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 19
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) and 0 < found <= _MOST_WAIT_S else None
-
-
-def _senseless(path: str, text: str, meant: str) -> OSError:
-    return refuse(errno.EINVAL, path, f"{text.strip()[:100]!r} is none of {meant}")

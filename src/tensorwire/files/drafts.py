@@ -17,7 +17,7 @@ from .gradient_memory import GradientFile, elements_of, room_of
 from .names import file_name
 from .owner import JobOwner
 from .store import ReadStore, StoredTensor
-from .tree_items import FileWriting
+from .tree_items import FileWriting, resize, write_at
 
 
 class Drafts:
@@ -146,19 +146,13 @@ class DraftWriting(FileWriting):
         source, file = bytes(data), self._file()
         if offset + len(source) > self._most:
             raise self._too_large()
-        if len(file) < offset:
-            file.extend(bytes(offset - len(file)))
-        file[offset : offset + len(source)] = source
-        return len(source)
+        return write_at(file, offset, source)
 
     def truncate(self, size: int) -> None:
         """Gives the file this size."""
         if size > self._most:
             raise self._too_large()
-        file = self._file(empty=size == 0)
-        if size > len(file):
-            file.extend(bytes(size - len(file)))
-        del file[size:]
+        resize(self._file(empty=size == 0), size)
 
     def read(self, start: int, stop: int) -> bytes | None:
         """Returns the written bytes [start, stop); None if nothing was written."""

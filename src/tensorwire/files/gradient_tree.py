@@ -10,7 +10,7 @@ from typing import Any
 from .errors import refuse
 from .file_worker import FileWorker
 from .job import file_workers_of
-from .names import file_name, tensor_name
+from .names import NPY, file_name, tensor_of
 from .tree_items import (
     PRIVATE,
     Changes,
@@ -20,10 +20,11 @@ from .tree_items import (
     Item,
     Text,
     TreeEntry,
+    resize,
+    write_at,
 )
 
 GRADIENTS, COMMIT, VERSION = "grads", "commit", "version"
-_NPY = ".npy"
 _MOST_COMMIT = 64 << 10
 _LOOK_S = 1.0  # a job does not get other workers
 
@@ -147,15 +148,12 @@ class _CommitWriting(FileWriting):
         source = bytes(data)
         if offset + len(source) > _MOST_COMMIT:
             raise refuse(errno.EFBIG, self._path, f"it has at most {_MOST_COMMIT} bytes")
-        self._text[len(self._text) :] = bytes(max(0, offset - len(self._text)))
-        self._text[offset : offset + len(source)] = source
-        return len(source)
+        return write_at(self._text, offset, source)
 
     def truncate(self, size: int) -> None:
         if size > _MOST_COMMIT:
             raise refuse(errno.EFBIG, self._path, f"it has at most {_MOST_COMMIT} bytes")
-        self._text[len(self._text) :] = bytes(max(0, size - len(self._text)))
-        del self._text[size:]
+        resize(self._text, size)
 
     def sync(self) -> None:
         written = self.text
@@ -180,17 +178,13 @@ def gradients_folder(path: str, folders: GradientFolders) -> Folder:
 
 def _of_worker(path: str, folders: GradientFolders, worker: FileWorker) -> Folder:
     def names() -> list[str]:
-        return [COMMIT, VERSION, *(f"{file_name(each)}{_NPY}" for each in worker.names)]
+        return [COMMIT, VERSION, *(f"{file_name(each)}{NPY}" for each in worker.names)]
 
     def child(at: str, name: str) -> Item:
         if name == COMMIT:
             return _CommitItem(at, folders.changes, folders.commit(worker))
         if name == VERSION:
             return Text(at, folders.changes, lambda: f"{worker.version}\n")
-        stem = name.removesuffix(_NPY)
-        tensor = tensor_name(stem)
-        if not name.endswith(_NPY) or file_name(tensor) != stem:
-            raise LookupError(name)
-        return _GradientItem(at, folders.changes, worker, tensor)
+        return _GradientItem(at, folders.changes, worker, tensor_of(name))
 
     return Folder(path, names, child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import quote, unquote
 
+NPY = ".npy"
 _SPECIAL = frozenset("/%:*?[]#\\")
 
 
@@ -20,3 +21,16 @@ def file_name(name: str) -> str:
 def tensor_name(file: str) -> str:
     """Returns the name of the tensor of a file: the inverse of `file_name`."""
     return "" if file == "%" else unquote(file, errors="strict")
+
+
+def tensor_of(file: str) -> str:
+    """Returns the name of the tensor or state in an .npy file of this name.
+
+    Raises:
+        LookupError: there can be no such file.
+    """
+    stem = file.removesuffix(NPY)
+    name = tensor_name(stem)
+    if not file.endswith(NPY) or file_name(name) != stem:
+        raise LookupError(file)
+    return name

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from tensorwire.errors import (
     UnavailableError,
 )
 from tensorwire.membership import (
-    LoggedJob,
     RunningServer,
     ask_launcher,
     logged_jobs,
@@ -144,13 +143,11 @@ class JobOwner:
             before = _value(word, 0)
             if is_wanted(before):
                 word.word(0).set(before + 1).wait(_WAIT_S)
-            deadline = time.monotonic() + _WAIT_S
-            while self.held() is not None:
-                if _value(word, 0) != before + is_wanted(before):
-                    return  # somebody else pauses it anew
-                if time.monotonic() > deadline:
-                    raise TimeoutError("server 0 does not let the job go on: it is stopped")
-                time.sleep(_LOOK_S)
+
+            def is_over() -> bool:  # also where somebody else pauses it anew
+                return self.held() is None or _value(word, 0) != before + is_wanted(before)
+
+            _await(is_over, "server 0 does not let the job go on: it is stopped")
 
     # ---- writing
 
@@ -212,27 +209,25 @@ class JobOwner:
 
     def _await_settled(self, store: ReadStore, version: int) -> None:
         """Waits until all servers have the version; some may still be making it."""
-        deadline = time.monotonic() + _WAIT_S
-        while store.settled(range(len(store.doors))) != version:
+
+        def is_settled() -> bool:
             self._check_held(store, version)
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"a server does not have version {version}: it is stopped, or has replaced "
-                    "one that was killed; let the job go on, and pause it again"
-                )
-            time.sleep(_LOOK_S)
+            return store.settled(range(len(store.doors))) == version
+
+        _await(
+            is_settled,
+            f"a server does not have version {version}: it is stopped, or has replaced one that "
+            "was killed; let the job go on, and pause it again",
+        )
 
     def _await_taken(self, store: ReadStore, hold: RemoteRegion, version: int) -> None:
-        deadline = time.monotonic() + _WAIT_S
-        while True:
+        def is_taken() -> bool:
             over = store.held_version() != version  # first: it is noted before that
-            if _value(hold, TAKEN_AT) >= version:
-                return
-            if over:
+            if not (found := _value(hold, TAKEN_AT) >= version) and over:
                 self._check_held(store, version)
-            if time.monotonic() > deadline:
-                raise TimeoutError("server 0 does not answer: it may take what was written later")
-            time.sleep(_LOOK_S)
+            return found
+
+        _await(is_taken, "server 0 does not answer: it may take what was written later")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -266,7 +261,8 @@ class JobOwner:
             TimeoutError: it was not done in time, and was taken back.
         """
         server = self._server()
-        path = next((job.control for job in _running_jobs() if _is_of(job, server)), "")
+        jobs = (each for each in logged_jobs() if each.running and server.address in each.addresses)
+        path = next((each.control for each in jobs), "")
         if not path:
             raise UnavailableError(
                 "only jobs of tensorwire run can be scaled, when their workers are started"
@@ -354,15 +350,16 @@ class JobOwner:
                 ) from None
 
 
+def _await(done: Callable[[], bool], late: str) -> None:
+    """Waits until something is done; raises TimeoutError with this text if it takes long."""
+    deadline = time.monotonic() + _WAIT_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(late)
+        time.sleep(_LOOK_S)
+
+
 def _value(region: RemoteRegion, at: int) -> int:
     found = np.zeros(1, np.uint64)
     region[at : at + 8].read(found).wait(_WAIT_S)
     return int(found[0])
-
-
-def _running_jobs() -> list[LoggedJob]:
-    return [job for job in logged_jobs() if job.running and job.control]
-
-
-def _is_of(job: LoggedJob, server: RunningServer) -> bool:
-    return server.address in job.addresses

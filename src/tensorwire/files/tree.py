@@ -24,7 +24,7 @@ from .control_tree import CONTROL, control_folder
 from .drafts import Drafts, DraftWriting, is_written
 from .errors import as_os_errors, refuse
 from .gradient_tree import GRADIENTS, GradientFolders, gradients_folder
-from .names import file_name, tensor_name
+from .names import NPY, file_name, tensor_name, tensor_of
 from .npy import npy_header
 from .owner import JobOwner
 from .reader import JobReader
@@ -43,7 +43,7 @@ from .tree_items import (
     fixed,
 )
 
-MODEL, NPY = "model.safetensors", ".npy"
+MODEL = "model.safetensors"
 
 
 class Tree:
@@ -405,7 +405,7 @@ def _of_store(tree: Tree, path: str, number: int) -> Folder:
 
 def _params(tree: Tree, path: str, store: ReadStore, version: int | None) -> Folder:
     def child(at: str, name: str) -> Item:
-        return _Array(tree, at, store.tensor(_tensor_of(name)), version)
+        return _Array(tree, at, store.tensor(tensor_of(name)), version)
 
     return Folder(path, lambda: [f"{file_name(each)}{NPY}" for each in store.names], child)
 
@@ -420,7 +420,7 @@ def _optimizer(tree: Tree, path: str, store: ReadStore, version: int | None) -> 
             raise LookupError(name)
 
         def array(at: str, state: str) -> Item:
-            return _Array(tree, at, store.tensor(tensor, _tensor_of(state)), version)
+            return _Array(tree, at, store.tensor(tensor, tensor_of(state)), version)
 
         return Folder(at, lambda: [f"{file_name(s)}{NPY}" for s in store.states], array)
 
@@ -490,15 +490,6 @@ def _first(tree: Tree) -> int:
     if not numbers:
         raise LookupError("no optimizer is open")
     return min(numbers)
-
-
-def _tensor_of(file: str) -> str:
-    """Returns the name of the tensor or state in a file of this name, or raises LookupError."""
-    stem = file.removesuffix(NPY)
-    name = tensor_name(stem)
-    if not file.endswith(NPY) or file_name(name) != stem:
-        raise LookupError(file)
-    return name
 
 
 def _number(text: str) -> int:

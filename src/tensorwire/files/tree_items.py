@@ -143,6 +143,19 @@ class FileWriting:
         """Discards the file: its writer failed, so the action of a whole file must not happen."""
 
 
+def write_at(file: bytearray, offset: int, data: bytes) -> int:
+    """Writes bytes into a file that is in memory; a gap before them is filled with zeros."""
+    resize(file, max(len(file), offset))
+    file[offset : offset + len(data)] = data
+    return len(data)
+
+
+def resize(file: bytearray, size: int) -> None:
+    """Gives a file that is in memory this size; new bytes are 0."""
+    file.extend(bytes(max(0, size - len(file))))
+    del file[size:]
+
+
 class Item:
     """An entry of the tree: a file or folder at a path."""
 

@@ -199,7 +199,7 @@ class Moves:
         process, sockets = self._restarts.start_server()
         self._dealt.run(number, process, sockets)
         self._name(process, number)
-        self._tell(f"server {number} (pid {process.pid}) is started")
+        self._tell(f"{process} is started")
 
     def gives(self, process: Process) -> bool:
         """Tells whether this process is about to give shares away, or has ended for that."""
@@ -227,7 +227,7 @@ class Moves:
             self._name(successor, giver)
         else:
             self._dealt.forget(giver)
-            self._say(f"server {giver} (pid {process.pid}) has given away all shares and is gone")
+            self._say(f"{process} has given away all shares and is gone")
 
     def _tell_moved(self, share: int, giver: int, to: int) -> None:
         keeper = self._restarts.share(share)

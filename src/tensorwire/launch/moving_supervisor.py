@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tensorwire.launch.balance import Balance, Reading
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.moving import Moves
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine
-from tensorwire.launch.process import Process
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import Process, Replaceable
 from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.scaling import Handler
 from tensorwire.launch.spec import JobSpec
@@ -27,19 +27,16 @@ class MovingSupervisor(RunSupervisor):
 
     def __init__(self, job: JobSpec, **options: Any) -> None:
         self._ready: dict[int, FirstLine] = {}  # by process, what it tells when it could begin
-        self._moves: Moves | None = None
         super().__init__(job, **options)
         self._balance = Balance() if job.rebalance else None
         self._look_at: float | None = None
 
     def _handlers(self) -> Mapping[str, Handler]:
-        self._moves = Moves(self._restarts, self._is_ready, self._name, self._say, self._note_line)
-        return {**super()._handlers(), "servers": self._moves}
+        return {**super()._handlers(), "servers": self._moving}
 
-    @property
+    @cached_property
     def _moving(self) -> Moves:
-        assert self._moves is not None
-        return self._moves
+        return Moves(self._restarts, self._is_ready, self._name, self._say, self._note_line)
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -70,7 +67,7 @@ class MovingSupervisor(RunSupervisor):
             return False
         if not keeper.address:
             wait_s = self._patience.start_s
-            text = f"{process.name} (pid {process.pid}) did not listen for share {share} within "
+            text = f"{process} did not listen for share {share} within "
             self._fail(f"{text}{wait_s:g} s", 1, process)
             return False
         self._note_address(keeper.address)
@@ -100,11 +97,8 @@ class MovingSupervisor(RunSupervisor):
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def _times(self) -> Iterable[float]:
+    def _times(self) -> Iterator[float]:
         yield from super()._times()
-        yield from self._own_times()
-
-    def _own_times(self) -> Iterator[float]:
         if not self._moving.idle:
             yield time.monotonic() + self._moving.look_s
         if self._look_at is not None and self._replaces:
@@ -172,7 +166,7 @@ class MovingSupervisor(RunSupervisor):
         try:
             self._moving.hand_over(process)
         except (OSError, KeeperError) as error:
-            text = f"what {process.name} (pid {process.pid}) had cannot be given to others: {error}"
+            text = f"what {process} had cannot be given to others: {error}"
             self._restarts.release(process)
             self._ended.append(process)
             self._fail(text, 1, process)

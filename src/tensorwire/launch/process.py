@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tensorwire import _core
 from tensorwire.errors import UnavailableError
@@ -66,6 +67,26 @@ class MemoryKills:
                 words = dict(line.split() for line in file.read_text().splitlines())
                 total += int(words.get("oom_kill", 0))
         return total
+
+
+class Replaceable(Protocol):
+    """A server, a worker or a standby; `Process` and `Visitor` are two."""
+
+    kind: str
+    index: int
+    name: str
+    pid: int
+    died_for_memory: bool
+
+    @property
+    def killed(self) -> bool:
+        """True if it has ended in a way that allows a successor: without a reason of its own."""
+
+    def ending(self) -> str:
+        """Returns how it ended, as a phrase that follows its name."""
+
+    def fence(self, why: str) -> None:
+        """Ends it as if it had died; `ending` then gives `why` as the reason."""
 
 
 class Process:
@@ -164,6 +185,9 @@ class Process:
         theirs.callback(os.close, pipe[1])
         self.streams.append(Stream(pipe[0], consumer))
         return pipe[1]
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
     @property
     def killed(self) -> bool:

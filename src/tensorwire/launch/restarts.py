@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.dealt import Dealt
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
-from tensorwire.launch.process import Process
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import Process, Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.takeovers import PassedSlices
 
@@ -143,8 +142,11 @@ class Restarts:
         if self.dealt is not None and process.kind == "server":
             shares = self.dealt.shares_of(process.index)
             return {share: self._members["server", share] for share in shares}
-        member = self._members.get((process.kind, process.index))
+        member = self._member_of(process)
         return {} if member is None else {process.index: member}
+
+    def _member_of(self, process: Replaceable) -> _Member | None:
+        return self._members.get((process.kind, process.index))
 
     # --- members --------------------------------------------------------------------------------
 
@@ -230,12 +232,12 @@ class Restarts:
 
     def has_left(self, process: Replaceable) -> bool:
         """Tells whether it is a worker that had left the job in good order."""
-        member = self._members.get((process.kind, process.index))
+        member = self._member_of(process)
         return member is not None and process.kind == "worker" and member.keeper.left is True
 
     def has_begun(self, process: Replaceable) -> bool:
         """Tells whether a worker has begun to join the job; never with --on-death end."""
-        member = self._members.get((process.kind, process.index))
+        member = self._member_of(process)
         return member is not None and (member.keeper.restorable or member.keeper.left is not None)
 
     def can_replace(self, process: Replaceable) -> bool:

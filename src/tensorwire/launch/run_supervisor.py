@@ -12,9 +12,8 @@ from typing import Any
 
 from tensorwire import failpoints
 from tensorwire.errors import UnavailableError
-from tensorwire.launch.process import Process
-from tensorwire.launch.replaceable import Replaceable
-from tensorwire.launch.scaling import FixedServers, Handler, Scaling
+from tensorwire.launch.process import Process, Replaceable
+from tensorwire.launch.scaling import Handler, Scaling
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.worker_count import WorkerCount
@@ -31,7 +30,7 @@ class RunSupervisor(Supervisor):
 
     def _handlers(self) -> Mapping[str, Handler]:
         """Returns the handler of each part of a request."""
-        return {"workers": self._worker_count, "servers": FixedServers()}
+        return {"workers": self._worker_count}
 
     def run(self) -> int:
         """Runs the job; see `Supervisor`."""

@@ -62,26 +62,11 @@ class Handler(Protocol):
         """Takes back the change under way, if that is possible; `tend` tells whether it was."""
 
 
-class FixedServers:
-    """The handler of a job whose servers keep their shares."""
-
-    def check(self, asked: RequestPart) -> None:
-        """See `Handler`."""
-        raise ScaleError(
-            "the servers of this job keep what they have; with tensorwire run --servers S:MAX there"
-            " can be 1 to MAX servers"
-        )
-
-    def begin(self, asked: RequestPart, say: Callable[[str], None]) -> None:
-        """See `Handler`."""
-        self.check(asked)
-
-    def tend(self) -> dict[str, Any] | None:
-        """See `Handler`."""
-        return {}
-
-    def cancel(self, why: str) -> None:
-        """See `Handler`."""
+_FIXED = {
+    "servers": "the servers of this job keep what they have; with tensorwire run --servers S:MAX "
+    "there can be 1 to MAX servers"
+}
+"""The parts of a request that some jobs have no handler for, and why."""
 
 
 class Scaling:
@@ -174,7 +159,8 @@ class Scaling:
         """Returns why a request cannot be done; "" if it can be, as far as is known."""
         unknown = sorted(asked.keys() - self._handlers.keys())
         if unknown or not asked:
-            return f"this job cannot change {', '.join(unknown) or 'nothing'}"
+            text = f"this job cannot change {', '.join(unknown) or 'nothing'}"
+            return _FIXED.get(unknown[0] if unknown else "", text)
         try:
             for name, part in asked.items():  # before any is begun
                 self._handlers[name].check(part)

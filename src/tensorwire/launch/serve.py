@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import select
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +18,9 @@ from typing import Any, TypedDict
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.keeper import KeeperError
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import Replaceable
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
-from tensorwire.launch.visitors import Visitor, visitor_of
 from tensorwire.membership import JOB_LOG, SUPERVISOR, Door, DoorClient
 
 RETURN_S = 300.0
@@ -72,6 +74,69 @@ def open_door(path: Path | None, say: Callable[[str], object]) -> Door[PlaceQues
             if not path.is_socket():
                 raise UnavailableError(f"{path} is there already, and is no socket") from error
         raise UnavailableError(f"{why}; --socket names another place") from error
+
+
+class Visitor:
+    """A process that something else has started. It is watched, and ended only by `fence`.
+
+    Args:
+        index: its rank.
+        pid: its number.
+        pidfd: owned from now on; ready for reading when the process has ended.
+
+    Attributes:
+        kind: "worker".
+        index, pid, pidfd: as given.
+        name: such as "worker 0".
+        killed, died_for_memory: nobody here can know how it ended.
+    """
+
+    kind = "worker"
+    killed = True
+    died_for_memory = False
+
+    def __init__(self, index: int, pid: int, pidfd: int) -> None:
+        self.index, self.pid, self.pidfd = index, pid, pidfd
+        self.name = f"worker {index}"
+        self._ending = "ended without a goodbye"
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def has_ended(self) -> bool:
+        """True if `pidfd` is ready by now."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def ending(self) -> str:
+        """Returns how it ended, as a phrase that follows its name."""
+        return self._ending
+
+    def fence(self, why: str) -> None:
+        """Ends the process, which cannot go on beside its successor; see `Replaceable`."""
+        self._ending = why
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stops watching it."""
+        os.close(self.pidfd)
+
+
+def visitor_of(rank: int, client: DoorClient) -> Visitor | None:
+    """Returns the process that has connected as a worker; None if it is gone or not seen here."""
+    try:
+        visitor = Visitor(rank, client.pid, os.pidfd_open(client.pid))
+    except OSError:
+        return None
+    poll = select.poll()
+    poll.register(client.channel, 0)
+    if poll.poll(0):  # the number may be another process's by now
+        visitor.close()
+        return None
+    return visitor
 
 
 class ServeSupervisor(Supervisor):
@@ -156,7 +221,7 @@ class ServeSupervisor(Supervisor):
 
     def _note_mistake(self, kind: str, index: int, text: str) -> None:
         if kind == "worker" and index in self._present:
-            self._fail(f"{_called(self._present[index])} is not kept: {text}", 1)
+            self._fail(f"{self._present[index]} is not kept: {text}", 1)
         else:
             super()._note_mistake(kind, index, text)
 
@@ -210,14 +275,14 @@ class ServeSupervisor(Supervisor):
             term = self._restarts.admit(visitor, client.channel, told, former)
         except KeeperError as error:
             visitor.close()
-            self._fail(f"{_called(visitor)} cannot be told what it goes on with: {error}", 1)
+            self._fail(f"{visitor} cannot be told what it goes on with: {error}", 1)
             return
         self._present[visitor.index] = self._former[visitor.index] = visitor
         del self._awaited[visitor.index]
         if not term:
             self._note_member(visitor)
         place = f"has come again (restart {term})" if term else "has come"
-        self._say(f"{_called(visitor)} {place}")
+        self._say(f"{visitor} {place}")
         for rank, until in self._awaited.items():
             if until is None:  # those who are there wait for it
                 self._awaited[rank] = time.monotonic() + self._return_s
@@ -237,7 +302,7 @@ class ServeSupervisor(Supervisor):
         in_order = self._restarts.farewell(visitor)
         self._restarts.release(visitor)
         if not in_order:
-            self._fail(f"{_called(visitor)} has failed; its own messages tell why", 1)
+            self._fail(f"{visitor} has failed; its own messages tell why", 1)
             return
         self._left.add(visitor.index)
         if not self._has_workers:
@@ -253,7 +318,7 @@ class ServeSupervisor(Supervisor):
         self._forget(visitor)
         if self._ending:
             return
-        how = f"{_called(visitor)} {visitor.ending()}"
+        how = f"{visitor} {visitor.ending()}"
         if not replaceable or self._restarts.count(visitor):
             # One that has kept nothing so far was known to nobody: another one can begin anew.
             self._awaited[visitor.index] = time.monotonic() + self._return_s
@@ -273,7 +338,7 @@ class ServeSupervisor(Supervisor):
         self._restarts.release(former)
         self._died = True
         self._fail(
-            f"{_called(former)} {former.ending()} and was not started again {within}, as torchrun "
+            f"{former} {former.ending()} and was not started again {within}, as torchrun "
             "--max-restarts or Restart=on-failure would",
             1,
         )
@@ -281,7 +346,3 @@ class ServeSupervisor(Supervisor):
     def _forget(self, visitor: Visitor) -> None:
         del self._present[visitor.index]
         visitor.close()
-
-
-def _called(visitor: Visitor) -> str:
-    return f"{visitor.name} (pid {visitor.pid})"

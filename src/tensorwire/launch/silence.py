@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import Replaceable
 
 # Where the cgroups of version 2 are: alone, or beside those of version 1.
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
@@ -70,7 +70,7 @@ class Silence:
                 self._told.add(process)
                 left_s = round(self._limit_s - silent_s, 1)
                 self._say(
-                    f"{process.name} (pid {process.pid}) is stopped; in {left_s:g} s it is killed "
+                    f"{process} is stopped; in {left_s:g} s it is killed "
                     f"and replaced, unless it goes on before (kill -CONT {process.pid})"
                 )
 

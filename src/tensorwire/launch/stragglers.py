@@ -61,5 +61,5 @@ class Stragglers:
         waiting = next((each for each in workers if self._restarts.has_begun(each)), None)
         if waiting is None:
             return None
-        text = f"ended without joining the job, and {waiting.name} (pid {waiting.pid}) waits for it"
+        text = f"ended without joining the job, and {waiting} waits for it"
         return f"{text}: every worker has to call tw.init()", self._absent

@@ -25,8 +25,7 @@ from tensorwire.launch.escalation import Escalation, passed
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
-from tensorwire.launch.process import MemoryKills, Process, check_pidfd, signal_name
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import MemoryKills, Process, Replaceable, check_pidfd, signal_name
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.restarts import Restarts, many_files
 from tensorwire.launch.resume import resume_line
@@ -194,7 +193,7 @@ class Supervisor:
                 said = f"gave no address but {bytes(told.text[:100])!r}"
             elif not told.closed:
                 said = f"gave no address within {self._patience.start_s:g} s"
-            self._fail(f"{_named(process)} {said}", 1, process)
+            self._fail(f"{process} {said}", 1, process)
         return None if self._ending else address
 
     def _start_standby(self, store_fds: Sequence[int]) -> Process:
@@ -300,7 +299,7 @@ class Supervisor:
             if process not in self._lost:
                 self._note_end(process)
         if found := self._stragglers.find(self._workers()):
-            self._fail(f"{_named(found[1])} {found[0]}", 1, found[1])
+            self._fail(f"{found[1]} {found[0]}", 1, found[1])
         self._replace_lost()
         if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
@@ -394,11 +393,11 @@ class Supervisor:
             when = "" if started else " before the workers were started"
             if self._restarts.has_left(process):
                 when = " after it had left the job"
-            text = f"{_named(process)} {process.ending()}{when}{self._restarts.obstacle(process)}"
+            text = f"{process} {process.ending()}{when}{self._restarts.obstacle(process)}"
             if culprit := self._reports.culprit(process, self._running):
                 process, code, consequence = culprit, 1, False
             if code == 1 and self._reports.has(process.name):
-                text = f"{_named(process)} raised {self._reports.kind(process.name)}"
+                text = f"{process} raised {self._reports.kind(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
             code = code if code > 0 else 128 - code
             self._fail(f"{text}{hint}", code, process, consequence)
@@ -430,9 +429,9 @@ class Supervisor:
             if self._job.durable is None:  # nobody has asked for it: the job runs as it would have
                 self._stragglers.note_begun(process)
                 self._restarts.release(process)
-                self._say(f"{_named(process)} will not be replaced if it is killed: {text}")
+                self._say(f"{process} will not be replaced if it is killed: {text}")
             else:
-                self._fail(f"{_named(process)} is not kept: {text}", 1, process)
+                self._fail(f"{process} is not kept: {text}", 1, process)
 
     def _note_member(self, process: Replaceable) -> None:
         self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)
@@ -459,7 +458,7 @@ class Supervisor:
 
     def _replace_member(self, process: Process) -> None:
         """Replaces a member that has ended, unless too many have died in its place."""
-        how = f"{_named(process)} {self._restarts.ending(process)}"
+        how = f"{process} {self._restarts.ending(process)}"
         code = process.code or 1
         try:
             if told := self._restarts.pass_on(process, self._living()):
@@ -472,7 +471,7 @@ class Supervisor:
                 if process.kind == "server":
                     successor.rename("server", process.index)
                     self._screen.name_lines(successor)
-                    place = f"{_named(successor)} takes its place"
+                    place = f"{successor} takes its place"
                 self._say(f"{how}; {place} (restart {restarts})")
                 return
             text = f"{how} {self._restarts.history(process)}"
@@ -551,7 +550,7 @@ class Supervisor:
     def _summarize(self) -> None:
         shortened = self._tell_failures()
         for process in self._running:
-            self._say(f"{_named(process)} cannot be killed; it hangs in the kernel")
+            self._say(f"{process} cannot be killed; it hangs in the kernel")
         if self._failure is not None:
             self._say(f"{self._failure[0]}; this ended the job")
             others = [
@@ -575,7 +574,7 @@ class Supervisor:
                             "; it waits for workers that have not joined the job: perhaps the "
                             "script never calls tw.init()"
                         )
-                    self._say(f"{_named(process)} {text}")
+                    self._say(f"{process} {text}")
         if shortened:
             self._say("--full-tracebacks shows where each of these workers was")
         if self._screen.loss:
@@ -594,7 +593,3 @@ class Supervisor:
             self._poll(deadline)
             if passed(deadline) or self._signals.take():
                 return
-
-
-def _named(process: Process) -> str:
-    return f"{process.name} (pid {process.pid})"

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError
-from tensorwire.launch.process import Process
-from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.process import Process, Replaceable
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.scaling import RequestPart
 from tensorwire.launch.spec import JobSpec
@@ -255,7 +254,7 @@ class WorkerCount:
             process = self._joining.pop(rank)
             self._came.append(rank)
             self._note("joined", index=rank, pid=process.pid, step=self._step)
-            self._say(f"worker {rank} (pid {process.pid}) has joined, after step {self._step}")
+            self._say(f"{process} has joined, after step {self._step}")
         waits = [r for r in present if not self._has_switched(self._keeper(r))]
         running = {process.index for process in self._staff.living_workers()}
         if waits or self._joining or running & {r for r in self._drain if r not in self._came}:
@@ -344,7 +343,7 @@ class WorkerCount:
         if self._joining.get(rank) is process:
             del self._joining[rank]
             if self._state != "abandoned":
-                how = f"worker {rank} (pid {process.pid}) {process.ending()} before it had joined"
+                how = f"{process} {process.ending()} before it had joined"
                 self._gone.append(how)
                 self._say(f"{how}; the job goes on without it")
             if self._number:
@@ -359,9 +358,7 @@ class WorkerCount:
                 keeper.read_all()
             if self._has_switched(keeper):
                 rest = "" if process.code == 0 else f"; it {process.ending()}"
-                self._say(
-                    f"worker {rank} (pid {process.pid}) has left, after step {self._step}{rest}"
-                )
+                self._say(f"{process} has left, after step {self._step}{rest}")
                 self._takeovers.note_end(
                     rank, [each.index for each in self._staff.living_workers()]
                 )
