@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from tensorwire import rpc
 
 from . import rpc_payloads as payloads
-from .rpc_names import AIO_STREAM, BYTES, GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR, RUNTIME, TENSOR
+from .rpc_names import (
+    AIO_STREAM,
+    ATTACH_S,
+    BYTES,
+    GRPCIO,
+    GRPCIO_MARKED,
+    GRPCIO_TENSOR,
+    RUNTIME,
+    TENSOR,
+)
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _BOTH = ("shm", "tcp")
@@ -135,7 +144,7 @@ class AioCalls:
                 if name == GRPCIO:
                     await channel.unary_unary("/bench/aio")(bytes(8))
                 else:
-                    await channel.attach()
+                    await channel.attach(ATTACH_S)
                 self._channels[wire, name] = channel
                 way = wire if name == GRPCIO else channel.payload
                 if name == RUNTIME and way == wire:

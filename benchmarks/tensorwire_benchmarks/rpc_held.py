@@ -22,7 +22,7 @@ from tensorwire import rpc
 from tensorwire.bench.processes import serve_messages
 
 from .rpc_aio import UNLIMITED
-from .rpc_names import GRPCIO, RUNTIME
+from .rpc_names import ATTACH_S, GRPCIO, RUNTIME
 
 SERVERS = 20
 """The servers to which the client with many channels has them."""
@@ -109,7 +109,7 @@ class Driver:
         each_s = (time.perf_counter() - began) / count
         if self._system != GRPCIO:
             for channel in self._channels[:SERVERS]:
-                if not channel.attach():
+                if not channel.attach(ATTACH_S):
                     raise RuntimeError(f"no attachment: {channel.payload}")
         return len(os.listdir("/proc/self/fd")), each_s
 
@@ -117,7 +117,7 @@ class Driver:
         """Bytes that both ends hold of a stream after one message, and seconds until that came."""
         channel = self._connect(self._targets[0])
         if self._system != GRPCIO:
-            channel.attach()
+            channel.attach(ATTACH_S)
         channel.unary_unary("/bench/take")(bytes(MESSAGE_BYTES))
         before = _held_bytes() + self._ask("held")
         began = time.perf_counter()

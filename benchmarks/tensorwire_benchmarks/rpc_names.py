@@ -38,6 +38,8 @@ CASES = (*SIZED, *SCHEMES, *CROWDS, *PROCESSES, PUSH_PULL, CHANNEL, *HELD)
 STREAMS = (STREAM, REQUESTS, AIO_STREAM)
 """Whose payload moves once for each message."""
 WIRES = ("shm", "tcp")
+ATTACH_S = 60.0
+"""The time for an attachment: the processes of a busy machine take long to start."""
 
 SYSTEMS = {
     UNARY: (

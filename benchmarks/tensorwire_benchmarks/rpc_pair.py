@@ -30,6 +30,7 @@ from .rpc_by_hand import HandServer, as_bytes, calls_by_hand, in_place
 from .rpc_names import (
     AIO,
     AIO_STREAM,
+    ATTACH_S,
     BY_HAND,
     BY_HAND_BYTES,
     BYTES,
@@ -196,7 +197,7 @@ class ClientCalls:
         runtime = system in (RUNTIME, RUNTIME_TENSOR)
         target = self._targets[RUNTIME if runtime else BYTES][wire]
         channel = rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=runtime)
-        channel.attach()
+        channel.attach(ATTACH_S)
         way = channel.runtime if runtime else channel.payload
         if way != wire:
             channel.close()
