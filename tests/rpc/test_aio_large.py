@@ -21,6 +21,7 @@ from test_rpc_large import LIES, UNLIMITED, Liar, message, nothing_is_used
 
 from tensorwire import rpc
 from tensorwire.rpc.payload import outgoing, push, route
+from tensorwire.rpc.payload.leases import Lease, LeasePool
 from tensorwire.rpc.payload.threads import THREADS
 
 CHUNK = 1 << 16
@@ -133,6 +134,32 @@ def test_what_has_memory_is_sent_without_a_thread(
         ran.clear()
         await unary(message(CHUNK + 1))
         assert len(ran) >= 2 or wire == "shm"
+
+    run(wire, FOUR, test)
+
+
+def test_a_loop_takes_the_memory_that_it_has_found(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread could take it between a look and the message, for which the loop waited."""
+    pick, picks, waited = LeasePool._pick, [1], list[int]()
+    take = LeasePool.take
+
+    def picked_once(pool: LeasePool, size_bytes: int) -> Lease | None:
+        return pick(pool, size_bytes) if picks and picks.pop() else None
+
+    def taken(pool: LeasePool, *given: Any) -> Lease | None:
+        waited.append(threading.get_ident())
+        return take(pool, *given)
+
+    async def test(channel: Any, server: Any) -> None:
+        unary = channel.unary_unary("/t/uu")
+        await unary(message(CHUNK))  # makes the memory
+        await until(lambda: nothing_is_used(channel, server))
+        monkeypatch.setattr(LeasePool, "take", taken)
+        monkeypatch.setattr(LeasePool, "_pick", picked_once)
+        await unary(message(CHUNK))
+        assert wire == "shm" or threading.get_ident() not in waited
 
     run(wire, FOUR, test)
 

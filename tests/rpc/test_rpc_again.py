@@ -12,7 +12,7 @@ import pytest
 from ends import EVERYTHING, RUNTIME_SHM, SHM, Ends, System
 
 from tensorwire import rpc
-from tensorwire.rpc.payload import waiting
+from tensorwire.rpc.payload import push
 from tensorwire.rpc.payload.push import Push
 from tensorwire.rpc.threads import methods
 
@@ -168,7 +168,7 @@ def test_a_request_that_cannot_be_sent_again_ends_its_future(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_sender_that_stands_still_for_long(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """A debugger, or a machine that sleeps: its message is not one that lies."""
-    monkeypatch.setattr(waiting, "STALLED_S", 0.2)
+    monkeypatch.setattr(push, "STALLED_S", 0.2)
     stage = Push.run
 
     def stage_late(self: Push, needed: Any) -> Any:

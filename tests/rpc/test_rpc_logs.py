@@ -92,7 +92,7 @@ def test_errors_of_users_of_asyncio_are_logged_there_too(
 def test_a_host_that_cannot_be_known_is_asked_for() -> None:
     """A port of all addresses has no known host, if no route leads out."""
     registry = Registry(Terms(Limits(max_attachments=1), ("tcp",), listen="no such host"))
-    asked = {"versions": [2], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
+    asked = {"versions": [3], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
     with pytest.raises(DeclinedError, match="name it by listen="):
         registry.open(json.dumps(asked).encode(), encrypted=False)
     registry.close()

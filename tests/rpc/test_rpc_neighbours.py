@@ -234,7 +234,7 @@ def test_other_hosts_reach_what_is_not_loopback() -> None:
         "[::1]:1": "", "unix:/tmp/x": "", "10.0.0.1:5": "10.0.0.1", "node7:5": "node7",
     }  # fmt: skip
     assert {each: outside_host(each) for each in hosts} == hosts
-    request = b'{"versions":[2],"host":"other","transports":["shm","tcp"],"pool_bytes":100000}'
+    request = b'{"versions":[3],"host":"other","transports":["shm","tcp"],"pool_bytes":100000}'
     registry = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
     with pytest.raises(DeclinedError, match="no way"):
         registry.open(request, encrypted=False)

@@ -19,7 +19,7 @@ from test_rpc_large import Liar, between
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
 from tensorwire.rpc.payload import envelope as envelopes
-from tensorwire.rpc.payload import push, route, tensors, waiting
+from tensorwire.rpc.payload import push, route, tensors
 from tensorwire.rpc.payload.route import PUSHED_BYTES
 
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
@@ -267,7 +267,7 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
     call(rpc.pack(np.zeros(LONG, np.uint8)))
     wait_for(lambda: nothing_is_left(both, channel))
     # The server's thread looks at nothing but the word, as if it had not been woken since.
-    monkeypatch.setattr(waiting, "_SLICE_S", LONG_S)
+    monkeypatch.setattr(push, "_SLICE_S", LONG_S)
     step = push.Push._step
 
     def half(arrays: Any, most_bytes: int) -> None:
@@ -336,7 +336,6 @@ def test_who_pushes_and_does_not_go_on_is_not_waited_for(
 ) -> None:
     """The call is made again by grpcio, as the servicer has not run."""
     monkeypatch.setattr(push, "STALLED_S", 0.3)
-    monkeypatch.setattr(waiting, "STALLED_S", 0.3)
     channel = open_channel(both)
     call = channel.unary_unary("/t/m", *FROM_TENSORS)
     call(rpc.pack(numbers(8)))

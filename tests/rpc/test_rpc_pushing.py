@@ -14,7 +14,7 @@ from test_rpc_large import between, message, nothing_is_used
 
 from tensorwire import rpc
 from tensorwire.memory import RemoteRegion
-from tensorwire.rpc.payload import waiting
+from tensorwire.rpc.payload import push
 from tensorwire.rpc.payload.inbox import RefusedError
 from tensorwire.rpc.payload.push import CHUNK_BYTES, Pushing
 from tensorwire.testing import node_pair
@@ -93,20 +93,20 @@ def test_a_servicer_does_not_begin_before_all_is_there(
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_who_goes_on_is_waited_for(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a message takes on a link that many share."""
-    monkeypatch.setattr(waiting, "STALLED_S", 0.3)
+    monkeypatch.setattr(push, "STALLED_S", 0.3)
     arrived = iter(range(1_000_000))
     with node_pair(["tcp"]) as pair:
         word = pair.near.allocate(64, name="word").word(0)
         timer = threading.Timer(1.0, lambda: pair.to_near.region("word").word(0).set(5))
         timer.start()
-        news = (lambda: next(arrived)) if goes_on else waiting.nothing_new
+        news = (lambda: next(arrived)) if goes_on else (lambda: 0)
         began = time.monotonic()
         if goes_on:
-            waiting.wait_word(word, 5, pair.to_far, lambda: True, news)
+            push.wait_word(word, 5, pair.to_far, lambda: True, news)
             assert word.value == 5
         else:
             with pytest.raises(RefusedError, match="has not come further"):
-                waiting.wait_word(word, 5, pair.to_far, lambda: True, news)
+                push.wait_word(word, 5, pair.to_far, lambda: True, news)
             assert time.monotonic() - began < 0.9
         timer.join()
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ..payload import push
-from ..payload.attachment import RpcAttachment
 from ..payload.fields import may_have_tensors
 from ..payload.outgoing import SentMessage
 from ..runtime.leaving import OfCall, leaving
@@ -33,14 +32,24 @@ async def encode(
         return leaving(message, call, serializer, last=last)
     body = serializer(message)
     encode = partial(leaving, body, call, None, last=last)
-    return await in_thread(encode) if _may_wait(call.attachment, len(body)) else encode()
+    return await in_thread(encode) if _may_wait(call, len(body)) else encode()
 
 
-def _may_wait(attachment: RpcAttachment, size_bytes: int) -> bool:
-    """Returns whether sending a message of this size may wait: for new memory, or for room."""
+def _may_wait(call: OfCall, size_bytes: int) -> bool:
+    """Returns whether sending a message of this size may wait: for new memory, or for room.
+
+    If not, the memory for it is taken already.
+    """
+    attachment = call.attachment
     if attachment.maps or size_bytes < attachment.runtime_threshold_bytes:
         return False
-    return size_bytes > push.CHUNK_BYTES or not attachment.leases_there.has_idle(size_bytes)
+    if size_bytes > push.CHUNK_BYTES:
+        return True
+    if not attachment.may_send(size_bytes):
+        return False
+    link = call.link()
+    link.lease = attachment.leases_there.take_idle(size_bytes, link.call)
+    return link.lease is None
 
 
 async def finish(message: SentMessage | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorwire.memory import Node, Peer
 
-from ..payload.attachment import RpcAttachment, make_board, make_push_board
+from ..payload.attachment import RpcAttachment, make_board
 from ..runtime.ring import RING, Rings, checked, make_ring
 from .terms import Terms
 
@@ -24,7 +24,6 @@ class OwnMemory:
         self.node = node
         self._board = make_board(node)
         self._ring = make_ring(node) if runs else None
-        self._words = make_push_board(node) if runs else None
 
     def join(
         self, peer: Peer, terms: Terms, agreed: dict[str, int], *, is_client: bool
@@ -56,8 +55,8 @@ class OwnMemory:
         Raises:
             TensorwireError: the other end is gone, or has not made it.
         """
-        if self._ring is None or self._words is None:
+        if self._ring is None:
             return None
         other = checked(attachment.peer.wait_region(RING, timeout_s=timeout_s))
-        attachment.add_pushing(self._words)
+        attachment.add_pushing()
         return Rings(self.node, self._ring, other, attachment.peer)

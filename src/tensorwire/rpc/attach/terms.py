@@ -22,7 +22,7 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
-ATTACHMENT_VERSION = 2
+ATTACHMENT_VERSION = 3
 """The version of the messages and memory of an attachment."""
 RUNTIME_VERSION = 7
 """The version of the frames of `runtime`."""

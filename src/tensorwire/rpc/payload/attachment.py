@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.errors import TensorwireError, TimeoutError, UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
+from tensorwire.memory.core import core_of
 
 from .. import logs
 from .envelope import mark
@@ -37,9 +38,9 @@ _RECENT = 8
 _GRACE_S = 2.0
 _FREES_IDLE_EVERY_S = 1.0
 _TAKEN = 8 * (1 + SLOTS + CALLS)
-_BOARD_BYTES = _TAKEN + 8 * (1 + SLOTS)
+_PUSHED = _TAKEN + 8 * (1 + SLOTS)
+_BOARD_BYTES = _PUSHED + BOARD_BYTES
 _BOARD = "board"
-_PUSHED = "pushed"
 
 ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
 """All attachments of this process, by their ids, for code that sees an envelope pass."""
@@ -114,13 +115,11 @@ class SharedNumber:
 
 
 def make_board(node: Node) -> Region:
-    """Allocates the words that the other end raises: for leases, calls, and messages taken."""
+    """Allocates the words that the other end raises.
+
+    They are for leases, calls, messages taken, and payload that it pushes.
+    """
     return node.allocate(_BOARD_BYTES, name=_BOARD)
-
-
-def make_push_board(node: Node) -> Region:
-    """Allocates the words that the other end raises as it pushes, see `add_pushing`."""
-    return node.allocate(BOARD_BYTES, name=_PUSHED)
 
 
 class RpcAttachment:
@@ -153,7 +152,7 @@ class RpcAttachment:
         taken_bytes: the longest one that is taken here; -1 for no limit.
 
     Raises:
-        TensorwireError: the other end is gone.
+        TensorwireError: the other end is gone, or has other words.
     """
 
     def __init__(
@@ -174,6 +173,7 @@ class RpcAttachment:
         self.taken_bytes = taken_bytes
         self.limits = limits
         self.peer = peer
+        self._core = core_of(peer)
         self.transport = peer.path.transport
         own = limits.threshold_bytes
         self.maps = self.transport == "shm"
@@ -184,6 +184,8 @@ class RpcAttachment:
         self._is_client = is_client
         self._pid = _pid
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
+        if (size := self._other_board.size_bytes) != _BOARD_BYTES:
+            raise UnavailableError(f"the other end has {size} bytes of words")
         self.leases_here = Inbox(node, self._other_board, _TAKEN)
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
@@ -203,7 +205,7 @@ class RpcAttachment:
     @property
     def lost(self) -> bool:
         """True when the other end, or the way to it, is gone, and in a forked child."""
-        return self.peer.lost or self._pid != _pid
+        return self._core.lost or self._pid != _pid
 
     def least_bytes(self, *, by_runtime: bool) -> int:
         """Returns the least size of payload that travels beside its message."""
@@ -234,17 +236,10 @@ class RpcAttachment:
             self.leases_there.free_idle()
         return True
 
-    def add_pushing(self, board: Region) -> None:
-        """Lets payload of the runtime's calls be pushed.
-
-        Args:
-            board: of `make_push_board`; the other end has made one too.
-
-        Raises:
-            TensorwireError: the other end is gone, or has not.
-        """
-        other = self.peer.wait_region(_PUSHED, timeout_s=5)
-        self.pushing = Pushing(self._node, self.peer, board, other)
+    def add_pushing(self) -> None:
+        """Lets payload of the runtime's calls be pushed. To be called at both ends."""
+        boards = self._board[_PUSHED:], self._other_board[_PUSHED:]
+        self.pushing = Pushing(self._node, self.peer, *boards)
 
     @property
     def awaited(self) -> bool:

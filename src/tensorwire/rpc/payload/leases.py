@@ -87,8 +87,6 @@ class LeasePool:
         self.failure = ""
         self._silent = (-1, 0.0)
         self._in_vain = -1  # the credits that there were when a call had waited for more
-        # The credits when calls that used as much as they may had waited, and those calls.
-        self._calls_in_vain: tuple[int, set[tuple[int, int]]] = (-1, set())
         self._turns = [0] * SLOTS
         self._slots = list(range(SLOTS))
         self._idle: list[Lease] = []
@@ -113,13 +111,11 @@ class LeasePool:
         patience_s: float,
         needed: Callable[[], bool],
         answer_s: float = 5.0,
-        most: int = SLOTS,
     ) -> Lease | None:
         """Takes memory for one message.
 
         Waits for credits where the limit is reached and the receiver has some to give. Does not
-        wait if a call has waited in vain, and the receiver has given none since. A call that has
-        waited in vain for memory that it uses itself gets no more until the receiver gives some.
+        wait if a call has waited in vain, and the receiver has given none since.
 
         Args:
             size_bytes: the least size of the memory.
@@ -127,7 +123,6 @@ class LeasePool:
             patience_s: how long to wait for credits.
             needed: asked while waiting; False ends it.
             answer_s: how long the receiver may take to allocate.
-            most: a call that uses this number of leases waits for one of them, and takes no more.
 
         Returns:
             None: there is none, so the message has to travel without.
@@ -137,41 +132,23 @@ class LeasePool:
         """
         if (lease := self.take_idle(size_bytes, call)) is not None:
             return lease
-        until = self._until(patience_s, call)
+        until = time.monotonic()
+        if self._count.value != self._in_vain:
+            until += patience_s
         while True:
             seen, left = self._count.value, until - time.monotonic()
-            spares = left > 0 or self._is_in_vain(call, seen)
-            lease, again = self._attempt(size_bytes, call, answer_s, most if spares else SLOTS)
+            lease, again = self._attempt(size_bytes, call, answer_s)
             if lease is not None or not again or left <= 0 or not needed():
-                if left <= 0 < patience_s:
-                    self._waited_in_vain(call, seen, most, lease)
+                if lease is None and left <= 0 < patience_s:
+                    self._in_vain = seen
                 return lease
             try:
                 self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
             except TimeoutError:
                 pass
 
-    def _until(self, patience_s: float, call: tuple[int, int]) -> float:
-        now, seen = time.monotonic(), self._count.value
-        return now if seen == self._in_vain or self._is_in_vain(call, seen) else now + patience_s
-
-    def _is_in_vain(self, call: tuple[int, int], seen: int) -> bool:
-        with self._lock:
-            at, calls = self._calls_in_vain
-            return seen == at and call in calls
-
-    def _waited_in_vain(
-        self, call: tuple[int, int], seen: int, most: int, lease: Lease | None
-    ) -> None:
-        with self._lock:
-            if self.uses(call) >= most:
-                at, calls = self._calls_in_vain
-                self._calls_in_vain = (seen, {*calls, call} if at == seen else {call})
-            elif lease is None:  # there is none for other calls either
-                self._in_vain = seen
-
     def _attempt(
-        self, size_bytes: int, call: tuple[int, int], answer_s: float, most: int
+        self, size_bytes: int, call: tuple[int, int], answer_s: float
     ) -> tuple[Lease | None, bool]:
         """Takes memory if there is some now.
 
@@ -185,7 +162,7 @@ class LeasePool:
         with self._lock:
             self._collect()
             lease = self._pick(size_bytes)
-            if lease is None and (most >= SLOTS or self.uses(call) < most):
+            if lease is None:
                 slot = self._reserve(size_bytes, freed)
             if slot is not None:
                 self._serial += 1
@@ -223,15 +200,6 @@ class LeasePool:
                 self._slots.append(slot)
             return None
 
-    def has_idle(self, size_bytes: int) -> bool:
-        """Returns whether `take_idle` would find some now."""
-        with self._lock:
-            self._collect()
-            lease = self._pick(_rounded(size_bytes))
-            if lease is not None:
-                self._idle.append(lease)
-        return lease is not None
-
     def take_idle(self, size_bytes: int, call: tuple[int, int]) -> Lease | None:
         """Takes memory for one message from idle leases; None: there is none that fits."""
         with self._lock:
@@ -247,12 +215,6 @@ class LeasePool:
             memory.free(timeout_s=0.05)
         except TensorwireError:
             pass  # the receiver frees it later, or it is gone with the attachment
-
-    def uses(self, call: tuple[int, int]) -> int:
-        """Returns the number of leases that are used for a call, and not given back yet."""
-        with self._lock:
-            self._collect()
-            return sum(each.call == call for each in self._used.values())
 
     def all(self) -> list[Lease]:
         """Returns all leases, used and idle."""

@@ -21,8 +21,8 @@ from .attachment import RpcAttachment
 from .encode import Encoded, Encoder, Serializer, arrays_of, inside, without_arrays
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
-from .leases import SLOTS, Lease, place
-from .push import OF_A_CALL, Push
+from .leases import Lease, place
+from .push import Push
 from .route import PayloadWay, route
 from .tensors import delivered
 from .window import Window
@@ -58,10 +58,14 @@ class CallLink:
         by_runtime: it is a call of the runtime, whose payload may be pushed.
         window: of its messages that travel beside, if they are a stream that gRPC carries.
         in_loop: it is one of an event loop, which copies payload at once where it can.
+        tickets: of the arrays of its only request, if they go with it.
+        lease: memory that was taken for its next message.
     """
 
     # First values stand here: a small call takes little longer than setting all of them.
     leases: Sequence[Lease] = ()
+    tickets: Sequence[int] = ()
+    lease: Lease | None = None
     must_confirm = False
     patience_s: float | None = None
     answer_s = _ANSWER_S
@@ -79,7 +83,7 @@ class CallLink:
         remaining: Callable[[], float | None],
         needed: Callable[[], bool],
     ) -> None:
-        self.attachment = attachment  # CarriedLink sets these too
+        self.attachment = attachment
         self.call = call
         self.goes_on = needed
         self._remaining = remaining
@@ -354,14 +358,14 @@ class SentMessage:
         """Takes memory of the receiver; None: there is none in time."""
         link, pool = self.link, attachment.leases_there
         patience_s = self._patience_s(attachment)
-        # Where a call of the runtime has some already, the receiver reads too slowly.
-        most = OF_A_CALL if link.by_runtime and not link.in_loop else SLOTS
-        lease = pool.take_idle(size, link.call)
+        lease, link.lease = link.lease, None
+        if lease is None:
+            lease = pool.take_idle(size, link.call)
         if lease is None:
             attachment.look_at_recent()  # the other end may wait for memory, too
             answer_s = link.left_s(min(link.answer_s, max(patience_s, 1.0)))
             left_s = link.left_s(patience_s)
-            lease = pool.take(size, link.call, left_s, link.needed, answer_s, most)
+            lease = pool.take(size, link.call, left_s, link.needed, answer_s)
         if lease is None:
             self._tell_full(attachment, size)
         return lease

@@ -6,6 +6,7 @@ memory piece by piece, as it comes. Knows neither gRPC nor the classes of messag
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +20,9 @@ from tensorwire.memory import Node, Pace, Peer, Region, RemoteRegion, RemoteWord
 from tensorwire.memory.fresh import FreshBytes, copied
 
 from .envelope import BODY, Envelope
-from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError
+from .inbox import GivenUpError, Landed, RefusedError, SenderGoneError, StalledError
 from .leases import SLOTS, Lease
-from .waiting import GIVEN_UP, STALLED_S, nothing_new, wait_word
 
-OF_A_CALL = 2
-"""The messages of a call at a time for which memory is taken: one is under way, or copied, while
-the other one is read. New memory is slow, and more messages would not be read any sooner."""
 BOARD_BYTES = 8 * SLOTS
 """The size of a board: a word for each slot."""
 CHUNK_BYTES, MAPPED_CHUNK_BYTES = 4 << 20, 2 << 20
@@ -35,6 +32,8 @@ _AT_A_TIME_BYTES = 1 << 26
 _LAST_BYTES = 1 << 20
 """The last bytes of arrays, which are copied while their receiver wakes up."""
 _SLICE_S = 0.05
+STALLED_S = 10.0
+_GIVEN_UP = "nobody needs the message any more"
 _UNDER_WAY = 2
 """The most writes of a message at a time, where its memory is not mapped."""
 _LEAST_BYTES_PER_S = 100e6
@@ -167,7 +166,8 @@ class Pushing:
         self._board = board
         self._other_board = other_board
         self._last_pace = Pace()
-        self._news = nothing_new if self.maps else self._received
+        # Where memory is mapped, the word alone shows that the sender goes on.
+        self._news = (lambda: 0) if self.maps else self._received
 
     def push(
         self,
@@ -251,26 +251,21 @@ class Pushing:
 
     @contextmanager
     def _abandoning(self, landed: Landed, needed: Callable[[], bool]) -> Iterator[None]:
-        """Lets go of memory, if an error ends the wait: the sender may still write into it."""
-        try:
-            with self._telling_why(needed):
-                yield
-        except BaseException:
-            landed.abandon()
-            raise
+        """Lets go of memory, if an error ends the wait: the sender may still write into it.
 
-    @contextmanager
-    def _telling_why(self, needed: Callable[[], bool]) -> Iterator[None]:
-        """Raises the reason why payload does not come, as a `RefusedError`."""
+        Raises the reason why payload does not come, as a `RefusedError`.
+        """
         try:
             yield
-        except TensorwireError as error:
+        except BaseException as error:
+            landed.abandon()
+            if not isinstance(error, TensorwireError):
+                raise
             if not needed():  # the sender gives up its memory when it is told so
-                raise GivenUpError(GIVEN_UP) from None
+                raise GivenUpError(_GIVEN_UP) from None
             if isinstance(error, PeerLostError | ClosedError) or self._peer.lost:
-                raise SenderGoneError(
-                    f"the sender is gone, and what it has sent: {error}"
-                ) from None
+                text = f"the sender is gone, and what it has sent: {error}"
+                raise SenderGoneError(text) from None
             raise RefusedError(f"the sender's payload cannot be read: {error}") from None
 
     def _check_turn(self, envelope: Envelope) -> None:
@@ -279,7 +274,7 @@ class Pushing:
         The sender has given up the call then, and perhaps its arrays, half of them copied.
         """
         if self._word(envelope).value > _there(envelope.turn, _end(envelope)):
-            raise GivenUpError(GIVEN_UP)
+            raise GivenUpError(_GIVEN_UP)
 
     def _longest_s(self, size_bytes: int) -> float:
         """Returns the seconds that arrays may take until they are nearly there."""
@@ -290,6 +285,47 @@ class Pushing:
 
     def _word(self, envelope: Envelope) -> Word:
         return self._board.word(8 * envelope.slot)
+
+
+def wait_word(
+    word: Word,
+    value: int,
+    peer: Peer,
+    needed: Callable[[], bool],
+    news: Callable[[], int],
+    longest_s: float | None = None,
+    pace: Pace | None = None,
+) -> None:
+    """Waits until the sender has raised a word.
+
+    Args:
+        word: of this end.
+        value: to which it is to be raised.
+        peer: the sender.
+        needed: asked meanwhile; False ends it.
+        news: a number that changes while the sender goes on.
+        longest_s: how long it may take without news; None: `STALLED_S`.
+        pace: of earlier waits for the same kind of word, see `Word.wait_until`.
+
+    Raises:
+        GivenUpError: it is not needed any more.
+        RefusedError: the sender has not gone on for `longest_s`.
+        TensorwireError: the sender, or the memory, is gone.
+    """
+    longest_s = STALLED_S if longest_s is None else longest_s
+    seen, until = -1, time.monotonic() + longest_s
+    while word.value < value:
+        try:
+            word.wait_until(value, _SLICE_S, peer=peer, pace=pace)
+        except TimeoutError:
+            if not needed():
+                raise GivenUpError(_GIVEN_UP) from None
+            before, seen, now = seen, news(), time.monotonic()
+            if seen != before:
+                until = now + longest_s
+            elif now > until:
+                text = f"the sender has not come further for {longest_s:.3g} s"
+                raise StalledError(text) from None
 
 
 class _Taking:
