@@ -27,7 +27,7 @@ from test_rpc_runtime_streams import TO_SERVER
 from tensorwire import rpc
 from tensorwire.rpc.asyncio.runtime_context import AioContext
 from tensorwire.rpc.payload import tensors
-from tensorwire.rpc.runtime import frames, line, ring
+from tensorwire.rpc.runtime import client, frames, ring
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 
@@ -304,12 +304,12 @@ def test_a_client_that_takes_no_answers(wire: str) -> None:
         for number in range(2000):  # the answers are not read
             slot = number % 1000, 1 + number // 1000
             line.send(frames.call_frames(slot, b"/t/uu", frames.NO_DEADLINE, (), bytes(size)))
-        await until(lambda: end.line.backlog > 256 and end.active == 0)
+        await until(lambda: len(end.line.outbox) > 256 and end.active == 0)
         before = -1
-        while before != line.backlog:
-            before = line.backlog
+        while before != len(line.outbox):
+            before = len(line.outbox)
             await asyncio.sleep(0.2)
-        assert end.line.backlog <= 256 + 2 * ring.CAPACITY_BYTES // size
+        assert len(end.line.outbox) <= 256 + 2 * ring.CAPACITY_BYTES // size
         assert before > 1000
         channel.close()
         await server.stop(0)
@@ -326,7 +326,7 @@ def test_a_call_behind_frames_that_wait_goes_by_grpcio(
         call = channel.unary_unary("/t/way")
         assert await call(b"") == b"runtime"
         with monkeypatch.context() as patch:
-            patch.setattr(line, "_MOST_WAITING", -1)  # as if some waited
+            patch.setattr(client, "_MOST_WAITING", -1)  # as if some waited
             assert await call(b"") == b"grpcio"
         assert await call(b"") == b"runtime"
 

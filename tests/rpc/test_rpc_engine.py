@@ -50,7 +50,15 @@ class Stream(StreamState, Call):
 
 def begun(kind: type[CallState], client: Client, **given: Any) -> tuple[Any, list[Any]]:
     ended: list[Any] = []
-    return kind(client, NUMBER, None, bytes.upper, ended.append, **given), ended
+    call = kind(
+        client,
+        NUMBER,
+        None,
+        lambda data, _: data.upper(),
+        lambda _, code: ended.append(code),
+        **given,
+    )
+    return call, ended
 
 
 def end(code: grpc.StatusCode = grpc.StatusCode.OK, piece: bytes | None = None) -> Frame:

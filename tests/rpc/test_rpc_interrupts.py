@@ -122,7 +122,7 @@ class Setting:
         self.reader = self.client.reader
 
     def begin(self, slot: int) -> call.RuntimeCall:
-        made = call.RuntimeCall(self.client, (slot, 1), None, bytes, lambda code: None)
+        made = call.RuntimeCall(self.client, (slot, 1), None, lambda data, _: data, lambda *_: None)
         self.client.begin(made, b"/t/m", (), b"")
         return made
 
@@ -217,7 +217,7 @@ def frames_of_others(s: Setting, at: int) -> Interrupt:
     s.ring.meanwhile.clear()
     written = s.ring.written
     in_thread(lambda: s.client.send((b"later",))).join()
-    wait_for(lambda: s.client.line.is_over or (b"later" in written and not s.client.line.backlog))
+    wait_for(lambda: s.client.line.is_over or (b"later" in written and not s.client.line.outbox))
     return interrupt
 
 

@@ -176,7 +176,7 @@ class Liar:
     def send(self, envelope: envelopes.Envelope, timeout: float = LONG_S) -> Any:
         client, number = self.attachment.runtime, self.attachment.begin_call()
         deadline = time.monotonic() + timeout
-        call = RuntimeCall(client, number, deadline, bytes, lambda code: None)
+        call = RuntimeCall(client, number, deadline, lambda data, _: data, lambda *_: None)
         client.begin(call, b"/t/m", (), envelopes.seal(envelope))
         call.wait_blocking()
         return call.result()

@@ -79,7 +79,7 @@ def test_a_response_is_sent_before_all_of_it_is_copied(
     left: list[int] = []
 
     def looking(staging: Any, needed: Any) -> None:
-        left.append(runner._line.backlog)
+        left.append(len(runner._line.outbox))
         run(staging, needed)
 
     monkeypatch.setattr(push.Push, "run", looking)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,11 +32,10 @@ from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wa
 from tensorwire import Node, rpc
 from tensorwire.rpc.attach import memory, negotiation, registry
 from tensorwire.rpc.payload import tensors
-from tensorwire.rpc.payload.attachment import LAST_GENERATION, RpcAttachment
-from tensorwire.rpc.payload.outgoing import CallLink, always, no_deadline
-from tensorwire.rpc.runtime import frames, line, ring
+from tensorwire.rpc.payload.attachment import LAST_GENERATION
+from tensorwire.rpc.runtime import client as runtime_client
+from tensorwire.rpc.runtime import frames, ring
 from tensorwire.rpc.runtime.callbacks import Callbacks
-from tensorwire.rpc.runtime.carry import CarriedLink
 from tensorwire.rpc.runtime.context import CallContext
 from tensorwire.rpc.runtime.deadlines import Deadlines
 from tensorwire.rpc.runtime.server import ServerEnd
@@ -739,7 +738,7 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
     start: Any, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their frames wait here though their time is over; further calls go by grpcio."""
-    monkeypatch.setattr(line, "_MOST_WAITING", 20)
+    monkeypatch.setattr(runtime_client, "_MOST_WAITING", 20)
     process = start("serve", "ours", wire)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
     options = {
@@ -756,7 +755,7 @@ def test_calls_of_a_stopped_server_do_not_pile_up(
             with pytest.raises(grpc.RpcError) as caught:
                 call(message, timeout=0.01)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert 20 < channel.attachment.runtime.line.backlog < 40
+        assert 20 < len(channel.attachment.runtime.line.outbox) < 40
         process.send_signal(signal.SIGCONT)
         assert rpc.unpack(call(message, timeout=20))[-1] == 2
         wait_for(lambda: channel.attachment.runtime.usable)
@@ -976,10 +975,3 @@ def test_a_large_response_holds_up_no_other_call(how: str, message: bytes, thres
             thread.join(20)
         wait_for(lambda: got == [message])
     server.stop(None)
-
-
-def test_the_link_of_a_carried_call_has_all_of_a_link() -> None:
-    """Its constructor repeats the work of the base, since nearly every call makes a link."""
-    given = cast(RpcAttachment, None), (1, 2), no_deadline, always
-    plain, carried = vars(CallLink(*given)), vars(CarriedLink(*given, print, None))
-    assert plain == {name: carried[name] for name in plain}

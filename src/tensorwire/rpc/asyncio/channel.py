@@ -37,7 +37,7 @@ from ..threads.factories import (
 )
 from ..threads.originals import make, original
 from .calls import LATER, LaterCall, Unreadable, of_grpcio
-from .runtime_client import METHOD, AioClient, AioMethod
+from .runtime_client import METHOD, AioCall, AioClient, AioMethod
 from .sending import AioSender, chained
 
 
@@ -71,7 +71,7 @@ class _Method:
         self._carried = None
         if channel.share.carries:
             read = partial(_read, channel, reader)
-            given = arity, serializer, read, channel.sender.end, channel.share
+            given = arity, serializer, read, channel.sender.fail, channel.share
             self._carried = AioMethod(*given)
 
     def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
@@ -94,9 +94,10 @@ class _Intercepted(_Method):
         return self._told(compression, begin)
 
 
-def _read(channel: AioRpcChannel, reader: Reader, data: bytes, *, link: CallLink) -> Any:
+def _read(channel: AioRpcChannel, reader: Reader, data: bytes, call: AioCall) -> Any:
     """Returns the user's message of a call by the runtime, which keeps its channel."""
-    return reader.read(data, channel.share.find, needed=link.awaits_messages)
+    needed = call.link().awaits_messages if data.startswith(MAGIC) else None
+    return reader.read(data, channel.share.find, needed=needed)
 
 
 def _serialized(plain: CallLink, serializer: Any, outgoing: Any) -> Any:
@@ -213,8 +214,9 @@ class _Small(_OneRequest):
 
     def _begin(self, request: Any, details: Any, compression: Any) -> Any:
         # The request of another call is encoded where it is made.
-        connected = self._channel.is_connected
-        small = self._small.begin(request, details.metadata) if connected else None
+        small, channel = None, self._channel
+        if channel.is_connected:
+            small = self._small.begin(request, details.metadata, channel.share.current)
         if type(small) is not SmallCall:
             return super()._begin(request if small is None else small, details, compression)
         named = _named(details, compression)
@@ -223,7 +225,7 @@ class _Small(_OneRequest):
         except BaseException:
             small.end(False)
             raise
-        self._channel.sender.watch_small(call, small)
+        channel.sender.watch_small(call, small)
         return self._in_time(call, details.timeout) if is_kept(small.body) else call
 
 
@@ -294,7 +296,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         if self._closed or (credentials is not None and not self._encrypted):
             return True  # grpcio raises the right error
         share = self.share
-        if (share.carrier if share.carries else share.ready) is not None:
+        if share.current is not None:
             return False
         if self.inner.get_state() is not grpc.ChannelConnectivity.READY:
             share.disconnected()  # the end of a plain call is not watched

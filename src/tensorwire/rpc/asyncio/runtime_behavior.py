@@ -172,7 +172,8 @@ class AioPerformance(_Unexpected):
     async def _serialize(self, response: Any) -> tuple[bytes, SentMessage | None]:
         """Returns the bytes of a response, and a message to `finish` after they are sent."""
         data, message = await encode(self, self._serializer, response, last=True)
-        if self._is_too_long(data):
+        if 0 <= self._most_bytes < len(data):
+            self._too_long(len(data))
             raise _EndedError
         return data, message
 

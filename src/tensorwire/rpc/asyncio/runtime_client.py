@@ -19,7 +19,7 @@ import grpc.aio
 from .. import logs
 from ..payload.attachment import RpcAttachment
 from ..payload.incoming import may_wait
-from ..payload.outgoing import SentMessage
+from ..payload.outgoing import CallLink, SentMessage
 from ..runtime.carry import NOT_SERIALIZED, AnyMethod
 from ..runtime.client import AnyClient
 from ..runtime.engine import CallState, Ending, StreamState
@@ -61,6 +61,12 @@ class AioCall(LoopWaiter, CallState):
         self._done_writing_flag = False  # grpcio's intercepted calls look at it
         self._turn: asyncio.Lock | None = None
 
+    def link(self) -> CallLink:
+        link = super().link()
+        link.patience_s = 0.0  # the event loop must not wait
+        link.in_loop = True
+        return link
+
     def head(self, initial: Any) -> None:
         super().head(initial)
         self._head.finish()
@@ -76,7 +82,7 @@ class AioCall(LoopWaiter, CallState):
             self._make(body)
 
     async def _make_later(self, body: EndBody) -> None:
-        self._conclude_with(body, await self._received(self._data()))
+        self._conclude_with(body, await self._received(b"".join(self._pieces)))
 
     async def _received(self, data: bytes) -> Any:
         """Returns the same as `_message_of`, without blocking the event loop."""
@@ -340,14 +346,12 @@ class AioMethod(AnyMethod[AioCall]):
         began = self._new(attachment, method, details.timeout, details.metadata)
         if began is None:
             return None
-        client, call, link, entries = began
+        client, call, entries = began
         client.start()
         call.set_alarm(partial(alarm, client.loop))
-        link.patience_s = 0.0  # the event loop must not wait
-        link.in_loop = True
         if not self._takes_stream:
             client.keep(call)
-        encoded = partial(encode, link, self._serializer)
+        encoded = partial(encode, call, self._serializer)
         data: bytes | None = None
         outgoing: SentMessage | None = None
         if not self._sends_stream:
@@ -363,7 +367,7 @@ class AioMethod(AnyMethod[AioCall]):
             if call.done():  # its time has passed, or the server gone
                 return call
             if outgoing is not None:
-                link.leaves(outgoing)
+                call.link().tickets = outgoing.tickets
         client.begin(call, method.encode(), entries, data)
         if outgoing is not None:
             call.finish_sending(outgoing)

@@ -42,7 +42,7 @@ class AioSender(Sender):
         method = METHOD.get()
         if method is None or not self.share.carries:
             return None
-        return await method.begin(self.share.carrier, details, request)
+        return await method.begin(self.share.current, details, request)
 
     def _begin(self, details: Any) -> tuple[CallLink, Any]:
         """Returns the link of a new call, and its details with the mark of its attachment."""

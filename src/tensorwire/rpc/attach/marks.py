@@ -15,10 +15,11 @@ import grpc
 from tensorwire.errors import TensorwireError
 
 from ..payload import outgoing
-from ..payload.attachment import SharedNumber
+from ..payload.attachment import RpcAttachment, SharedNumber
 from ..payload.encode import Encoded, Encoder
 from ..payload.envelope import mark
 from ..payload.janitor import JANITOR
+from ..payload.leases import Lease
 from ..payload.outgoing import CallLink, SentMessage, always
 from ..payload.tensors import delivered
 from .sharing import ChannelShare
@@ -68,14 +69,15 @@ class SmallRequests:
         self._watched = watched and serializer is not None
         self._marked: tuple[SharedNumber | None, Any] = (None, None)
 
-    def begin(self, request: Any, metadata: Any) -> SmallCall | Encoded | None:
+    def begin(
+        self, request: Any, metadata: Any, attachment: RpcAttachment | None
+    ) -> SmallCall | Encoded | None:
         """Begins a call whose request travels as it is, whatever is to happen to its response.
 
         Returns the request for a call of another kind, if its bytes were made; None: the user's. A
         request that cannot be serialized goes that way too, for the same error as in grpcio.
         """
         share = self._share
-        attachment = share.carrier if share.carries else share.ready
         if attachment is None:  # one that may be worth an attachment goes where that is noticed
             least = outgoing.MOST_BYTES if share.settled() else share.least_bytes
         elif attachment.runtime is not None:
@@ -151,10 +153,25 @@ class Sender:
         if attachment is None:
             return
         link.ended = True  # before the leases are looked at: see `SentMessage`
-        if ok or self.ends_at_once:
-            attachment.end_call(link.call, link.leases, ok)
+        if ok:
+            attachment.end_call(link.call, link.leases, complete=True)
         else:
-            JANITOR.soon(partial(attachment.end_call, link.call, link.leases, ok))
+            self.fail(attachment, link.call, link.leases, code)
+
+    def fail(
+        self,
+        attachment: RpcAttachment,
+        call: tuple[int, int],
+        leases: Sequence[Lease],
+        code: Any,
+    ) -> None:
+        """Ends a call that has not ended well; its code is None if that is not known."""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self.share.disconnected()
+        if self.ends_at_once:
+            attachment.end_call(call, leases, complete=False)
+        else:
+            JANITOR.soon(partial(attachment.end_call, call, leases, complete=False))
 
     def end_small(self, small: SmallCall, code: Any) -> None:
         """Ends a call with a small request; its code is None if that is not known."""

@@ -109,10 +109,10 @@ class ChannelShare:
         return None if self.closed else self._keeper.ready
 
     @property
-    def carrier(self) -> RpcAttachment | None:
-        """The attachment by which a call may go by the runtime. Opens it if it is not there."""
-        attachment = self.ready
-        if attachment is None and not self.closed:
+    def current(self) -> RpcAttachment | None:
+        """The attachment for a call that begins; is opened, where calls may go by the runtime."""
+        attachment = None if self.closed else self._keeper.ready
+        if attachment is None and self.carries and not self.closed:
             self._keeper.open_soon()
         return attachment
 

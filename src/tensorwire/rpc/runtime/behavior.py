@@ -94,17 +94,10 @@ class AnyPerformance:
             return reader.read(data, self._find, holdings, needed=self.call.is_active)
         return data if reader.plain is None else reader.plain(data)
 
-    def _encode(self, response: Any) -> tuple[Any, SentMessage | None]:
-        """Returns the bytes of a response, see `leaving`; raises the errors of the serializer."""
-        return leaving(response, self, self._serializer, last=True)
-
-    def _is_too_long(self, data: bytes) -> bool:
-        """Ends the call if a response is longer than it may be; True if so."""
-        if not 0 <= self._most_bytes < len(data):
-            return False
-        text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
+    def _too_long(self, size: int) -> None:
+        """Ends the call, because a response is longer than it may be."""
+        text = f"SERVER: Sent message larger than max ({size} vs. {self._most_bytes})"
         self.finish(_Code.RESOURCE_EXHAUSTED, text)
-        return True
 
     def finish(
         self,
@@ -218,14 +211,17 @@ class Performance(AnyPerformance):
         """
         message = None
         try:
-            data, message = self._encode(response)
+            data, message = leaving(response, self, self._serializer, last=True)
         except Exception as error:
             self._unusable(error, "Exception serializing message!")
             data = None
         if not isinstance(data, bytes):
             self.finish(_Code.INTERNAL, "Failed to serialize response!")
             return None
-        return None if self._is_too_long(data) else (data, message)
+        if 0 <= self._most_bytes < len(data):
+            self._too_long(len(data))
+            return None
+        return data, message
 
     def _respond_once(self, response: Any) -> None:
         serialized = self.serialize(response)
@@ -325,12 +321,10 @@ class RequestIterator:
             raise self._end()
         return request
 
-    def _end(self) -> Exception:
+    def _end(self) -> BaseException:
         """Returns the end of the requests; an error if it is not the client that has ended them."""
         if not self._performance.call.cancelled:
             return StopIteration()
-        error: Exception = grpc.RpcError()
-        self._performance.context.given_up.append(error)
-        return error
+        return self._performance.context.give_up()
 
     next = __next__

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from ..payload.outgoing import CallLink
 from .client import RuntimeClient
 from .deadlines import DEADLINES
 from .engine import CallState, Ending, StreamState, cancelled
@@ -31,27 +32,33 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
     _client: RuntimeClient
     _again: Callable[[], Any] | None = None
     _second: Any = None
-    _unattended = False
     _hurries = False
+    waits = True
+    """Its caller may wait for memory."""
+
+    def link(self) -> CallLink:
+        link = super().link()
+        if not self.waits:
+            link.never_waits()
+        return link
 
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
-        reader = self._client.reader
         if large:
-            reader.leave(self, partial(self._make, body), attended=not self._unattended)
-        else:
-            reader.aside(self._make, body)
+            work = partial(self._make, body)
+            self._client.reader.leave(self, work, attended=not self.watched)
+            return
+        line = self._client.line
+        line.may_nest = True  # a user's code may wait for something that arrives
+        try:
+            self._make(body)
+        finally:
+            line.may_nest = False
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _stop_watching(self) -> None:
         self._again = None
-
-    def finish(self) -> None:
-        super().finish()
-        if self._unattended:
-            self._unattended = False
-            self._client.reader.unwatch()
-            if self._hurries:
-                self._client.reader.unhurry()
+        self._client.reader.unwatch()
+        if self._hurries:
+            self._client.reader.unhurry()
 
     def _refused(self) -> None:
         if self.outflow is not None or self._again is None:
@@ -102,7 +109,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
 
     def leave_unattended(self) -> None:
         """Lets the call end though no thread waits for it. To be called before it begins."""
-        self._unattended = True
+        self.watched = True
         self._client.reader.watch()
         self.set_alarm(DEADLINES.add)
 
@@ -144,7 +151,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
             if self._callbacks is None:
                 return False
             self._callbacks.append(callback)
-            hurries = self._unattended and not self._hurries
+            hurries = self.watched and not self._hurries
             self._hurries = self._hurries or hurries
             if hurries:  # the callback must not need a thread that waits
                 self._client.reader.hurry()

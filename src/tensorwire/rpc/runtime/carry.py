@@ -12,14 +12,15 @@ import grpc
 from .. import logs
 from ..payload.attachment import RpcAttachment
 from ..payload.encode import as_sent
-from ..payload.outgoing import CallLink, SentMessage, always, no_deadline
+from ..payload.leases import Lease
+from ..payload.outgoing import SentMessage
 from ..payload.tensors import delivered
 from ..payload.threads import THREADS
 from . import observed
 from .call import RuntimeCall, StreamCall
 from .engine import OVERDUE, CallState, Ending
 from .flow import Outflow
-from .frames import Metadata, as_metadata
+from .frames import Metadata, Number, as_metadata
 from .leaving import leaving
 from .requests import RequestSender
 
@@ -27,9 +28,10 @@ LONGEST_S = 1e9
 """The longest timeout of a call here, in seconds; grpcio takes longer ones."""
 
 NOT_SERIALIZED = Ending(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+_OK = grpc.StatusCode.OK
 _INTERRUPTED = Ending(grpc.StatusCode.CANCELLED, "the caller was interrupted")
 
-Ended = Callable[[CallLink, bool, grpc.StatusCode | None], None]
+Failed = Callable[[RpcAttachment, Number, Sequence[Lease], grpc.StatusCode | None], None]
 
 
 _Call = TypeVar("_Call", bound=CallState)
@@ -44,8 +46,8 @@ class AnyMethod(Generic[_Call]):
     Args:
         arity: "unary_unary" and so on.
         serializer: the user's, of requests.
-        deserialize: makes the user's response of bytes, and of the link of its call.
-        ended: called with the ending of each call.
+        deserialize: makes the user's response of bytes, and of its call.
+        failed: called for each call that has not ended well, with its payload and its code, if any.
         owner: the channel; its calls end together.
     """
 
@@ -55,15 +57,15 @@ class AnyMethod(Generic[_Call]):
         self,
         arity: str,
         serializer: Any,
-        deserialize: Callable[..., Any],
-        ended: Ended,
+        deserialize: Callable[[bytes, Any], Any],
+        failed: Failed,
         owner: object,
     ) -> None:
         self._owner = owner
         self._arity = arity
         self._serializer = serializer
         self._deserialize = deserialize
-        self._ended = ended
+        self._failed = failed
         self._sends_stream, self._takes_stream = (
             arity.startswith("stream"),
             arity.endswith("stream"),
@@ -75,8 +77,8 @@ class AnyMethod(Generic[_Call]):
         method: str,
         timeout: float | None,
         metadata: Any,
-    ) -> tuple[Any, _Call, CarriedLink, Metadata] | None:
-        """Returns client, call, link and metadata of a call to begin; None: grpcio has to make it.
+    ) -> tuple[Any, _Call, Metadata] | None:
+        """Returns client, call and metadata of a call to begin; None: grpcio has to make it.
 
         Args:
             attachment: of the channel, None if there is none.
@@ -96,26 +98,40 @@ class AnyMethod(Generic[_Call]):
         if number is None:
             return None
         deadline = None if timeout is None else time.monotonic() + timeout
-        remaining = no_deadline if deadline is None else partial(_left, deadline)
-        traced = None
-        if observed.OBSERVER is not None:
-            traced = observed.watched("client", self._arity, method)
-        link = CarriedLink(attachment, number, remaining, always, self._ended, traced)
-        deserialize: Callable[[bytes], Any] = partial(self._deserialize, link=link)
-        if traced is not None:
-            deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
-        kind = self.kinds[self._takes_stream]
         outflow = Outflow() if self._sends_stream else None
-        call = kind(client, number, deadline, deserialize, link.tell, outflow)
-        call.owner = self._owner
-        return client, call, link, entries
+        kind = self.kinds[self._takes_stream]
+        call = kind(client, number, deadline, self._deserialize, self._end, outflow)
+        call.attachment, call.owner = attachment, self._owner
+        if observed.OBSERVER is not None:
+            call.traced = observed.watched("client", self._arity, method)
+            call.began_ns = 0 if call.traced is None else call.traced.begin()
+        return client, call, entries
+
+    def _end(self, call: _Call, code: grpc.StatusCode | None) -> None:
+        """Gives back the number of a call that has ended; its code is None if grpcio makes it."""
+        link, ok = call.known_link, code is _OK
+        leases: Sequence[Lease] = ()
+        if link is not None:
+            link.ended = True  # before the leases are looked at: see `SentMessage`
+            leases = link.leases
+            if ok and link.tickets:
+                delivered(link.tickets)
+        if ok:
+            call.attachment.end_call(call.number, leases, complete=True)
+        else:
+            self._failed(call.attachment, call.number, leases, code)
+        if call.traced is not None:
+            if code is None:
+                call.traced.not_begun()
+            else:
+                call.traced.ended(call.began_ns, code.name)
 
 
 class CarriedMethod(AnyMethod[RuntimeCall]):
     """A method of a client whose calls threads make.
 
     Args:
-        arity, serializer, deserialize, ended: as of `AnyMethod`.
+        arity, serializer, deserialize, failed, owner: as of `AnyMethod`.
         method: its full name.
     """
 
@@ -150,14 +166,13 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         began = self._new(attachment, self._method, timeout, metadata)
         if began is None:
             return None
-        client, call, link, entries = began
-        if again is not None or self._takes_stream:
-            link.never_waits()
+        client, call, entries = began
+        call.waits = attended = again is None and not self._takes_stream
         outgoing: SentMessage | None = None
         data: Any = None
         try:
             data, outgoing = leaving(
-                request, link, self._serializer, last=False, keeps_body=again is not None
+                request, call, self._serializer, last=False, keeps_body=again is not None
             )
         except Exception:
             logs.COMMON.exception("Exception serializing message!")
@@ -170,15 +185,16 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
                 return None  # grpcio says that it takes bytes
             call.conclude(NOT_SERIALIZED)
             raise call
-        if link.left_s(1.0) <= 0:  # passed while it waited for memory: grpcio is no way out now
+        if call.deadline is not None and call.deadline <= time.monotonic():
+            # It passed while the message waited for memory: grpcio is no way out now.
             call.conclude(OVERDUE)
             return call
         if again is not None:
             sent = as_sent(request, data if outgoing is None else outgoing.body)
             call.sends_again(partial(again, sent))
         if outgoing is not None:
-            link.leaves(outgoing)
-        if again is not None or self._takes_stream:
+            call.link().tickets = outgoing.tickets
+        if not attended:
             call.leave_unattended()
         client.begin(call, self._name, entries, data)
         if outgoing is not None and outgoing.staging is not None:
@@ -210,70 +226,11 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         began = self._new(attachment, self._method, timeout, metadata)
         if began is None:
             return None
-        client, call, link, entries = began
-        sender = RequestSender(client, call)
+        client, call, entries = began
+        sender, link = RequestSender(client, call), call.link()
         link.goes_on = sender.goes_on
         if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, None)
-        THREADS.run(partial(sender.run, requests, link, self._serializer, link.traced))
+        THREADS.run(partial(sender.run, requests, link, self._serializer, call.traced))
         return call
-
-
-class CarriedLink(CallLink):
-    """The link of a call of the runtime at its client, which reports how the call has ended.
-
-    Args:
-        attachment, number, remaining, needed: as of `CallLink`.
-        ended: called with the link, whether the call has ended well, and its code.
-        traced: counts it; None if calls are not counted.
-
-    Attributes:
-        traced: as given.
-    """
-
-    attachment: RpcAttachment
-    by_runtime = True
-    _tickets: Sequence[int] = ()
-
-    def __init__(
-        self,
-        attachment: RpcAttachment,
-        number: tuple[int, int],
-        remaining: Callable[[], float | None],
-        needed: Callable[[], bool],
-        ended: Ended,
-        traced: Any,
-    ) -> None:
-        # As the base does, whose call of its own takes longer than that.
-        self.attachment = attachment
-        self.call = number
-        self.goes_on = needed
-        self._remaining = remaining
-        self._ended = ended
-        self.traced = traced
-        self._began_ns = 0 if traced is None else traced.begin()
-
-    def link(self) -> CallLink:
-        """Returns itself; see `OfCall`."""
-        return self
-
-    def leaves(self, request: SentMessage) -> None:
-        """Notes the tickets of the request. Keeps no request: it has this link, and the payload."""
-        self._tickets = request.tickets
-
-    def tell(self, code: grpc.StatusCode | None) -> None:
-        """Reports how the call has ended; None: it was not carried out."""
-        ok = code is grpc.StatusCode.OK
-        self._ended(self, ok, code)
-        if ok and self._tickets:
-            delivered(self._tickets)
-        if self.traced is not None:
-            if code is None:
-                self.traced.not_begun()
-            else:
-                self.traced.ended(self._began_ns, code.name)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.0)

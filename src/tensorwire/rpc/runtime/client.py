@@ -18,6 +18,11 @@ from .line import Line, SharedReader
 from .options import MessageLimits
 from .ring import Rings
 
+_MOST_WAITING = 1024
+"""The most frames that wait for a server: beyond it no calls begin.
+
+Else overdue ones would pile up.
+"""
 _CHANNEL_CLOSED = Ending(grpc.StatusCode.CANCELLED, "Channel closed!")
 
 
@@ -53,7 +58,8 @@ class AnyClient:
     @property
     def usable(self) -> bool:
         """Calls can begin here."""
-        return not self._going_away and self.line.takes_calls
+        line = self.line
+        return not self._going_away and not line.is_over and len(line.outbox) <= _MOST_WAITING
 
     def begin(
         self, call: CallState, method: bytes, metadata: Metadata, message: bytes | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -37,9 +37,11 @@ class AnyContext:
 
     Attributes:
         head_sent: initial metadata have left, or would come too late.
+        plain: the servicer has named neither code, details nor trailing metadata.
     """
 
     head_sent = False
+    plain = True
     _code: Any = None
     _trailing: Any = None
 
@@ -69,7 +71,7 @@ class AnyContext:
         return self._trailing
 
     def set_code(self, code: Any) -> None:
-        self._code = code
+        self._code, self.plain = code, False
 
     def code(self) -> Any:
         return self._code
@@ -93,11 +95,8 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
     """
 
     aborted = False
+    given_up: Sequence[BaseException] = ()
     _details: bytes | None = None
-
-    def __init__(self, caller: Caller, call: IncomingCall) -> None:
-        super().__init__(caller, call)
-        self.given_up: list[BaseException] = []
 
     def is_active(self) -> bool:
         return self._call.is_active()
@@ -120,20 +119,24 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
         if self.head_sent:
             raise ValueError("Initial metadata no longer allowed!")
         if not self._call.send_head(self._initial(initial_metadata)):
-            error = grpc.RpcError()
-            self.given_up.append(error)
-            raise error
+            raise self.give_up()
         self.head_sent = True
 
+    def give_up(self) -> BaseException:
+        """Returns an error to raise, as the call does not go on."""
+        error: BaseException = grpc.RpcError()
+        self.given_up = *self.given_up, error
+        return error
+
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        self._trailing = trailing_metadata
+        self._trailing, self.plain = trailing_metadata, False
 
     def abort(self, code: Any, details: str) -> None:
         if code is _OK:
             logs.OWN.error("abort() called with StatusCode.OK; returning UNKNOWN")
             code, details = grpc.StatusCode.UNKNOWN, ""
         self._code = code
-        self._details = _encoded(details)
+        self.set_details(details)
         self.aborted = True
         raise AbortedError()
 
@@ -142,22 +145,14 @@ class CallContext(AnyContext, grpc.ServicerContext):  # type: ignore[misc]
         self.abort(status.code, status.details)
 
     def set_details(self, details: Any) -> None:
-        self._details = _encoded(details)
+        self._details = details if isinstance(details, bytes) else str(details).encode()
+        self.plain = False
 
     def details(self) -> Any:
         return self._details
-
-    @property
-    def plain(self) -> bool:
-        """True while the servicer has named neither code, details nor trailing metadata."""
-        return self._code is None and self._details is None and self._trailing is None
 
     def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
         """Returns the servicer's code and details, or the given ones where it has named none."""
         chosen = code if self._code is None else self._code
         number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
         return number, details.encode() if self._details is None else self._details
-
-
-def _encoded(text: Any) -> bytes:
-    return text if isinstance(text, bytes) else str(text).encode()

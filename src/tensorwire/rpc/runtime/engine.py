@@ -12,14 +12,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import grpc
 
 from .. import logs
+from ..payload.attachment import RpcAttachment
 from ..payload.envelope import MAGIC
 from ..payload.inbox import GivenUpError, RefusedError, SenderGoneError
 from ..payload.janitor import JANITOR
+from ..payload.outgoing import CallLink, always, no_deadline
 from . import frames
 from .callbacks import CallBack
 from .deadlines import Alarm
@@ -104,18 +107,22 @@ class CallState(Waiter):
         client: whose call it is.
         number: of the call.
         deadline: of time.monotonic, None if it has none.
-        deserialize: makes a response of bytes.
-        ended: told once how the call has ended: its code, None if it was not carried out.
+        deserialize: makes a response of bytes and of the call.
+        ended: told once, with the call, how it has ended: its code, None if it was not carried out.
         outflow: of its requests, if they are a stream.
 
     Attributes:
         number, deadline, outflow: as given.
+        attachment: of the channel; set before the call begins.
         streams: it takes any number of responses.
         owner: the channel that has begun it.
         kept: its client keeps it, until it has ended.
         refused: it has ended because the server refuses to carry it out here.
         unparsed: the response in the place of one that cannot be deserialized; an `Ending` ends the
             call.
+        traced, began_ns: count its messages, and when it began; None if calls are not counted.
+        known_link: the result of `link`; None: it was not needed.
+        watched: no thread waits for it, so another one reads for it until it ends.
     """
 
     # First values stand here: a small call takes little longer than setting all of them.
@@ -125,6 +132,10 @@ class CallState(Waiter):
     kept = False
     refused = False
     unparsed: Any = _NOT_READ
+    attachment: RpcAttachment
+    traced: Any = None
+    began_ns = 0
+    known_link: CallLink | None = None
     _client: Any
     _endings: dict[int, object] = _ENDED  # of one that could not be made
     _ending = GOES_ON
@@ -134,14 +145,15 @@ class CallState(Waiter):
     _forgotten = False
     _initial: Metadata | None = None
     _alarm: Alarm | None = None
+    watched = False
 
     def __init__(
         self,
         client: CallClient,
         number: Number,
         deadline: float | None,
-        deserialize: Callable[[bytes], Any],
-        ended: Callable[[grpc.StatusCode | None], None],
+        deserialize: Callable[[bytes, Any], Any],
+        ended: Callable[[Any, grpc.StatusCode | None], None],
         outflow: Outflow | None = None,
     ) -> None:
         self.args: Any = ()  # the arguments of an exception would keep all of the above
@@ -151,7 +163,7 @@ class CallState(Waiter):
         self._client = client
         self.deadline = deadline
         self._deserialize = deserialize
-        self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
+        self._ended: Callable[[Any, grpc.StatusCode | None], None] | None = ended
         self._endings: dict[int, object] = {}  # at most one; the first one set ends the call
         self._pieces: list[bytes] = []
         self._callbacks: list[Callable[[], None]] | None = []
@@ -161,6 +173,18 @@ class CallState(Waiter):
         # anywhere, with any lock.
         if not self._endings:
             JANITOR.soon(self.cancel)
+
+    def link(self) -> CallLink:
+        """Returns the link for payload that travels beside the call, or may."""
+        link = self.known_link
+        if link is None:
+            remaining = no_deadline if self.deadline is None else partial(_left, self.deadline)
+            link = CallLink(self.attachment, self.number, remaining, always)
+            link.by_runtime = True
+            self.known_link = link
+            if self._endings:  # perhaps by a thread that has not seen it
+                link.ended = True
+        return link
 
     # What arrives.
 
@@ -202,12 +226,23 @@ class CallState(Waiter):
 
     def answered(self, frame: Frame) -> None:
         """Ends the call as the server says."""
-        if frame.flags == WHOLE and not self._pieces and self._answered_plainly(frame.body):
+        data = frame.body
+        if (
+            frame.flags == WHOLE
+            and data.startswith(PLAIN_END)
+            and len(data) < _LARGE_BYTES
+            and not (self._pieces or self._whole or data.startswith(MAGIC, PLAIN_END_BYTES))
+            and not 0 <= self._client.limits.receive_bytes < len(data) - PLAIN_END_BYTES
+        ):  # the end of nearly all small calls: OK, a response, and no more
+            self._has_ended = self._whole = self._forgotten = True
+            self._client.forget(self)  # the fate of the server changes nothing any more
+            self._pieces = [data[PLAIN_END_BYTES:]]
+            self._make_soon(_PLAIN_BODY, large=False)
             return
         if frame.flags & frames.REFUSED:
             self._refused()
             return
-        body = frames.parse_end(frame.body)
+        body = frames.parse_end(data)
         code, details = status_of(body)
         if frame.flags & WHOLE and not self._whole:
             if not self._piece(body.piece):
@@ -227,19 +262,6 @@ class CallState(Waiter):
             code, details = _Code.INTERNAL, "the server sent no response"
         self.conclude(Ending(code, details, body.initial, body.trailing))
 
-    def _answered_plainly(self, body: bytes) -> bool:
-        """Ends the call, if it is the end of nearly all small ones: OK, a response, and no more."""
-        if self._whole or len(body) >= _LARGE_BYTES or not body.startswith(PLAIN_END):
-            return False
-        most = self._client.limits.receive_bytes
-        if body.startswith(MAGIC, PLAIN_END_BYTES) or 0 <= most < len(body) - PLAIN_END_BYTES:
-            return False
-        self._has_ended = self._whole = self._forgotten = True
-        self._client.forget(self)  # the fate of the server changes nothing any more
-        self._pieces = [body[PLAIN_END_BYTES:]]
-        self._make_soon(_PLAIN_BODY, large=False)
-        return True
-
     def _make_soon(self, body: EndBody, *, large: bool) -> None:
         """Calls `_make` where a user's code may run, soon; a large response takes its time."""
         raise NotImplementedError
@@ -249,15 +271,10 @@ class CallState(Waiter):
         if not self._pieces:  # it has ended otherwise
             return
         try:
-            self._conclude_with(body, self._message_of(self._data()))
+            self._conclude_with(body, self._message_of(b"".join(self._pieces)))
         except BaseException:
             self.end_here(cancelled("the thread was interrupted"))
             raise
-
-    def _data(self) -> bytes:
-        """Returns the bytes of the response."""
-        pieces = self._pieces
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _conclude_with(self, body: EndBody, response: Any) -> None:
         """Ends the call with the given response, or with an `Ending` in its place."""
@@ -272,7 +289,12 @@ class CallState(Waiter):
         """Returns the user's response, or how the call ends without one."""
         response = None
         try:
-            response = self._deserialize(data)
+            if self.traced is None:
+                response = self._deserialize(data, self)
+            else:
+                response = self.traced.deserialize(
+                    lambda data: self._deserialize(data, self), data, protocol="runtime"
+                )
         except Exception as error:
             if (failure := failure_of(error)) is not None:
                 return failure
@@ -304,7 +326,7 @@ class CallState(Waiter):
         self._let_go()
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended(ending.code)
+            ended(self, ending.code)
         self._ending = ending
         with self._client.mutex:
             callbacks, self._callbacks = self._callbacks, None
@@ -317,15 +339,22 @@ class CallState(Waiter):
     def _let_go(self) -> None:
         """Releases, after the end, all that only a call that goes on needs."""
         self._deserialize = _nothing
+        if self.watched:
+            self.watched = False
+            self._stop_watching()
         if self._alarm is not None:
             self._alarm.cancel()
         if self.outflow is not None:
             self.outflow.close()
 
+    def _stop_watching(self) -> None:
+        """Stops the reading that goes on while the call is `watched`."""
+        raise NotImplementedError
+
     def _tell(self, code: grpc.StatusCode | None) -> None:
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended(code)
+            ended(self, code)
 
     def _refused(self) -> None:
         """Ends a call that the server has refused; its caller makes it by grpcio if it can."""
@@ -462,8 +491,12 @@ class StreamState(CallState):
         return True
 
 
-def _nothing(data: bytes) -> None:
+def _nothing(data: bytes, call: object) -> None:
     """Makes None of the bytes: the deserializer of a call that has ended."""
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
 
 
 def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:

@@ -291,7 +291,7 @@ class Inflow(_Direction):
                 return None
             else:
                 return self._awaited(new)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
     def settle(self) -> tuple[int, bool]:
         """Ends the use of the message that was taken last.

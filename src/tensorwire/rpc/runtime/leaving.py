@@ -47,7 +47,8 @@ def leaving(
     Raises:
         Exception: as `SentMessage.serialize`.
     """
-    if call.traced is not None or may_have_tensors(type(message)):
+    kind = type(message)
+    if call.traced is not None or (kind is not bytes and may_have_tensors(kind)):
         sent = SentMessage(message, call.link(), last=last, keeps_body=keeps_body)
         return observed.serialize(call.traced, sent, serializer), sent
     data = message if serializer is None else serializer(message)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from tensorwire.errors import TensorwireError
 
@@ -23,7 +23,6 @@ from .flow import Waiter, open_latch
 from .frames import Frame, FrameError
 from .ring import Rings
 
-_Given = TypeVar("_Given")
 _BATCH_BYTES = 1 << 17
 """The size of a write that may wait for the one before, which the other end handles meanwhile."""
 _LOOP_BATCH_BYTES = 1 << 18
@@ -41,11 +40,6 @@ _INTERRUPTED = (
     "a handler of a signal has interrupted this thread while it read or wrote for this channel, "
     "so it cannot wait for a call of the same one; let it leave that to another thread"
 )
-_MOST_WAITING = 1024
-"""The most frames that wait for a server: beyond it no calls begin.
-
-Else overdue ones would pile up.
-"""
 
 
 class LineEnd(Protocol):
@@ -73,6 +67,7 @@ class Line:
 
     Attributes:
         is_over: nothing arrives any more.
+        outbox: the frames that wait for room at the other end.
         may_nest: the thread that reads sleeps, or runs a user's code: that code may read too.
         writer: the thread that writes now, 0 if none does.
     """
@@ -84,7 +79,7 @@ class Line:
         self._reader, self._writer = rings.reader(), rings.writer()
         self._batch_bytes = _BATCH_BYTES if end.patient else _LOOP_BATCH_BYTES
         self._end = end
-        self._outbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque()
         self._writing = threading.RLock()
         self._blocked = False
         self._holder = 0
@@ -96,7 +91,7 @@ class Line:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Sends frames after those that were sent before, without waiting."""
-        self._outbox.extend(frames)
+        self.outbox.extend(frames)
         if self._holder != threading.get_ident():
             self.flush()
 
@@ -109,23 +104,13 @@ class Line:
         self._holder = 0
         self.flush()
 
-    @property
-    def backlog(self) -> int:
-        """Frames that wait for room at the other end."""
-        return len(self._outbox)
-
-    @property
-    def takes_calls(self) -> bool:
-        """True while the other end is there, and reads, so that frames do not pile up here."""
-        return not self.is_over and len(self._outbox) <= _MOST_WAITING
-
     def flush(self) -> None:
         """Writes the frames that were sent, unless another thread does, or there is no room."""
         writing, me, starting = self._writing, threading.get_ident(), False
         # A handler of a signal, when this thread was about to write.
         within = writing._is_owned()  # type: ignore[attr-defined]
         try:
-            while self._outbox and not self._blocked and self.writer != me:
+            while self.outbox and not self._blocked and self.writer != me:
                 if not writing.acquire(blocking=False):
                     return
                 if not self._blocked:  # it may have become so since
@@ -146,13 +131,13 @@ class Line:
                 writing.release()
             if starting:
                 self._give_up(error)
-            elif self._outbox:
+            elif self.outbox:
                 THREADS.run(self.flush)
             raise
 
     def _write_out(self) -> bool:
         """Writes as many frames as there is room for; False if some are left."""
-        outbox = self._outbox
+        outbox = self.outbox
         try:
             return self._writer.write_out(outbox, self._batch_bytes, self._end.patient)
         except TensorwireError:
@@ -171,7 +156,7 @@ class Line:
         while True:
             error = None
             try:
-                self._writer.wait_room(len(self._outbox[0]), None)
+                self._writer.wait_room(len(self.outbox[0]), None)
             except IndexError:
                 pass  # it was given up
             except TensorwireError as found:
@@ -180,7 +165,7 @@ class Line:
                 self.writer = threading.get_ident()
                 try:
                     if error is not None:
-                        self._outbox.clear()  # the thread that reads finds out why
+                        self.outbox.clear()  # the thread that reads finds out why
                     self._blocked = not self._write_out()
                 finally:
                     self.writer = 0
@@ -191,7 +176,7 @@ class Line:
     def drain(self, timeout_s: float) -> None:
         """Waits until all that was sent is at the other end, at most `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
-        while self._outbox and not self.is_over and time.monotonic() < until:
+        while self.outbox and not self.is_over and time.monotonic() < until:
             time.sleep(0.001)
         with self._writing:
             try:
@@ -227,7 +212,7 @@ class Line:
                 never pauses.
         """
         while not self.is_over:
-            while most_backlog is not None and self.backlog > most_backlog and not self.is_over:
+            while most_backlog is not None and len(self.outbox) > most_backlog and not self.is_over:
                 await asyncio.sleep(LOOK_S)
             try:
                 await self._word.reached(self._reader.awaited, peer=self._peer)
@@ -423,14 +408,6 @@ class SharedReader:
             self._lead(waiter, until, whole=whole)
         finally:
             line.may_nest = True
-
-    def aside(self, work: Callable[[_Given], Any], given: _Given) -> Any:
-        """Runs a user's code in the thread that reads; it may wait for something that arrives."""
-        self._line.may_nest = True
-        try:
-            return work(given)
-        finally:
-            self._line.may_nest = False
 
     def leave(self, waiter: Waiter, work: Callable[[], object], *, attended: bool) -> None:
         """Leaves the work that would hold up all that arrives to another thread.

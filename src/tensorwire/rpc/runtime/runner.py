@@ -37,6 +37,10 @@ class Runner:
     Args:
         line: of the client.
         pool: the user's threads.
+
+    Attributes:
+        ready: functions for each call that a thread of the pool will run: one runs it, and raises
+            nothing; one ends it, because the pool takes nothing any more.
     """
 
     def __init__(self, line: Line, pool: Any) -> None:
@@ -48,7 +52,7 @@ class Runner:
         if not isinstance(pool, ThreadPoolExecutor):
             self._others = None
         self._turn = threading.Lock()
-        self._ready: deque[tuple[Callable[[], object], Callable[[Exception], object]]] = deque()
+        self.ready: deque[tuple[Callable[[], object], Callable[[Exception], object]]] = deque()
         self._trust: dict[str, int] = {}
         self._running = False
         self._stuck = False
@@ -66,7 +70,7 @@ class Runner:
             self._trust[method] = trust + 1
 
     def takes(self, method: str) -> bool:
-        """Returns whether to add a call here instead of giving it to the pool.
+        """Returns whether to add a call to `ready` instead of giving it to the pool.
 
         In the thread that reads.
         """
@@ -74,24 +78,15 @@ class Runner:
             return False
         return self._trust.get(method, 0) >= _TRUSTED
 
-    def add(self, run: Callable[[], object], gone: Callable[[Exception], object]) -> None:
-        """Adds a call that a thread of the pool will run. In the thread that reads, after `takes`.
-
-        Args:
-            run: runs it; raises nothing.
-            gone: ends it, because the pool takes nothing any more.
-        """
-        self._ready.append((run, gone))
-
     def serve(self) -> None:
         """Reads until the line is over, in a thread of its own."""
         line = self._line
         while not line.is_over:
-            while self._ready and not line.is_over:
+            while self.ready and not line.is_over:
                 self._start()
             with self._turn:
                 line.read(None)
-            while line.backlog > MOST_BACKLOG and not line.is_over:
+            while len(line.outbox) > MOST_BACKLOG and not line.is_over:
                 time.sleep(LOOK_S)
 
     def _start(self) -> None:
@@ -102,8 +97,8 @@ class Runner:
             self._pool.submit(self._run)
         except RuntimeError as error:
             self._running = False
-            while self._ready:
-                self._ready.popleft()[1](error)
+            while self.ready:
+                self.ready.popleft()[1](error)
             return
         seen = -1
         while self._running and not self._line.is_over:
@@ -133,7 +128,7 @@ class Runner:
         """Gives the calls that wait for the thread that is held up to the pool."""
         while True:
             try:
-                run, gone = self._ready.popleft()
+                run, gone = self.ready.popleft()
             except IndexError:
                 return
             try:
@@ -153,7 +148,7 @@ class Runner:
                     self._line.read(_LINGER_S)
                 finally:
                     self._turn.release()
-                if not self._ready:
+                if not self.ready:
                     self._fruitless += 1
                     return
                 self._fruitless = 0
@@ -172,7 +167,7 @@ class Runner:
             written = time.monotonic()
             while True:
                 try:
-                    run, _ = self._ready.popleft()
+                    run, _ = self.ready.popleft()
                 except IndexError:
                     return
                 self._count += 1
@@ -188,7 +183,7 @@ class Runner:
         line = self._line
         if line.is_over or self._others is None or not self._others():
             return False
-        if line.backlog > MOST_BACKLOG or time.monotonic() > until:
+        if len(line.outbox) > MOST_BACKLOG or time.monotonic() > until:
             return False
         if self._fruitless >= _FRUITLESS:
             self._fruitless += 1

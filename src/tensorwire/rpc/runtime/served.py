@@ -43,6 +43,7 @@ class Handled:
     Attributes:
         handler: as given.
         arity: the result of `arity_of`.
+        is_unary: it has one request and one response.
         behavior: the user's function.
         takes_stream, gives_stream: requests and responses are streams.
         reader: of its requests.
@@ -59,6 +60,7 @@ class Handled:
         self.behavior = getattr(handler, self.arity)
         self.takes_stream = bool(handler.request_streaming)
         self.gives_stream = bool(handler.response_streaming)
+        self.is_unary = not (self.takes_stream or self.gives_stream)
         self.reader = Reader(handler.request_deserializer)
         self.serializer = handler.response_serializer
         pool = getattr(self.behavior, "experimental_thread_pool", None)
@@ -128,7 +130,7 @@ class IncomingCall:
         deadline: of time.monotonic, None if it has none.
         alarm: at the deadline.
         takes_stream: the client takes any number of responses.
-        pieces, bytes, whole: of the only request.
+        pieces, size_bytes, whole: of the only request.
         requests: a stream of them; None: there is only one.
         awaited: at most one function, called when the first request of a stream has come.
         first: the first one of a stream of requests, if it was taken already.
@@ -143,6 +145,15 @@ class IncomingCall:
         takes_stream: as above.
     """
 
+    # First values stand here: a small call takes little longer than setting all of them.
+    deadline: float | None = None
+    size_bytes = 0
+    whole = False
+    first: bytes | None = None
+    cancelled = False
+    alarm: Alarm | None = None
+    _responses: Outflow | None = None
+
     def __init__(
         self,
         end: Receiver,
@@ -155,20 +166,13 @@ class IncomingCall:
         self.number = number
         self.method = body.method
         self.metadata: Metadata = body.metadata + end.caller.user_agent
-        self.deadline: float | None = None
         if body.timeout_us != frames.NO_DEADLINE:
             self.deadline = time.monotonic() + body.timeout_us / 1e6
         self.takes_stream = takes_stream
         self.once = not (streams or takes_stream)
         self.pieces: list[bytes] = []
-        self.bytes = 0
-        self.whole = False
         self.requests = Inflow(end.limits.receive_bytes) if streams else None
         self.awaited: list[Callable[[], object]] = []
-        self.first: bytes | None = None
-        self.cancelled = False
-        self.alarm: Alarm | None = None
-        self._responses: Outflow | None = None
         self._end = end
         self._token = [True]
         self._callbacks: list[Callable[[], None]] = []
@@ -243,9 +247,7 @@ class IncomingCall:
             self.settle()
             return taken if isinstance(taken, bytes) else None
         pieces, self.pieces = self.pieces, []
-        if not pieces:
-            return None
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces) if pieces else None
 
     def granted(self, size_bytes: int) -> None:
         """Opens the window of the responses by the bytes that the client has taken."""

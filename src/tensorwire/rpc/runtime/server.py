@@ -31,6 +31,8 @@ from .served import Caller, Handled, IncomingCall
 
 _Code = grpc.StatusCode
 _MOST_KNOWN = 1024
+_OF_GRPCIO = type(grpc.method_handlers_generic_handler("", {}))
+"""The class of generic handlers that find the same handler each time."""
 
 
 class ServerEnd:
@@ -53,6 +55,7 @@ class ServerEnd:
     """
 
     patient = True
+    runner: Runner
 
     def __init__(
         self, service: AnyService, attachment: RpcAttachment, caller: Caller, rings: Rings
@@ -66,10 +69,10 @@ class ServerEnd:
         self._calls: dict[int, IncomingCall] = {}
         self.line = Line(rings, self)
         self.send, self.flush = self.line.send, self.line.flush
-        self.runner = Runner(self.line, service.pool)
 
     def start(self) -> None:
         """Begins to read."""
+        self.runner = Runner(self.line, self._service.pool)
         threading.Thread(target=self.runner.serve, name="tensorwire-rpc-serve", daemon=True).start()
 
     @property
@@ -126,9 +129,9 @@ class ServerEnd:
             raise FrameError(f"a piece with the flags {flags} of the call {call.number}")
         call.whole = flags == frames.WHOLE
         call.pieces.append(data)
-        call.bytes += len(data)
-        if 0 <= self.limits.receive_bytes < call.bytes:
-            call.too_long(call.bytes)
+        call.size_bytes += len(data)
+        if 0 <= self.limits.receive_bytes < call.size_bytes:
+            call.too_long(call.size_bytes)
         elif flags == frames.WHOLE:
             self._service.begin(self, call)
 
@@ -192,10 +195,12 @@ class AnyService:
         self._stopping = False
         self._running = 0
         self._known: dict[str, Handled] = {}
+        self._static = not interceptors and all(type(each) is _OF_GRPCIO for each in handlers)
 
     def add_generic(self, handlers: Sequence[Any]) -> None:
         """See `grpc.Server`."""
         self._generic.extend(handlers)
+        self._static = self._static and all(type(each) is _OF_GRPCIO for each in handlers)
 
     def add_registered(self, service_name: str, handlers: Mapping[str, Any]) -> None:
         """See `grpc.Server`."""
@@ -261,7 +266,7 @@ class AnyService:
 
     def _admits(self, call: IncomingCall, handled: Handled) -> bool:
         """Admits a call, whose servicer then runs and `_ran` follows; False: the call has ended."""
-        if call.once and (handled.takes_stream or handled.gives_stream):
+        if call.once and not handled.is_unary:
             call.refuse()  # grpcio makes the right error of that
             return False
         if self._most is None:
@@ -312,10 +317,12 @@ class Service(AnyService):
         if self._stopping and self._is_refused(call):
             return
         context = contextvars.Context()
-        details = CallDetails(call.method, call.metadata)
         try:
-            handler = context.run(self._pipeline, details)
-            handled = None if handler is None else self._handled(call.method, handler)
+            handled = self._known.get(call.method) if self._static else None
+            if handled is None:
+                details = CallDetails(call.method, call.metadata)
+                handler = context.run(self._pipeline, details)
+                handled = None if handler is None else self._handled(call.method, handler)
         except Exception as error:
             logs.SERVER.exception("Exception servicing handler: %s", error)
             call.fail(_Code.UNKNOWN, "Error in service handler!", reading=True)
@@ -323,7 +330,7 @@ class Service(AnyService):
         if handled is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!", reading=True)
             return
-        if not self._admits(call, handled):
+        if (self._most is not None or not handled.is_unary) and not self._admits(call, handled):
             return
         if call.deadline is not None:
             call.alarm = DEADLINES.add(call.deadline, call.deadline_passed)
@@ -346,7 +353,7 @@ class Service(AnyService):
         pool = handled.pool
         if pool is None and call.once and end.runner.takes(call.method):
             run = partial(context.run, self._run, end, call, handled)
-            end.runner.add(run, partial(self._gone, call))
+            end.runner.ready.append((run, partial(self._gone, call)))
             return
         try:
             (pool or self.pool).submit(context.run, self._run, end, call, handled)

@@ -98,12 +98,12 @@ class _Answers(Sender):
 
         return deserialize
 
-    def read(self, data: bytes, link: CallLink | None = None) -> Any:
-        """Returns the user's response; `link` is given for a call of the runtime."""
+    def read(self, data: bytes, call: RuntimeCall | None = None) -> Any:
+        """Returns the user's response; `call` is given if it is one of the runtime."""
         if not data.startswith(MAGIC):
             plain = self._reader.plain
             return data if plain is None else plain(data)
-        needed = None if link is None else link.awaits_messages
+        needed = None if call is None else call.link().awaits_messages
         return self._reader.read(data, self.share.find, needed=needed)
 
 
@@ -146,14 +146,14 @@ class Method:
         self._start = self._inner if streams else self._inner.future
         self._wrap = ResentStream if streams else Resent
         self._carried = CarriedMethod(
-            arity, method, request_serializer, answers.read, answers.end, self._share
+            arity, method, request_serializer, answers.read, answers.fail, self._share
         )
 
     def _carrier(self, credentials: Any, compression: Any) -> RpcAttachment | None:
         """Returns the attachment by which a call may use the runtime; None: it uses grpcio."""
         if credentials is not None or compression is not None or not self._share.carries:
             return None
-        return self._share.carrier
+        return self._share.current
 
     def _carry(
         self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
@@ -299,23 +299,22 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        small = self._small.begin(request, metadata)
-        if type(small) is SmallCall:
-            return self._finish_small(
-                small, False, timeout, small.metadata, credentials, wait_for_ready, compression
-            )
-        request = request if small is None else small
-        attachment = self._carrier(credentials, compression)
-        if attachment is not None and timeout is None:
-            call = self._carried.begin(attachment, request, None, metadata)
+        attachment, options = self._share.current, None
+        if attachment is None or attachment.runtime is None:
+            small = self._small.begin(request, metadata, attachment)
+            if type(small) is SmallCall:
+                return self._finish_small(
+                    small, False, timeout, small.metadata, credentials, wait_for_ready, compression
+                )
+            request = request if small is None else small
+        elif credentials is None and compression is None:
+            if timeout is not None:  # which counts from here on
+                options = CallOptions(timeout, metadata, None, wait_for_ready, None)
+            call = self._carried.begin(attachment, request, timeout, metadata)
             if call is not None and call.wait_blocking():
                 return call.result()
-            options = CallOptions(None, metadata, credentials, wait_for_ready, compression)
-        else:
+        if options is None:
             options = CallOptions(timeout, metadata, credentials, wait_for_ready, compression)
-            call = self._carry(request, options)
-            if call is not None and call.wait_blocking():
-                return call.result()
         return self._blocking(request, options, with_call=False)
 
     def _finish_small(
@@ -338,7 +337,7 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
 
     def with_call(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        small = self._small.begin(request, options.metadata)
+        small = self._small.begin(request, options.metadata, self._share.current)
         if type(small) is SmallCall:
             _, *taken = options.behind(small.body, small.metadata)
             return self._finish_small(small, True, *taken)
@@ -350,7 +349,7 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
-        small = self._small.begin(request, options.metadata)
+        small = self._small.begin(request, options.metadata, self._share.current)
         if type(small) is SmallCall:
             try:
                 first = self._stock.future(*options.behind(small.body, small.metadata))
