@@ -1,6 +1,6 @@
 """What durability costs while nobody dies: two jobs that do the same, one durable, in turns.
 
-A job is two workers and one server on shared memory, `--on-death` with `restart` or `end`;
+A job is two workers and one server on shared memory, `tensorwire run --durable` or `--no-durable`;
 both live at the same time, and a worker waits between turns (`durable_worker.py`). In the cases
 "exchange" workers do nothing but push gradients that are there already, and step; what is compared
 is the server's CPU time of a step. In the case "computation" they also sleep, ten times as long as
@@ -16,15 +16,11 @@ durable: what it costs who does not want it.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +28,11 @@ from rich.console import Console
 
 from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.machine import process_cpu_seconds
+from tensorwire.bench.measuring import take_turns
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.report import add_groups, new_table
-from tensorwire.bench.rows import (
-    Comparison,
-    Report,
-    Row,
-    Verdict,
-    format_seconds,
-    format_size,
-)
+from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
+from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
 
 ON, OFF = "durable", "not durable"
 NOW, BEFORE = "now", "before"
@@ -52,9 +43,7 @@ OPTIMIZERS = {"momentum": 1.45, "adam": 1.85}
 STEP_BAR = 1.08
 COMPUTATION = 10.0
 """How many times as long as the exchange a step computes."""
-_SCRIPT = Path(__file__).with_name("durable_worker.py")
 _WORKERS = 2
-_PATIENCE_S = 120.0
 _CALIBRATIONS = 4  # at most
 _NEAR = 0.05
 
@@ -194,18 +183,12 @@ def _told(interval: Sequence[float] | None) -> str:
 
 def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
     commands = {ON: _command("--on-death=restart"), OFF: _command("--on-death=end")}
-    with contextlib.ExitStack() as stack:
-        sides = {
-            name: stack.enter_context(_Twin(name, command, optimizer, settings.tensors))
-            for name, command in commands.items()
-        }
+    with _twins(commands, optimizer, settings.tensors) as sides:
         exchange = _take_turns(sides, settings.turns, settings.steps, 0.0)
         compute_s = _calibrate(sides[OFF], settings, median(exchange[OFF].seconds))
         whole = _take_turns(sides, settings.turns, settings.computing_steps, compute_s)
         ratio = compute_s / (median(whole[OFF].seconds) - compute_s)
         memory = {name: side.memory() for name, side in sides.items()}
-        for side in sides.values():
-            side.end()
     for case, turns in (("exchange", exchange), ("computation", whole)):
         for name in (ON, OFF):
             report.rows.append(
@@ -218,27 +201,18 @@ def _measure_beside(report: Report, optimizer: str, size: int, settings: CostSet
     python = Path(settings.beside, ".venv/bin/python")
     # Of a checkout before durability; it knows no option.
     commands = {NOW: _command("--on-death=end"), BEFORE: _command(python=str(python.absolute()))}
-    with contextlib.ExitStack() as stack:
-        sides = {
-            name: stack.enter_context(_Twin(name, command, optimizer, settings.tensors))
-            for name, command in commands.items()
-        }
+    with _twins(commands, optimizer, settings.tensors) as sides:
         turns = _take_turns(sides, settings.turns, settings.steps, 0.0)
         memory = {name: side.memory() for name, side in sides.items()}
-        for side in sides.values():
-            side.end()
     case = f"cost.before.{optimizer}"
     report.rows += [
         _row(report.bench, case, name, size, turns, memory[name], None) for name in sides
     ]
-    if found := paired_ratio(turns[BEFORE].seconds, turns[NOW].seconds):
-        figures = found.median, found.interval, found.pairs
-        report.comparisons.append(Comparison(case, size, NOW, BEFORE, *figures))
+    report.compare(case, size, NOW, BEFORE, turns[BEFORE].seconds, turns[NOW].seconds)
 
 
 def _command(*options: str, python: str = sys.executable) -> list[str]:
-    command = [python, "-m", "tensorwire", "run", "--workers", str(_WORKERS), "--servers", "1"]
-    return [*command, *options]
+    return run_command(f"--workers={_WORKERS}", "--servers=1", *options, python=python)
 
 
 @dataclass(slots=True)
@@ -273,17 +247,13 @@ def _row(
 
 
 def _take_turns(
-    sides: dict[str, _Twin], turns: int, steps: int, compute_s: float
+    sides: Mapping[str, _Twin], turns: int, steps: int, compute_s: float
 ) -> dict[str, _Turns]:
-    found = {name: _Turns([], []) for name in sides}
-    for turn in range(turns + 1):
-        for name in sides if turn % 2 else reversed(sides):
-            seconds, cpu_s, notes = sides[name].run(steps, compute_s)
-            if turn:  # memory is touched in the first
-                found[name].seconds.append(seconds)
-                found[name].cpu_s.append(cpu_s)
-            found[name].notes_bytes = notes
-    return found
+    ways = {name: partial(side.run, steps, compute_s) for name, side in sides.items()}
+    return {
+        name: _Turns([each[0] for each in taken], [each[1] for each in taken], taken[-1][2])
+        for name, taken in take_turns(ways, turns).items()
+    }
 
 
 def _calibrate(side: _Twin, settings: CostSettings, exchange_s: float) -> float:
@@ -298,116 +268,43 @@ def _calibrate(side: _Twin, settings: CostSettings, exchange_s: float) -> float:
     return compute_s
 
 
-class _Twin:
-    """The processes of one job, from their start until the block ends.
+class _Twin(LinkedJob):
+    """One of the two jobs."""
 
-    Raises:
-        PairError: from all methods, with what the job has said last.
-    """
-
-    def __init__(self, name: str, command: list[str], optimizer: str, tensors: int) -> None:
-        self._name, self._command = name, command
-        self._order = str(_SCRIPT), optimizer, str(tensors)
-
-    def __enter__(self) -> _Twin:
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorwire-bench-"))
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(os.path.join(folder, "bench"))
-            listener.listen(_WORKERS)
-            listener.settimeout(1.0)
-            self._said = Path(folder, "said")
-            script, *order = self._order
-            command = [*self._command, script, listener.getsockname(), *order]
-            with self._said.open("wb") as said:
-                self._process = subprocess.Popen(
-                    command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                    start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )  # fmt: skip
-            stack.callback(self._kill)
-            links = [stack.enter_context(self._accept(listener)) for _ in range(_WORKERS)]
-            for link in links:
-                link.settimeout(_PATIENCE_S)
-            self._files = [stack.enter_context(link.makefile("rw")) for link in links]
-            for file in self._files:
-                self._read(file)
-            (self._server,) = self._servers()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __init__(self, command: list[str], optimizer: str, tensors: int, folder: str) -> None:
+        words = script("durable_worker.py", self.ADDRESS, optimizer, tensors)
+        super().__init__([*command, *words], Path(folder), _WORKERS)
 
     def run(self, steps: int, compute_s: float) -> tuple[float, float, int]:
         """A turn: seconds and the server's CPU seconds of a step, and its bytes of notes."""
-        before = process_cpu_seconds(self._server)
-        for file in self._files:
-            self._write(file, {"steps": steps, "compute_s": compute_s})
-        answers = [self._read(file) for file in self._files]
-        cpu_s = process_cpu_seconds(self._server) - before
+        (server,) = self.servers()
+        before = process_cpu_seconds(server)
+        answers = self.turn(steps=steps, compute_s=compute_s)
+        cpu_s = process_cpu_seconds(server) - before
         seconds = max(answer["seconds"] for answer in answers)
         return seconds / steps, cpu_s / steps, answers[0]["notes"]
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the server that are resident, and its part of them where they are shared."""
+        (server,) = self.servers()
         found = {}
-        for line in Path(f"/proc/{self._server}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{server}/smaps_rollup").read_text().splitlines():
             name, _, rest = line.partition(":")
             if rest.endswith("kB"):
                 found[name] = int(rest.split()[0]) << 10
         return found["Rss"], found["Pss"]
 
-    def end(self) -> None:
-        """Lets the job end, and waits for it."""
-        for file in self._files:
-            self._write(file, {"steps": 0})
-        try:
-            code = self._process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired as error:
-            raise PairError(f"{self._name} did not end in {_PATIENCE_S:g} s") from error
-        if code:
-            raise self._failed(f"exit code {code}")
 
-    def _servers(self) -> Iterator[int]:
-        """Processes that serve; a standby does not."""
-        pid = self._process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if b"tensorwire.torch.server" in words and b"--standby" not in words:
-                yield int(child)
-
-    def _accept(self, listener: socket.socket) -> socket.socket:
-        for _ in range(int(_PATIENCE_S)):
-            with contextlib.suppress(TimeoutError):
-                return listener.accept()[0]
-            if self._process.poll() is not None:
-                raise self._failed(f"exit code {self._process.returncode}")
-        raise self._failed("it did not start in time")
-
-    def _write(self, file: Any, turn: dict[str, float]) -> None:
-        try:
-            file.write(json.dumps(turn) + "\n")
-            file.flush()
-        except OSError as error:
-            raise self._failed(str(error)) from error
-
-    def _read(self, file: Any) -> dict[str, Any]:
-        try:
-            line = file.readline()
-        except OSError as error:
-            raise self._failed(str(error)) from error
-        if not line:
-            raise self._failed("a worker has ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def _failed(self, why: str) -> PairError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(2.0)  # so that it has said why
-        lines = self._said.read_text(errors="replace").strip().splitlines()
-        return PairError(f"{self._name}: {why}" + "".join(f"; it said: {x}" for x in lines[-1:]))
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+@contextlib.contextmanager
+def _twins(
+    commands: Mapping[str, list[str]], optimizer: str, tensors: int
+) -> Iterator[dict[str, _Twin]]:
+    """Both jobs; they are let end well where nothing has failed."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for name, command in commands.items():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorwire-bench-"))
+            made[name] = stack.enter_context(_Twin(command, optimizer, tensors, folder))
+        yield made
+        for twin in made.values():
+            twin.end()

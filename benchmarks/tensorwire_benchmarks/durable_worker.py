@@ -7,14 +7,13 @@ with the seconds of the turn and the bytes of notes that the job's report tells.
 
 from __future__ import annotations
 
-import json
-import socket
 import sys
 import time
 
 import torch
 
 import tensorwire.torch as tw
+from tensorwire_benchmarks.worker_link import WorkerLink
 
 _SHAPE = 512, 512
 
@@ -30,23 +29,17 @@ def main(address: str, optimizer: str, tensors: int) -> None:
         inner = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     opt = tw.DistributedOptimizer(inner, model)
     gradients = [torch.randn(_SHAPE) * 0.01 for _ in range(tensors)]
-    link = socket.socket(socket.AF_UNIX)
-    link.connect(address)
-    with link, link.makefile("rw") as file:
-        file.write(json.dumps({"rank": job.rank}) + "\n")
-        file.flush()
-        while count := (turn := json.loads(file.readline()))["steps"]:
-            started = time.perf_counter()
-            for _ in range(count):
-                time.sleep(turn["compute_s"])
-                for parameter, gradient in zip(model, gradients, strict=True):
-                    parameter.grad = gradient
-                opt.step()
-            seconds = time.perf_counter() - started
-            # Another checkout may be older than what is looked for.
-            notes = job.report().get("bytes_of_notes", 0)
-            file.write(json.dumps({"seconds": seconds, "notes": notes}) + "\n")
-            file.flush()
+    link = WorkerLink(address, job.rank)
+    while count := (turn := link.order())["steps"]:
+        started = time.perf_counter()
+        for _ in range(count):
+            time.sleep(turn["compute_s"])
+            for parameter, gradient in zip(model, gradients, strict=True):
+                parameter.grad = gradient
+            opt.step()
+        seconds = time.perf_counter() - started
+        # Another checkout may be older than what is looked for.
+        link.answer(seconds=seconds, notes=job.report().get("bytes_of_notes", 0))
     job.barrier()
 
 

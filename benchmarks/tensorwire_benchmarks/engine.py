@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tensorwire.bench import machine
+from tensorwire.bench.measuring import measuring
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.contest import WireContest
@@ -28,50 +28,47 @@ Progress = Callable[[int, int, str], None]
 """Called with the contests done, their number and a label, never while a turn runs."""
 
 
-def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> Report:
-    """Runs a bench. Ctrl-C ends it early with the rows so far (`settings["interrupted"]`).
+def run(
+    bench: Bench, settings: Settings, progress: Progress | None = None,
+    then: Callable[[Report], object] = lambda report: None,
+) -> Report:  # fmt: skip
+    """Runs a bench, `then` what else is of it. Ctrl-C ends it early with the rows so far.
 
     Raises:
         UnavailableError: torch is not installed, and a model needs it to know its size.
     """
-    report = Report(bench.name, about := machine.describe(), settings=_describe(bench, settings))
-    report.settings["warnings"] = machine.warnings_about(about)
-    contests = [
-        (model, wire)
-        for model in settings.models
-        for wire in settings.wires
-        if wire != ALONE or _small(bench, model)
-    ]
-    tell = progress or (lambda done, total, label: None)
-
-    def tell_more(done: int, label: str, what: str) -> None:
-        tell(done, len(contests), f"{label} {what}")
-
     others: list[Verdict] = []  # that rows and comparisons do not tell
-    measured = set()
-    try:
+    left = {model.name: model for model in settings.models if _small(bench, model)}
+    with measuring(bench.name, _describe(bench, settings)) as report:
+        contests = [
+            (model, wire)
+            for model in settings.models
+            for wire in settings.wires
+            if wire != ALONE or model.name in left
+        ]
+        tell = progress or (lambda done, total, label: None)
         for done, (model, wire) in enumerate(contests):
             label = bench.label(wire, model.name)
-            if wire != ALONE:
-                contest = WireContest(bench, settings, model, wire)
-                contest.tell = partial(tell_more, done, label)
-                others += _measure(contest, report)
-                continue
             tell(done, len(contests), label)
-            rows, verdicts = bench.alone(bench, model, settings)
-            report.rows += rows
-            others += verdicts
-            measured.add(model.name)
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    report.settings["load_average_after"] = machine.load_average()
-    names = [model.name for model in settings.models]
-    report.verdicts = [*bench.judge(report, names), *others]
-    for model in settings.models:
-        if model.name not in measured and _small(bench, model):
-            report.verdicts += bench.unmeasured(bench.case(ALONE, model.name, "step"))
-    tell(len(contests), len(contests), "done")
+            if wire == ALONE:
+                rows, verdicts = bench.alone(bench, model, settings)
+                report.rows += rows
+                others += verdicts
+                del left[model.name]
+            else:
+                contest = WireContest(bench, settings, model, wire)
+                contest.tell = partial(_tell, tell, done, len(contests), label)
+                others += _measure(contest, report)
+        then(report)
+    verdicts = bench.judge(report, [model.name for model in settings.models])
+    report.verdicts = [*verdicts, *others, *report.verdicts]
+    for name in left:
+        report.verdicts += bench.unmeasured(bench.case(ALONE, name, "step"))
     return report
+
+
+def _tell(tell: Progress, done: int, total: int, label: str, what: str) -> None:
+    tell(done, total, f"{label} {what}")
 
 
 def _small(bench: Bench, model: Workload) -> bool:
@@ -101,5 +98,4 @@ def _describe(bench: Bench, settings: Settings) -> dict[str, object]:
         "workers": settings.workers,
         "steps": settings.steps,
         "turns": settings.turns,
-        "interrupted": False,
     }

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import subprocess
 import sys
@@ -34,22 +33,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from tensorwire.bench import machine
-from tensorwire.bench.harness import median, percentile
-from tensorwire.bench.report import add_groups, machine_line, new_table
+from tensorwire.bench.harness import median
+from tensorwire.bench.measuring import measuring
+from tensorwire.bench.processes import PairError
+from tensorwire.bench.report import add_groups, machine_line, new_table, print_verdicts
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
-from tensorwire_benchmarks.durable_cost import CostSettings, print_costs
-from tensorwire_benchmarks.durable_cost import judge as judge_cost
-from tensorwire_benchmarks.durable_cost import measure as measure_cost
-from tensorwire_benchmarks.faults_changes import ChangeSettings, print_changes
-from tensorwire_benchmarks.faults_changes import fails as changes_fail
-from tensorwire_benchmarks.faults_changes import judge as judge_changes
-from tensorwire_benchmarks.faults_changes import measure as measure_changes
+from tensorwire.command import Told
+from tensorwire_benchmarks import durable_cost, faults_changes, faults_judge
+from tensorwire_benchmarks.durable_cost import CostSettings
+from tensorwire_benchmarks.faults_changes import ChangeSettings
 from tensorwire_benchmarks.faults_kills import (
     LAUNCHER,
     SCENARIOS,
@@ -57,13 +53,12 @@ from tensorwire_benchmarks.faults_kills import (
     WORKERS,
     WORKERS_STAY,
     DisturbedJob,
-    JobFailed,
     Kill,
 )
+from tensorwire_benchmarks.jobs import environment, last_line, script
 
 _SAMPLES = {"batchnorm": 2560, "large": 640, LAUNCHER: 2560}
 """Of each scenario, where it is not 1280."""
-_HERE = Path(__file__).parent
 _EARLY = 1 / 4
 RECOVERY_BAR_S = 2.0
 REJOIN_BAR_S = 2.0
@@ -95,45 +90,42 @@ class FaultSettings:
 
 @dataclass(frozen=True, slots=True)
 class FaultRow(Row):
-    """A row of one scenario.
+    """A row of one scenario; `seconds_…` are from the kill of a server until work goes on.
 
     Attributes:
-        scenario: its name, as `case`.
         kills, standby_kills, worker_kills: of all processes, and of these standbys and workers.
-        launcher_kills: of `tensorwire run`, which was started again.
         opening_kills: before the first step.
         double_kills: at the same moment as another one, or of the process in its place.
         parameters_equal: the final values of all workers, and all losses, to the bit.
         samples_once: each sample was used once in an epoch.
         steps_once: each slice of each step was made once.
-        recovery_s_median, recovery_s_p99: of killed servers; warm_… and cold_…: see the module.
-        rejoin_s_median, rejoin_s_p99: of killed workers.
+        warm_kills, cold_kills: of servers, that were timed, with a warm standby and without.
+        warm_s_median, cold_s_median: their part of `seconds_median`.
+        rejoin_s_median: the same of killed workers.
         script_s: how long a process alone needs to run the script until its first epoch.
         failures: what went wrong, in sentences.
     """
 
-    scenario: str = ""
     kills: int = 0
     standby_kills: int = 0
     worker_kills: int = 0
-    launcher_kills: int = 0
     opening_kills: int = 0
     double_kills: int = 0
     parameters_equal: bool = False
     samples_once: bool = False
     steps_once: bool = False
-    recovery_s_median: float | None = None
-    recovery_s_p99: float | None = None
     warm_kills: int = 0
     warm_s_median: float | None = None
-    warm_s_p99: float | None = None
     cold_kills: int = 0
     cold_s_median: float | None = None
-    cold_s_p99: float | None = None
     rejoin_s_median: float | None = None
-    rejoin_s_p99: float | None = None
     script_s: float | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """The disturbed jobs did what the undisturbed one did."""
+        return self.parameters_equal and self.samples_once and self.steps_once
 
 
 @dataclass(slots=True)
@@ -158,61 +150,36 @@ def recovery_s(kill: float, times: Sequence[float]) -> float | None:
     return max(pauses)[1] - kill if pauses else None
 
 
-def run(settings: FaultSettings, tell: Callable[[float, float, str], None]) -> Report:
+def run(settings: FaultSettings, tell: Told) -> Report:
     """Runs all scenarios. Ctrl-C ends it early, with the rows of the scenarios so far."""
-    about = machine.describe()
-    report = Report(
-        "faults", about, settings={**dataclasses.asdict(settings), "interrupted": False}
-    )
-    report.settings["warnings"] = machine.warnings_about(about)
     chance, done = random.Random(settings.seed), 0
-    try:
+    with measuring("faults", dataclasses.asdict(settings)) as report:
         for place, name in enumerate(settings.scenarios):
-            left = len(settings.scenarios) - place
-            kills = -(-(settings.kills - done) // left)
-            found = _Found()
-            with tempfile.TemporaryDirectory(prefix="tensorwire-faults-") as folder:
-                try:
-                    _run_scenario(
-                        name,
-                        Path(folder),
-                        kills,
-                        settings,
-                        chance,
-                        found,
-                        partial(_tell_more, tell, done, settings.kills, name),
-                    )
-                except JobFailed as error:
-                    found.failures.append(str(error))
-            done += len(found.kills)
-            report.rows.append(_row(name, found))
+            kills = -(-(settings.kills - done) // (len(settings.scenarios) - place))
+            scenario = _Scenario(name, kills, settings, chance)
+            scenario.run(partial(_tell, tell, done, settings.kills, name))
+            done += len(scenario.found.kills)
+            report.rows.append(_row(name, scenario.found))
         if settings.changes is not None:
-            measure_changes(report, settings.changes, partial(tell, done, settings.kills))
+            faults_changes.measure(report, settings.changes, lambda what: tell(done, done, what))
         if settings.cost is not None:
-            measure_cost(report, settings.cost, partial(tell, done, settings.kills))
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
+            durable_cost.measure(report, settings.cost, lambda what: tell(done, done, what))
     report.verdicts += judge(report) if settings.scenarios else []
-    report.verdicts += judge_changes(report) if settings.changes is not None else []
-    report.verdicts += judge_cost(report, settings.cost) if settings.cost is not None else []
+    report.verdicts += faults_changes.judge(report) if settings.changes is not None else []
+    if settings.cost is not None:
+        report.verdicts += durable_cost.judge(report, settings.cost)
     return report
 
 
-def _tell_more(
-    tell: Callable[[float, float, str], None], done: int, total: int, label: str, more: int
-) -> None:
-    tell(done + more, total, label)
+def _tell(tell: Told, done: int, kills: int, name: str, more: int) -> None:
+    tell(done + more, kills, name)
 
 
 def judge(report: Report) -> list[Verdict]:
     """All equal, and a warm repair is quick."""
     rows = _rows(report)
-    equal = [row.parameters_equal and row.samples_once and row.steps_once for row in rows]
-    share = 100.0 * sum(equal) / len(equal) if equal else None
-    killed = sum(row.kills for row in rows)
+    share = 100.0 * sum(row.equal for row in rows) / len(rows) if rows else None
     warm = [row.warm_s_median for row in rows if row.warm_s_median is not None]
-    worst = max(warm, default=None)
-    count = sum(row.warm_kills for row in rows)
     rejoined = [
         row.rejoin_s_median - row.script_s
         for row in rows
@@ -220,10 +187,10 @@ def judge(report: Report) -> list[Verdict]:
     ]
     return [
         Verdict.of("jobs like undisturbed ones", ">=", 100.0, "%", share,
-                   detail=f"{killed} kills" if equal else "no job has ended"),
+                   detail=f"{sum(row.kills for row in rows)} kills"),
         Verdict.of("median recovery with a warm standby, of the worst scenario", "<=",
-                   RECOVERY_BAR_S, "s", worst,
-                   detail=f"{count} kills" if warm else "no standby was ready at a kill"),
+                   RECOVERY_BAR_S, "s", max(warm, default=None),
+                   detail="" if warm else "no standby was ready at a kill"),
         Verdict.of("median rejoining of a worker beyond its script, of the worst scenario", "<=",
                    REJOIN_BAR_S, "s", max(rejoined, default=None),
                    detail=f"{len(rejoined)} scenarios" if rejoined else "no worker was timed"),
@@ -232,9 +199,10 @@ def judge(report: Report) -> list[Verdict]:
 
 def fails(report: Report) -> bool:
     """Whether anything is unequal, or a job has failed or hung."""
-    return changes_fail(report) or any(
-        row.failures or not (row.parameters_equal and row.samples_once and row.steps_once)
-        for row in _rows(report)
+    return any(
+        row.failures if isinstance(row, faults_changes.ChangeRow) else not row.equal or row.failures
+        for row in report.rows
+        if isinstance(row, faults_changes.ChangeRow | FaultRow)
     )
 
 
@@ -247,150 +215,146 @@ def print_faults(report: Report, console: Console) -> None:
     console.print(machine_line(report), soft_wrap=True)
     if rows := _rows(report):
         _print_kills(rows, console)
-    print_changes(report, console)
-    print_costs(report, console)
-    for verdict in report.verdicts:
-        style = {True: "green", False: "bold red", None: "yellow"}[verdict.met]
-        console.print(Text(verdict.line(), style=style), soft_wrap=True)
+    faults_changes.print_changes(report, console)
+    durable_cost.print_costs(report, console)
+    print_verdicts(report, console)
 
 
 def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
     table = new_table(
         "jobs whose processes are killed: how often, before the first step, two at once; equal?",
-        "scenario", ">kills", "parameters", "samples", "steps", ">recovery", ">warm (kills)",
-        ">cold (kills)", ">worker (kills)", ">its script",
+        "scenario", ">kills", "parameters", "samples", "steps", ">warm (kills)", ">cold (kills)",
+        ">worker (kills)", ">its script",
     )  # fmt: skip
-    cells: list[list[str | Text]] = []
-    for row in rows:
-        checks = (row.parameters_equal, row.samples_once, row.steps_once)
-        words = (("equal", "UNEQUAL"), ("once", "NOT ONCE"), ("once", "NOT ONCE"))
-        told = [
-            Text(word[not good], style="green" if good else "bold red")
-            for word, good in zip(words, checks, strict=True)
-        ]
-        cells.append([
-            row.scenario, f"{row.kills}, {row.opening_kills}, {row.double_kills}", *told,
-            format_seconds(row.recovery_s_median),
+    words = {True: ("equal", "green"), False: ("WRONG", "bold red")}
+    add_groups(table, (
+        [
+            row.case, f"{row.kills}, {row.opening_kills}, {row.double_kills}",
+            *(Text(*words[good])
+              for good in (row.parameters_equal, row.samples_once, row.steps_once)),
             f"{format_seconds(row.warm_s_median)} ({row.warm_kills})",
             f"{format_seconds(row.cold_s_median)} ({row.cold_kills})",
             f"{format_seconds(row.rejoin_s_median)} ({row.worker_kills})",
             format_seconds(row.script_s),
-        ])  # fmt: skip
-    add_groups(table, cells)
+        ]
+        for row in rows
+    ))  # fmt: skip
     console.print(table)
     for row in rows:
-        if row.scenario in WORKERS_STAY:
-            console.print(Text(f"{row.scenario}: {row.note}", style="dim"), soft_wrap=True)
+        if row.case in WORKERS_STAY:
+            console.print(Text(f"{row.case}: {row.note}", style="dim"), soft_wrap=True)
         for failure in row.failures:
-            console.print(Text(f"{row.scenario}: {failure}", style="bold red"), soft_wrap=True)
+            console.print(Text(f"{row.case}: {failure}", style="bold red"), soft_wrap=True)
 
 
 def _row(name: str, found: _Found) -> FaultRow:
-    both, ended = found.warm + found.cold, found.judged > 0 and not found.failures
+    ended = found.judged > 0 and not found.failures
 
-    def figures(stem: str, seconds: list[float]) -> dict[str, Any]:
-        if not seconds:
-            return {}
-        return {f"{stem}_median": median(seconds), f"{stem}_p99": percentile(seconds, 0.99)}
+    def middle(seconds: list[float]) -> float | None:
+        return median(seconds) if seconds else None
 
-    return FaultRow(
-        "faults", name, "tensorwire", found.bytes, operations=len(both),
-        note=WORKERS_STAY.get(name, "") or ("" if both else "no kill of a server was timed"),
-        scenario=name, kills=len(found.kills),
+    row = FaultRow(
+        "faults", name, "tensorwire", found.bytes,
+        note=WORKERS_STAY.get(name, ""),
+        kills=len(found.kills),
         standby_kills=sum(kill.who == "standby" for kill in found.kills),
         worker_kills=sum(kill.who == "worker" for kill in found.kills),
-        launcher_kills=sum(kill.who == "launcher" for kill in found.kills),
         opening_kills=sum(kill.opening for kill in found.kills),
         double_kills=sum(kill.double for kill in found.kills),
         parameters_equal=ended and not found.wrong.get("parameters"),
         samples_once=ended and not found.wrong.get("samples"),
         steps_once=ended and not found.wrong.get("steps"),
         warm_kills=len(found.warm), cold_kills=len(found.cold),
-        script_s=found.script_s,
+        warm_s_median=middle(found.warm), cold_s_median=middle(found.cold),
+        rejoin_s_median=middle(found.rejoin), script_s=found.script_s,
         failures=(*found.failures, *(text for each in found.wrong.values() for text in each)),
-        **figures("seconds", both), **figures("recovery_s", both),
-        **figures("warm_s", found.warm), **figures("cold_s", found.cold),
-        **figures("rejoin_s", found.rejoin),
     )  # fmt: skip
+    both = found.warm + found.cold
+    return row.timed(both) if both else row
 
 
-def _run_scenario(
-    name: str, folder: Path, kills: int, settings: FaultSettings, chance: random.Random,
-    found: _Found, tell: Callable[[int], None],
-) -> None:  # fmt: skip
-    tell(0)
-    whole = folder / "undisturbed"
-    with DisturbedJob(name, whole, settings.pace_s, settings.epochs) as job:
-        job.finish()
-    head = json.loads((whole / "final-0").read_bytes().partition(b"\n")[0])
-    models = ("/model", "/body", "/head")
-    found.bytes = sum(size for path, _, _, size in head if path.startswith(models))
-    if name not in WORKERS_STAY:
-        found.script_s = median([_script_s(name, folder) for _ in range(3)])
-    while len(found.kills) < kills:
-        disturbed = folder / f"disturbed-{found.judged}"
-        before = len(found.kills)
-        disturb = _kill_launchers if name == LAUNCHER else _kill_members
-        disturb(name, disturbed, kills, settings, chance, found, tell)
-        _note_recoveries(disturbed, found.kills[before:], found)
-        samples = str(_SAMPLES.get(name, 1280))
-        command = [sys.executable, str(_HERE / "faults_judge.py"), str(whole), str(disturbed)]
-        judged = subprocess.run(
-            [*command, str(WORKERS.get(name, 2)), samples],
-            stdout=subprocess.PIPE,
-            check=False,
-        )
-        for kind, texts in json.loads(judged.stdout).items():
+class _Scenario:
+    """One scenario: an undisturbed job, then disturbed ones until there were so many kills.
+
+    Attributes:
+        found: what is known so far.
+    """
+
+    def __init__(
+        self, name: str, kills: int, settings: FaultSettings, chance: random.Random
+    ) -> None:
+        self._name, self._kills, self._settings, self._chance = name, kills, settings, chance
+        self.found = _Found()
+
+    def run(self, tell: Callable[[int], None]) -> None:
+        """Runs it to its end, or until a job fails; what failed is in `found`."""
+        self._tell, found = tell, self.found
+        tell(0)
+        with tempfile.TemporaryDirectory(prefix="tensorwire-faults-") as made:
+            folder = Path(made)
+            whole = folder / "undisturbed"
+            try:
+                with self._job(whole, self._settings.pace_s) as job:
+                    job.finish()
+                head = json.loads((whole / "final-0").read_bytes().partition(b"\n")[0])
+                models = ("/model", "/body", "/head")
+                found.bytes = sum(size for path, _, _, size in head if path.startswith(models))
+                if self._name not in WORKERS_STAY:
+                    found.script_s = median([_script_s(self._name, folder) for _ in range(3)])
+                while len(found.kills) < self._kills:
+                    self._disturb(whole, folder / f"disturbed-{found.judged}")
+            except PairError as error:
+                found.failures.append(str(error))
+
+    def _job(self, folder: Path, pace_s: float) -> DisturbedJob:
+        return DisturbedJob(self._name, folder, pace_s, self._settings.epochs)
+
+    def _disturb(self, whole: Path, folder: Path) -> None:
+        found, before = self.found, len(self.found.kills)
+        self._kill_launchers(folder) if self._name == LAUNCHER else self._kill_members(folder)
+        if len(found.kills) == before:
+            raise PairError("the job ended before anything could be killed")
+        _note_recoveries(folder, found.kills[before:], found)
+        workers, samples = WORKERS.get(self._name, 2), _SAMPLES.get(self._name, 1280)
+        for kind, texts in faults_judge.judge(whole, folder, workers, samples).items():
             found.wrong.setdefault(kind, []).extend(texts)
         found.judged += 1
-        if len(found.kills) == before:
-            raise JobFailed("the job ended before anything could be killed")
 
+    def _kill_members(self, folder: Path) -> None:
+        """One job whose servers, workers and standbys are killed until it ends."""
+        kills, chance = self.found.kills, self._chance
+        with self._job(folder, self._settings.disturbed_pace_s) as job:
+            kills += job.kill_early(chance) if chance.random() < _EARLY else []
+            while len(kills) < self._kills and (together := job.kill(chance)):
+                kills += together
+                self._tell(len(kills))
+                if not job.await_steps(STEPS_AFTER):
+                    break
+            job.finish()
 
-def _kill_members(
-    name: str, folder: Path, kills: int, settings: FaultSettings, chance: random.Random,
-    found: _Found, tell: Callable[[int], None],
-) -> None:  # fmt: skip
-    """One job whose servers, workers and standbys are killed until it ends."""
-    with DisturbedJob(name, folder, settings.disturbed_pace_s, settings.epochs) as job:
-        early = [job.kill_early(chance)] if chance.random() < _EARLY else []
-        found.kills += (kill for kill in early if kill is not None)
-        while len(found.kills) < kills and (together := job.kill(chance)):
-            found.kills += together
-            tell(len(found.kills))
-            if not job.await_steps(STEPS_AFTER):
-                break
-        job.finish()
-
-
-def _kill_launchers(
-    name: str, folder: Path, kills: int, settings: FaultSettings, chance: random.Random,
-    found: _Found, tell: Callable[[int], None],
-) -> None:  # fmt: skip
-    """One job whose launcher is killed, and which is started again until it ends."""
-    killed = True
-    while killed:
-        with DisturbedJob(name, folder, settings.disturbed_pace_s, settings.epochs) as job:
-            killed = len(found.kills) < kills and job.kill_launcher(chance)
-            if killed:
-                found.kills.append(Kill(time.monotonic(), "launcher", timed=False))
-                tell(len(found.kills))
-            else:
-                job.finish()
+    def _kill_launchers(self, folder: Path) -> None:
+        """One job whose launcher is killed, and which is started again until it ends."""
+        kills, killed = self.found.kills, True
+        while killed:
+            with self._job(folder, self._settings.disturbed_pace_s) as job:
+                killed = len(kills) < self._kills and job.kill_launcher(self._chance)
+                if killed:
+                    kills.append(Kill(time.monotonic(), "launcher", timed=False))
+                    self._tell(len(kills))
+                else:
+                    job.finish()
 
 
 def _script_s(name: str, folder: Path) -> float:
     """How long a process that is alone needs until its first epoch: it has none, and ends there."""
     alone = Path(tempfile.mkdtemp(dir=folder))
-    script = [str(_HERE / "faults_job.py"), name, str(alone), "0", "0"]
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        [sys.executable, *script("faults_job.py", name, alone, 0, 0)], env=environment(),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        output = done.stdout[-4000:].decode(errors="replace")
-        raise JobFailed(f"the script alone has exit code {done.returncode}:\n{output}")
+        raise PairError(f"the script alone: {last_line(done.stderr)}")
     return time.monotonic() - began
 
 

@@ -40,12 +40,13 @@ from pathlib import Path
 from rich.console import Console
 
 from tensorwire.bench.harness import median
+from tensorwire.bench.processes import PairError
 from tensorwire.bench.report import add_groups, new_table
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
-from tensorwire_benchmarks.faults_kills import JobFailed
+from tensorwire_benchmarks.jobs import LaunchedJob, read, run_command, script
 from tensorwire_benchmarks.systems import LIMIT, OWN
 
-_SCRIPT = Path(__file__).parent / "faults_changes_job.py"
+_SCRIPT = "faults_changes_job.py"
 _BYTES = 16 << 20  # of the job's parameters
 _PATIENCE_S = 60.0
 _SETTLED = 4  # steps of worker 0 before the next thing happens
@@ -98,7 +99,7 @@ def measure(report: Report, settings: ChangeSettings, tell: Callable[[str], None
                     act(job, settings.rounds)
                     job.finish()
                     pauses = job.pauses()
-            except JobFailed as error:
+            except PairError as error:
                 failures = (str(error),)
         for case in cases:
             row = ChangeRow(report.bench, f"changes.{case}", OWN, _BYTES, failures=failures)
@@ -122,11 +123,6 @@ def judge(report: Report) -> list[Verdict]:
     told = f"{sum(row.operations for row in rows)} pauses"
     name = "jobs that change, with each sample once in each epoch"
     return [Verdict.of(name, ">=", 100.0, "%", share, detail=told)]
-
-
-def fails(report: Report) -> bool:
-    """A job has failed, hung or counted wrong."""
-    return any(row.failures for row in report.rows if isinstance(row, ChangeRow))
 
 
 def print_changes(report: Report, console: Console) -> None:
@@ -175,39 +171,15 @@ def _kill(job: _Job, rounds: int) -> None:
         job.happens("worker", partial(job.kill_worker, 1, "(restart"), rank=1)
 
 
-class _Job:
-    """A job as a context; leaving it ends the job, should it still run."""
+class _Job(LaunchedJob):
+    """A job whose workers tell when they have made their steps."""
 
     def __init__(self, folder: Path, mode: str, options: Sequence[str], pace_s: float) -> None:
-        self._folder, self._output = folder, folder / "output"
         (folder / "runtime").mkdir(mode=0o700)
-        self._environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder / "runtime"),
-        }  # fmt: skip
-        script = [str(_SCRIPT), str(folder), mode, str(pace_s)]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tensorwire", "run", *options, *script],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env=self._environment,
-            )  # fmt: skip
+        words = script(_SCRIPT, folder, mode, pace_s)
+        runtime = {"XDG_RUNTIME_DIR": str(folder / "runtime")}
+        super().__init__([*run_command(*options), *words], folder, **runtime)
         self._events: list[tuple[str, int, float, float]] = []  # what, whose steps, from, to
-
-    def __enter__(self) -> _Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(15)
-            self._process.kill()
-            self._process.wait()
-
-    @property
-    def said(self) -> str:
-        """What it has printed."""
-        return self._output.read_text(errors="replace")
 
     def happens(self, what: str, act: Callable[[], object], rank: int = 0) -> None:
         """Does something between steps, and waits until the job has settled behind it."""
@@ -223,47 +195,34 @@ class _Job:
         """As a user asks for it."""
         done = subprocess.run(
             [sys.executable, "-m", "tensorwire", "scale", option, str(count)],
-            env=self._environment, capture_output=True, text=True, timeout=2 * _PATIENCE_S,
+            env=self.environment, capture_output=True, text=True, timeout=2 * _PATIENCE_S,
             check=False,
         )  # fmt: skip
         if done.returncode:
-            raise JobFailed(f"scale {option} {count}: {done.stderr}{self.said[-4000:]}")
+            raise self.failed(f"scale {option} {count}: {done.stderr}")
 
     def kill_server(self) -> None:
         """SIGKILL, when a standby waits; returns when another process is in its place."""
-        self._until(lambda: self._standby_is_ready(), "no standby is ready")
-
-        def serving() -> list[int]:
-            standbys = set(self._pids(b"--standby")) - set(self._replaced())
-            return [pid for pid in self._pids(b"tensorwire.torch.server") if pid not in standbys]
-
-        self._end(serving, "takes its place")
+        self.until(self.has_warm_standby, "no standby is ready", _PATIENCE_S)
+        self._end(self.servers, "takes its place")
 
     def kill_worker(self, rank: int, told: str) -> None:
         """SIGKILL; returns when the launcher says what becomes of its slices."""
+        named = f"TENSORWIRE_RANK={rank}\0".encode()
+        self._end(
+            lambda: [p for p in self.children(_SCRIPT) if named in read(f"/proc/{p}/environ")], told
+        )
 
-        def pids() -> list[int]:
-            named = f"TENSORWIRE_RANK={rank}\0".encode()
-            found = self._pids(os.fsencode(_SCRIPT.name))
-            return [pid for pid in found if named in _read(f"/proc/{pid}/environ")]
-
-        self._end(pids, told)
-
-    def finish(self) -> None:
-        """Lets the job end, and looks at what it has counted. Raises JobFailed if it is wrong."""
-        (self._folder / "stop").touch()
-        try:
-            code = self._process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise JobFailed(f"it does not end:\n{self.said[-4000:]}") from None
-        if code:
-            raise JobFailed(f"exit code {code}:\n{self.said[-4000:]}")
+    def finish(self, wait_s: float = _PATIENCE_S) -> None:
+        """Lets the job end, and looks at what it has counted."""
+        (self.folder / "stop").touch()
+        super().finish(wait_s)
         counted = [json.loads(each) for each in re.findall(r"counted (\{.*\})", self.said)]
         if not counted:
-            raise JobFailed(f"nothing was counted:\n{self.said[-4000:]}")
+            raise self.failed("nothing was counted")
         for each in counted:
             if each["used"] != [float(each["epochs"])]:
-                raise JobFailed(
+                raise PairError(
                     f"in {each['epochs']} epochs samples were used {each['used']} times"
                 )
 
@@ -271,56 +230,25 @@ class _Job:
         """By what happened, how much longer an interval was than the median one."""
         found: dict[str, list[float]] = {}
         for what, rank, began, ended in self._events:
-            times = self._steps(rank)
-            gaps = [(b - a, a, b) for a, b in pairwise(times)]
+            gaps = [(b - a, a, b) for a, b in pairwise(self._steps(rank))]
             around = [gap for gap, a, b in gaps if b > began and a < ended]
             found.setdefault(what, []).append(max(around) - median([gap for gap, _, _ in gaps]))
         return found
 
     def _steps(self, rank: int) -> list[float]:
-        text = _read(str(self._folder / f"steps-{rank}"))
-        return [float(line) for line in text.splitlines()]
+        return [float(line) for line in read(str(self.folder / f"steps-{rank}")).splitlines()]
 
     def _await_steps(self, rank: int) -> None:
         mark = len(self._steps(rank)) + _SETTLED
-        self._until(lambda: len(self._steps(rank)) >= mark, f"worker {rank} makes no steps")
-
-    def _until(self, is_true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not is_true():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise JobFailed(f"{what}:\n{self.said[-4000:]}")
-            time.sleep(0.01)
+        self.until(
+            lambda: len(self._steps(rank)) >= mark, f"worker {rank} makes no steps", _PATIENCE_S
+        )
 
     def _end(self, find: Callable[[], list[int]], told: str) -> None:
         known = self.said.count(told)
-        self._until(lambda: bool(find()), "there is nobody to be killed")
+        self.until(lambda: bool(find()), "there is nobody to be killed", _PATIENCE_S)
         os.kill(find()[0], signal.SIGKILL)
-        self._until(lambda: self.said.count(told) > known, f"nobody said {told!r}")
-
-    def _pids(self, word: bytes) -> list[int]:
-        pid = self._process.pid
-        children = map(int, _read(f"/proc/{pid}/task/{pid}/children").split())
-        return [each for each in children if word in _read(f"/proc/{each}/cmdline")]
-
-    def _replaced(self) -> list[int]:
-        """The processes that were a standby and have got another one's place."""
-        return [int(pid) for pid in re.findall(r"pid (\d+)\) takes its place", self.said)]
-
-    def _standby_is_ready(self) -> bool:
-        """It sleeps, and has used as much processor time as its imports need."""
-        for pid in set(self._pids(b"--standby")) - set(self._replaced()):
-            fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-            if fields and fields[0] == b"S" and int(fields[11]) + int(fields[12]) > 50:
-                return True
-        return False
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
+        self.until(lambda: self.said.count(told) > known, f"nobody said {told!r}", _PATIENCE_S)
 
 
 # --- what cannot be avoided -----------------------------------------------------------------------

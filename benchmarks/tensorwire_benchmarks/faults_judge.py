@@ -1,9 +1,6 @@
 """Judges a job whose processes were killed, by the files that it and an undisturbed one left.
 
-    python faults_judge.py UNDISTURBED DISTURBED WORKERS SAMPLES
-
-Prints what is wrong as JSON, {"parameters": […], "samples": […], "steps": […]}, and exits with 1 if
-anything is. It reads only the events and final values that faults_job.py has written, imports
+It reads only the events and final values that faults_job.py has written, imports
 nothing of tensorwire, and knows of no kill. A worker that was replaced has events of several
 processes. The first step of a later process may be one that the former one had committed: then it
 was made, and is computed and logged once more, with another loss.
@@ -12,7 +9,6 @@ was made, and is computed and logged once more, with another loss.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -150,15 +146,3 @@ def _compare_losses(expected: list[Event], events: list[Event]) -> list[str]:
     return [
         f"{_said(key)}: other losses or samples" for key in sorted(differ, key=lambda key: key[1])
     ]
-
-
-def main(arguments: list[str]) -> int:
-    """As a program; returns its exit code."""
-    undisturbed, disturbed, workers, samples = arguments
-    found = judge(Path(undisturbed), Path(disturbed), int(workers), int(samples))
-    print(json.dumps(found))
-    return 1 if any(found.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

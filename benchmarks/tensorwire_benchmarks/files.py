@@ -24,6 +24,7 @@ tmpfs. What cannot be measured here is left out, with a warning.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -39,9 +40,8 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.bench import machine
-from tensorwire.bench.harness import paired_ratio
-from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.bench.measuring import add_rows, measuring, take_turns
+from tensorwire.bench.rows import Report, Row
 from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
@@ -105,20 +105,10 @@ class FilesSettings:
 
 def run(settings: FilesSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows so far."""
-    about = machine.describe()
-    described: dict[str, Any] = {
-        "cases": list(settings.cases),
-        "large_mib": settings.large_mib,
-        "total_mib": settings.total_mib,
-        "rounds": settings.rounds,
-        "interrupted": False,
-        "warnings": machine.warnings_about(about),
-    }
-    report = Report("files", about, settings=described)
-    # In this order, as a model that a mount holds open is a snapshot that need not be taken.
-    wanted = [case for case in CASES if case in settings.cases]
-    cases = [case for case in wanted if not is_left_out(report, case)]
-    try:
+    with measuring("files", dataclasses.asdict(settings)) as report:
+        # In this order, as a model that a mount holds open is a snapshot that need not be taken.
+        wanted = [case for case in CASES if case in settings.cases]
+        cases = [case for case in wanted if not is_left_out(report, case)]
         if STEP in cases:
             tell(0, len(cases), STEP)
             for size in settings.step_bytes:
@@ -136,9 +126,6 @@ def run(settings: FilesSettings, tell: Told) -> Report:
                     ) as address,
                 ):  # fmt: skip
                     _measure_all(report, settings, several, Path(folder), address, tell)
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [bar.judge(report) for bar in BARS]
     return report
 
@@ -199,46 +186,23 @@ def _measure_all(
 
 def _measure(report: Report, case: str, size: int, ways: Mapping[str, Way], rounds: int) -> None:
     """The first of the ways is ours; the others are what it is beside."""
-    seconds: dict[str, list[float]] = {system: [] for system in ways}
-    for way in ways.values():
-        way()
-    turn = list(ways.items())
-    for _ in range(rounds):
-        for system, way in turn:
-            seconds[system].append(way())
-        turn.reverse()  # what one leaves behind, such as cold memory, is not always the same's
-    for system, each in seconds.items():
-        row = Row("files", case, system, size).timed(each, moves=True)
-        if system == OURS and COPY in seconds:
-            row = row.beside(paired_ratio(seconds[COPY], each))
-        report.rows.append(row)
-        if system not in (OURS, COPY):
-            ratio = paired_ratio(each, seconds[OURS])
-            if ratio is not None:
-                found = (ratio.median, ratio.interval, ratio.pairs)
-                report.comparisons.append(Comparison(case, size, OURS, system, *found))
+    add_rows(report, case, size, take_turns(ways, rounds), limit=COPY, moves=True)
 
 
 def _measure_training(report: Report, settings: FilesSettings, folder: Path, ways: _Ways) -> None:
     """Time per step with a reader and without, window by window."""
     (folder / "train").touch()
-    steps: dict[str, list[float]] = {OURS: [], ALONE: []}
     rates: list[float] = []
-    _steps_in(folder, settings.window_s)
-    for turn in range(max(6, 3 * settings.rounds // 2)):
-        # The order changes, so that a machine that becomes slower or faster is no difference.
-        for system in (ALONE, OURS) if turn % 2 else (OURS, ALONE):
-            with ways.reading(rates if system == OURS else None):
-                steps[system].append(_steps_in(folder, settings.window_s))
+
+    def window(told: list[float] | None) -> float:
+        with ways.reading(told):
+            return _steps_in(folder, settings.window_s)
+
+    both = {OURS: partial(window, rates), ALONE: partial(window, None)}
+    steps = take_turns(both, max(6, 3 * settings.rounds // 2))
     (folder / "train").unlink()
-    for system, each in steps.items():
-        rate = f"{min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f}"
-        note = f"beside a reader of {rate} MB/s" if system == OURS else ""
-        report.rows.append(Row("files", TRAINING, system, 0, note=note).timed(each))
-    ratio = paired_ratio(steps[ALONE], steps[OURS])
-    if ratio is not None:
-        found = (ratio.median, ratio.interval, ratio.pairs)
-        report.comparisons.append(Comparison(TRAINING, 0, OURS, ALONE, *found))
+    note = f"beside a reader of {min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f} MB/s"
+    add_rows(report, TRAINING, 0, steps, {OURS: note})
 
 
 class _Ways:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tensorwire.errors import UnavailableError
 from tensorwire.membership import running_servers
-
-_START_S = 120.0
+from tensorwire_benchmarks.jobs import LaunchedJob, run_command, script
 
 
 @contextlib.contextmanager
 def running_job(
-    folder: Path, run: Sequence[str], script: str, *arguments: object, end_s: float = 60.0
+    folder: Path, run: Sequence[str], name: str, *arguments: object, end_s: float = 60.0
 ) -> Iterator[str]:
     """A job of one of the scripts beside this file; the address of its server.
 
@@ -26,35 +22,25 @@ def running_job(
     Args:
         folder: the script's first argument.
         run: the arguments of `tensorwire run`.
-        script: its name.
+        name: of the script.
         arguments: the script's others.
         end_s: how long it may take to end itself, before it is terminated.
 
     Raises:
-        UnavailableError: it has not started.
+        PairError: it has not started.
     """
-    path = Path(__file__).with_name(script)
-    command = [sys.executable, "-m", "tensorwire", "run", *run, str(path), str(folder)]
-    command += [str(each) for each in arguments]
+    words = script(name, folder, *arguments)
     before = {each.address for each in running_servers()}
-    errors = folder / "errors"
-    with errors.open("w") as file, subprocess.Popen(command, stderr=file) as process:
+    with LaunchedJob([*run_command(*run), *words], folder) as job:
+        job.until((folder / "ready").exists, "a job of the bench has not started")
         try:
-            deadline = time.monotonic() + _START_S
-            while not (folder / "ready").exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    told = errors.read_text()[-1000:]
-                    raise UnavailableError(f"a job of the bench has not started: {told}")
-                time.sleep(0.05)
-            mine = [
-                each
+            (address,) = {
+                each.address
                 for each in running_servers()
                 if each.address not in before and str(folder) in each.command
-            ]
-            yield mine[0].address
+            }
+            yield address
         finally:
             (folder / "end").touch()
-            try:
-                process.wait(end_s)
-            except subprocess.TimeoutExpired:
-                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(end_s)

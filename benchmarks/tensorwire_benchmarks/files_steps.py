@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from tensorwire.bench.harness import paired_ratio
-from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.bench.measuring import add_rows, take_turns
+from tensorwire.bench.rows import Report
 from tensorwire.errors import UnavailableError
 from tensorwire.files import FileWorker, JobReader
 
@@ -103,17 +104,9 @@ def measure_steps(report: Report, case: str, size_bytes: int, pairs: int, window
             system: stack.enter_context(_job(Path(made) / system, size_bytes, system == OURS))
             for system in (OURS, PYTHON)
         }
-        steps: dict[str, list[float]] = {system: [] for system in jobs}
-        for job in jobs.values():
-            job.step_s(window_s)
-        for _ in range(pairs):
-            for system, job in jobs.items():
-                steps[system].append(job.step_s(window_s))
+        steps = take_turns(
+            {name: partial(job.step_s, window_s) for name, job in jobs.items()}, pairs
+        )
     notes = {OURS: "a file worker in C by a mount", PYTHON: "a worker of Python"}
-    for system, each in steps.items():
-        note = f"the second worker is {notes[system]}"
-        report.rows.append(Row("files", case, system, size_bytes, note=note).timed(each))
-    ratio = paired_ratio(steps[PYTHON], steps[OURS])
-    if ratio is not None:
-        found = (ratio.median, ratio.interval, ratio.pairs)
-        report.comparisons.append(Comparison(case, size_bytes, OURS, PYTHON, *found))
+    told = {system: f"the second worker is {note}" for system, note in notes.items()}
+    add_rows(report, case, size_bytes, steps, told)

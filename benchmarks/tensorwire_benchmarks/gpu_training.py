@@ -9,11 +9,10 @@ other; a time is that of the slower worker's step, with the GPU waited for at it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorwire.bench import machine
 from tensorwire.bench.harness import median
+from tensorwire.bench.measuring import measuring
 from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire.command import Told
+from tensorwire_benchmarks.jobs import LaunchedJob
 from tensorwire_benchmarks.workloads.catalog import workload
 
 ALONE, DDP, OWN = "one process", "ddp-gloo", "tensorwire"
@@ -52,21 +52,14 @@ class GpuSettings:
 def run(settings: GpuSettings, tell: Told) -> Report:
     """Measures one side after the other; Ctrl-C ends it with the rows so far."""
     torch: Any = importlib.import_module("torch")
-    about = machine.describe()
-    described = {**dataclasses.asdict(settings), "interrupted": False}
-    described |= {"gpu": torch.cuda.get_device_name(0), "batches": BATCHES}
-    report = Report("gpu-training", about, settings=described)
-    report.settings["warnings"] = machine.warnings_about(about)
+    described = {"gpu": torch.cuda.get_device_name(0), "batches": BATCHES}
     sides = [("alone", ALONE, 0), ("ddp", DDP, 0), *(("tensorwire", OWN, n) for n in _SERVERS)]
     found: dict[str, dict[str, list[float]]] = {}
-    try:
+    with measuring("gpu-training", dataclasses.asdict(settings) | described) as report:
         for number, (side, system, servers) in enumerate(sides):
             name = f"{system}, {servers} server{'s' * (servers > 1)}" if servers else system
             tell(number, len(sides), name)
             found[name] = _times(side, servers, settings)
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    report.settings["load_average_after"] = machine.load_average()
     for model in settings.models:
         _add(report, model, {name: times.get(model, []) for name, times in found.items()})
     return report
@@ -112,7 +105,7 @@ def trained(
         deterministic: by kernels that have the same bits in each run.
 
     Raises:
-        RuntimeError: a process failed; with what it said last.
+        PairError: a process failed; with what it said last.
     """
     models = [f"{model}:{BATCHES[model]}:{settings.steps}" for model in settings.models]
     models = ["deterministic"] * deterministic + models
@@ -130,32 +123,11 @@ def trained(
 
 
 def _run_all(commands: Sequence[Sequence[str]], folder: str) -> None:
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    processes = []
-    for rank, command in enumerate(commands):
-        said = Path(folder, f"said{rank}").open("wb")
-        processes.append(
-            subprocess.Popen(
-                command,
-                env={**environ, "RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-            )
-        )
-        said.close()
-    try:
-        codes = [process.wait(_LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        lines = [
-            line
-            for rank in range(len(commands))
-            for line in Path(folder, f"said{rank}").read_text(errors="replace").splitlines()
-        ]
-        said_last = [line for line in lines if "Error" in line][-1:] or lines[-1:]
-        raise RuntimeError(f"exit codes {codes}: {' '.join(said_last)}")
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, command in enumerate(commands):
+            place = Path(folder, f"rank{rank}")
+            place.mkdir()
+            processes.append(stack.enter_context(LaunchedJob(command, place, RANK=str(rank))))
+        for each in processes:
+            each.finish(_LIMIT_S)

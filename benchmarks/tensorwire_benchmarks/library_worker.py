@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tensorwire_benchmarks.systems.base import make_optimizer
+from tensorwire_benchmarks.worker_link import WorkerLink
 from tensorwire_benchmarks.workloads.catalog import LIBRARY_MODELS, Workload, named
 
 _SAMPLES = 64  # that are different
@@ -36,13 +36,10 @@ class Gate:
     """
 
     def __init__(self, address: str, rank: int) -> None:
-        link = socket.socket(socket.AF_UNIX)
-        link.connect(address)
+        self._link = WorkerLink(address, rank)
         self.loss = torch.zeros(())
-        self._file = link.makefile("rw")
         self._seconds: list[float] = []
         self._left = self._begun = 0.0
-        self._tell(rank=rank)
 
     def step(self) -> None:
         """A step begins, so the one before is over."""
@@ -51,18 +48,11 @@ class Gate:
             self._seconds.append(now - self._begun)
             self._left -= 1
             if not self._left:
-                self._tell(seconds=self._seconds, loss=self.loss.item())
+                self._link.answer(seconds=self._seconds, loss=self.loss.item())
                 self._seconds = []
         if not self._left:
-            line = self._file.readline()
-            if not line:
-                raise ConnectionError("the bench has ended")
-            self._left = int(line)  # 0: the last step
+            self._left = self._link.order()["steps"]  # 0: the last step
         self._begun = time.monotonic()
-
-    def _tell(self, **what: object) -> None:
-        self._file.write(json.dumps(what) + "\n")
-        self._file.flush()
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tensorwire.bench import machine
 from tensorwire.bench.harness import paired_ratio
+from tensorwire.bench.measuring import measuring
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.rows import Comparison, Report, Row, Verdict
+from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.command import Told
 from tensorwire_benchmarks import modes_training, modes_worker
 from tensorwire_benchmarks.modes_training import TrainingSettings
@@ -62,20 +62,14 @@ class ModesSettings:
 
 def run(settings: ModesSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows of the cases so far."""
-    about = machine.describe()
-    described = {**dataclasses.asdict(settings), "interrupted": False}
-    report = Report("modes", about, settings={**described, "staleness": STALENESS})
-    report.settings["warnings"] = machine.warnings_about(about)
+    described = {**dataclasses.asdict(settings), "staleness": STALENESS}
     sleeping = [case for case in SLEEPING if case in settings.cases]
     tasks = tuple(case for case in modes_training.TASKS if case in settings.cases)
-    try:
+    with measuring("modes", described) as report:
         for number, case in enumerate(sleeping):
             _measure_sleeps(report, settings, case, partial(tell, number, len(sleeping)))
         training = dataclasses.replace(settings.training, tasks=tasks)
         modes_training.measure(report, training, tell)
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    report.settings["load_average_after"] = machine.load_average()
     report.verdicts = judge(report)
     return report
 
@@ -164,24 +158,14 @@ def _measure_sleeps(
             if found := seconds.get((each, system.name)):
                 row = row.timed(found).beside(paired_ratio(limits[each, system.name], found))
             report.rows.append(row)
-        own = systems[1].name
-        _compare(report, each, own, seconds.get((each, SYNC.name)), seconds.get((each, own)))
+        sync, own = (seconds.get((each, system.name), []) for system in systems)
+        report.compare(each, size_bytes, systems[1].name, SYNC.name, sync, own)
 
 
 def _start(stack: contextlib.ExitStack, system: System, workers: int) -> Team:
     team = Team(system, "shm", None, workers, "sgd", program=modes_worker.__name__)
     stack.callback(team.close)
     return team
-
-
-def _compare(
-    report: Report, case: str, system: str, sync: list[float] | None, own: list[float] | None
-) -> None:
-    ratio = paired_ratio(sync or [], own or [])
-    if ratio is not None:
-        size_bytes = report.rows[-1].bytes
-        found = ratio.median, ratio.interval, ratio.pairs
-        report.comparisons.append(Comparison(case, size_bytes, system, SYNC.name, *found))
 
 
 # --- bars ---------------------------------------------------------------------------------------

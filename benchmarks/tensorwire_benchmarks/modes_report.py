@@ -6,10 +6,8 @@ import os
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from tensorwire.bench.harness import median
-from tensorwire.bench.report import figure, print_report
+from tensorwire.bench.report import figure, print_comparisons, print_report
 from tensorwire.bench.rows import Report
 
 _LOOKS = {  # Okabe–Ito, and lines that differ
@@ -27,11 +25,7 @@ def print_modes(report: Report, console: Console) -> None:
     for row in report.rows:
         if row.measured and row.note:
             console.print(f"{row.case:24} {row.system:10} {row.note}", highlight=False)
-    console.print(Text("times as fast as sync, in seconds or in steps (95 %)", style="bold"))
-    for item in report.comparisons:
-        around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
-        line = f"{item.case:24} {item.system:10} {item.ratio:.2f}{around}"
-        console.print(line, highlight=False)
+    print_comparisons(report, "times as fast as sync, in seconds or in steps (95 %)", console)
 
 
 def draw_modes(report: Report, path: str | os.PathLike[str]) -> None:
@@ -60,14 +54,9 @@ def draw_modes(report: Report, path: str | os.PathLike[str]) -> None:
                 axes.spines[["top", "right"]].set_visible(False)
                 for system, (color, dashes) in _LOOKS.items():
                     wanted = (task, workers, system)
-                    mine = [
-                        each
-                        for each in curves
-                        if (each["task"], each["workers"], each["system"]) == wanted
-                    ]
-                    if mine:
-                        seconds, loss = (
-                            [median(moment) for moment in zip(*(x[key] for x in mine), strict=True)]
-                            for key in ("seconds", "loss")
-                        )
-                        axes.plot(seconds, loss, color=color, linestyle=dashes, label=system)
+                    for each in curves:
+                        if (each["task"], each["workers"], each["system"]) == wanted:
+                            axes.plot(
+                                each["seconds"], each["loss"], color=color, linestyle=dashes,
+                                label=system,
+                            )  # fmt: skip

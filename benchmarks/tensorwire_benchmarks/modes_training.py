@@ -15,10 +15,11 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tensorwire.bench.harness import median, paired_ratio
+from tensorwire.bench.harness import median
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.rows import Comparison, Report, Row, Verdict
+from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire_benchmarks import modes_worker
 from tensorwire_benchmarks.modes_worker import Trained
 from tensorwire_benchmarks.systems import ASYNC, BOUNDED, DDP, GRPC, SYNC
@@ -89,6 +90,20 @@ class Curve:
         return None
 
 
+def middles(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a curve for all seeds of a task, number of workers and system: medians."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for each in curves:
+        runs.setdefault((each["task"], each["workers"], each["system"]), []).append(each)
+    return [
+        dict(zip(("task", "workers", "system"), key, strict=True)) | {
+            what: [median(moment) for moment in zip(*(each[what] for each in same), strict=True)]
+            for what in ("seconds", "steps", "loss", "accuracy")
+        }
+        for key, same in runs.items()
+    ]  # fmt: skip
+
+
 def measure(
     report: Report, settings: TrainingSettings, tell: Callable[[int, int, str], None]
 ) -> list[Curve]:
@@ -123,7 +138,7 @@ def measure(
         for task in settings.tasks:
             for workers in settings.sizes:
                 _report(report, curves, failed, task, workers, settings, sizes.get(task, 0))
-        report.settings["curves"] = [dataclasses.asdict(curve) for curve in curves]
+        report.settings["curves"] = middles([dataclasses.asdict(curve) for curve in curves])
     return curves
 
 
@@ -198,12 +213,8 @@ def _report(
     for name, mine in found.items():
         both = [seed for seed in mine if seed in sync]
         for what, part in ((case, 0), (f"{case}.steps", 1)):
-            ratio = paired_ratio(
-                [sync[seed][part] for seed in both], [mine[seed][part] for seed in both]
-            )
-            if ratio is not None:
-                told = ratio.median, ratio.interval, ratio.pairs
-                report.comparisons.append(Comparison(what, size_bytes, name, SYNC.name, *told))
+            rivals, own = ([each[seed][part] for seed in both] for each in (sync, mine))
+            report.compare(what, size_bytes, name, SYNC.name, rivals, own)
 
 
 def judge(report: Report, workers: int) -> list[Verdict]:

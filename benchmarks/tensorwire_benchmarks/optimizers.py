@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire.bench.harness import paired_ratio, time_each
-from tensorwire.bench.rows import Report, Row, Verdict
+from tensorwire.bench.harness import time_each
+from tensorwire.bench.measuring import add_rows, take_turns
+from tensorwire.bench.rows import Report, Verdict
 
 CASES = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Rprop", "Adadelta",
@@ -75,19 +76,11 @@ def _measure_one(torch: Any, report: Report, name: str, settings: OptimizerSetti
     for parameter, gradient in zip(plain.param_groups[0]["params"], gradients, strict=True):
         parameter.grad = gradient
     own = _server_step(torch, name, plain, gradients)
-    samples: tuple[list[float], list[float]] = ([], [])
-    for which in range(2 * (settings.pairs + 2)):
-        step = (own, plain.step)[which % 2]
-        taken = time_each(step, 1)
-        if which >= 4:  # the first ones make state and touch memory
-            samples[which % 2].extend(taken)
-    size = settings.tensors << 20
-    rows = [Row(report.bench, name, system, size) for system in (OWN, TORCH)]
+    ways = {OWN: lambda: time_each(own, 1)[0], TORCH: lambda: time_each(plain.step, 1)[0]}
     note = "one thread; fused kernel" if name in _FUSED else "one thread; the class's own step()"
-    timed = [
-        row.timed(each, moves=True, note=note) for row, each in zip(rows, samples, strict=True)
-    ]
-    report.rows += [timed[0].beside(paired_ratio(samples[1], samples[0])), timed[1]]
+    samples = take_turns(ways, settings.pairs, warm=2)  # state is made, and memory touched
+    notes = dict.fromkeys(ways, note)
+    add_rows(report, name, settings.tensors << 20, samples, notes, limit=TORCH, moves=True)
 
 
 def _plain(torch: Any, name: str, tensors: int) -> Any:

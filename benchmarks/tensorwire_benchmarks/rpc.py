@@ -27,14 +27,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
-from tensorwire.bench import machine
 from tensorwire.bench.harness import median, paired_ratio
+from tensorwire.bench.measuring import measuring, take_turns
 from tensorwire.bench.processes import PairError, ProcessPair
-from tensorwire.bench.rows import Comparison, Report, Row, Verdict
+from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
 
@@ -75,6 +76,9 @@ _CROWD_BYTES = 8
 _LEAST_STREAMED = 4096
 _FEW_ROUNDS = 6
 
+_Taken = tuple[list[float], float, float]
+"""Of a block: seconds of each call, and CPU time at both ends by calls."""
+
 
 @dataclass(frozen=True, slots=True)
 class RpcSettings:
@@ -102,46 +106,33 @@ class RpcSettings:
 
 def run(settings: RpcSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows so far."""
-    about = machine.describe()
-    described = {
-        "sizes": list(settings.sizes),
-        "wires": list(settings.wires),
-        "cases": list(settings.cases),
-        "rounds": settings.rounds,
-        "held": {},
-        "interrupted": False,
-        "warnings": machine.warnings_about(about),
-    }
-    report = Report("rpc", about, settings=described)
     questions = list(_questions(settings))
-    torch = _TorchPairs()
     module, options = f"{__package__}.rpc_pair", {"wires": list(settings.wires)}
-    try:
-        with ProcessPair(module, options) as pair, closing(_Crew(settings)) as crew:
-            for number, (wire, case, size) in enumerate(questions):
-                tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
-                if case in CROWDS:
-                    _measure_crowd(report, pair, settings, wire, case)
-                elif case in PROCESSES:
-                    _measure_processes(report, pair, crew, settings, wire, case)
-                elif case == PUSH_PULL:
-                    _measure_push_pull(report, pair, crew, settings, wire)
-                elif case in HELD:
-                    _measure_held(report, settings, wire, case)
-                else:
-                    _measure(report, pair, torch, settings, wire, case, size)
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    except PairError as error:
-        report.rows += [
-            Row("rpc", f"{wire}.{case}", system, size, note=str(error))
-            for wire, case, size in questions
-            for system in _systems(settings, wire, case, size)
-            if report.find(f"{wire}.{case}", system, size) is None
-        ]
-    finally:
-        torch.close()
-    report.settings["load_average_after"] = machine.load_average()
+    with measuring("rpc", dataclasses.asdict(settings) | {"held": {}}) as report:
+        try:
+            with (
+                closing(_TorchPairs()) as torch, ProcessPair(module, options) as pair,
+                closing(_Crew(settings)) as crew,
+            ):  # fmt: skip
+                for number, (wire, case, size) in enumerate(questions):
+                    tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
+                    if case in CROWDS:
+                        _measure_crowd(report, pair, settings, wire, case)
+                    elif case in PROCESSES:
+                        _measure_processes(report, pair, crew, settings, wire, case)
+                    elif case == PUSH_PULL:
+                        _measure_push_pull(report, pair, crew, settings, wire)
+                    elif case in HELD:
+                        _measure_held(report, settings, wire, case)
+                    else:
+                        _measure(report, pair, torch, settings, wire, case, size)
+        except PairError as error:
+            report.rows += [
+                Row("rpc", f"{wire}.{case}", system, size, note=str(error))
+                for wire, case, size in questions
+                for system in _systems(settings, wire, case, size)
+                if report.find(f"{wire}.{case}", system, size) is None
+            ]
     report.verdicts = [_with_limit(bar, bar.judge(report), report) for bar in BARS]
     report.verdicts += [judge(report, wire) for judge in (_tail, _crowd_cpu) for wire in WIRES]
     report.verdicts += [
@@ -247,44 +238,34 @@ class _Crew:
 def _measure_processes(
     report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str, case: str
 ) -> None:
-    workers, systems = crew.workers(pair), SYSTEMS[case]
-    rounds: dict[str, list[tuple[list[float], float, float]]] = {each: [] for each in systems}
-    for _ in range(settings.rounds):
-        for system in systems:
-            there = crew.remote_cpu(pair)
-            times, here = workers.call(
-                PROCESSES[case], wire, system, _CROWD_BYTES, settings.block_s
-            )
-            there = crew.remote_cpu(pair) - there
-            rounds[system].append((times, here / len(times), there / len(times)))
-    _add_crowd(report, f"{wire}.{case}", rounds)
+    workers = crew.workers(pair)
+
+    def block(system: str) -> _Taken:
+        there = crew.remote_cpu(pair)
+        times, here = workers.call(PROCESSES[case], wire, system, _CROWD_BYTES, settings.block_s)
+        there = crew.remote_cpu(pair) - there
+        return times, here / len(times), there / len(times)
+
+    _add_crowd(report, f"{wire}.{case}", _CROWD_BYTES, _blocks(block, settings, case))
 
 
 def _measure_push_pull(
     report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str
 ) -> None:
-    workers, systems = crew.workers(pair), SYSTEMS[PUSH_PULL]
-    name, size = f"{wire}.{PUSH_PULL}", _scheme_bytes(SKEW)
-    rounds: dict[str, list[tuple[float, float, float]]] = {each: [] for each in systems}
-    for _ in range(settings.rounds):
-        for system in systems:
-            there = crew.remote_cpu(pair)
-            took, calls, here = workers.push_pull(WORKERS, wire, system, settings.block_s)
-            there = crew.remote_cpu(pair) - there
-            rounds[system].append((took / calls, here / calls, there / calls))
-    for system, each in rounds.items():
-        samples = [one[0] for one in each]
-        local, remote = median([one[1] for one in each]), median([one[2] for one in each])
-        row = Row("rpc", name, system, size).timed(
-            samples, moves=True, cpu_seconds_local=local, cpu_seconds_remote=remote
-        )
-        if row.gb_per_s is not None:
-            row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
-        report.rows.append(row)
-        ratio = paired_ratio([one[0] for one in rounds[GRPCIO]], samples)
-        if system != GRPCIO and ratio is not None:
-            found = (ratio.median, ratio.interval, ratio.pairs)
-            report.comparisons.append(Comparison(name, size, system, GRPCIO, *found))
+    workers, name, size = crew.workers(pair), f"{wire}.{PUSH_PULL}", _scheme_bytes(SKEW)
+
+    def block(system: str) -> _Taken:
+        there = crew.remote_cpu(pair)
+        took, calls, here = workers.push_pull(WORKERS, wire, system, settings.block_s)
+        there = crew.remote_cpu(pair) - there
+        return [took / calls], here / calls, there / calls
+
+    rounds = _blocks(block, settings, PUSH_PULL)
+    _add_crowd(report, name, size, rounds, moves=True)
+    samples = {system: [times[0] for times, _, _ in each] for system, each in rounds.items()}
+    for system in samples:
+        if system != GRPCIO:
+            report.compare(name, size, system, GRPCIO, samples[GRPCIO], samples[system])
 
 
 def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
@@ -305,27 +286,38 @@ def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -
 def _measure_crowd(
     report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str
 ) -> None:
-    systems = SYSTEMS[case]
-    rounds: dict[str, list[tuple[list[float], float, float]]] = {each: [] for each in systems}
-    for _ in range(settings.rounds):
-        for system in systems:
-            found = pair.call("crowd", wire, system, _CROWD_BYTES, settings.block_s, CROWDS[case])
-            rounds[system].append(found)
-    _add_crowd(report, f"{wire}.{case}", rounds)
+    def block(system: str) -> _Taken:
+        asked = wire, system, _CROWD_BYTES, settings.block_s, CROWDS[case]
+        found: _Taken = pair.call("crowd", *asked)
+        return found
+
+    _add_crowd(report, f"{wire}.{case}", _CROWD_BYTES, _blocks(block, settings, case))
+
+
+def _blocks(
+    block: Callable[[str], _Taken], settings: RpcSettings, case: str
+) -> dict[str, list[_Taken]]:
+    """All systems of a case in turns."""
+    ways = {system: partial(block, system) for system in SYSTEMS[case]}
+    return take_turns(ways, settings.rounds, warm=0)
 
 
 def _add_crowd(
-    report: Report, name: str, rounds: dict[str, list[tuple[list[float], float, float]]]
+    report: Report, name: str, size: int, rounds: dict[str, list[_Taken]], moves: bool = False
 ) -> None:
     """Rows of seconds of each call, and of CPU time at both ends by calls."""
     for system, each in rounds.items():
         samples = [sample for times, _, _ in each for sample in times]
         local, remote = median([one[1] for one in each]), median([one[2] for one in each])
-        report.rows.append(
-            Row("rpc", name, system, _CROWD_BYTES).timed(
-                samples, cpu_seconds_local=local, cpu_seconds_remote=remote
-            )
+        row = Row("rpc", name, system, size).timed(
+            samples, moves=moves, cpu_seconds_local=local, cpu_seconds_remote=remote
         )
+        report.rows.append(_both_ways(row))
+
+
+def _both_ways(row: Row) -> Row:
+    """A call moves its payload twice."""
+    return row if row.gb_per_s is None else dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
 
 
 def _measure(
@@ -365,20 +357,15 @@ def _measure(
             continue
         samples = [sample for block in each for sample in block]
         row = Row("rpc", name, system, size).timed(samples, moves=case != CHANNEL)
-        if case not in STREAMS and row.gb_per_s is not None:
-            row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
+        row = row if case in STREAMS else _both_ways(row)
         if MEMCPY in middles and system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
         if system in (GRPCIO, MEMCPY):
             continue
         for rival in (GRPCIO, BY_HAND) if system == RUNTIME else (GRPCIO,):
-            ratio = (
-                paired_ratio(middles.get(rival, []), middles[system]) if rival in middles else None
-            )
-            if ratio is not None:
-                found = (ratio.median, ratio.interval, ratio.pairs)
-                report.comparisons.append(Comparison(name, size, system, rival, *found))
+            if rival in middles:
+                report.compare(name, size, system, rival, middles[rival], middles[system])
 
 
 def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar:

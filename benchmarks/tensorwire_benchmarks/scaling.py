@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import secrets
 import subprocess
@@ -30,7 +31,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tensorwire.bench import machine
@@ -40,6 +40,7 @@ from tensorwire.bench.raw_socket import RawClient, RawServer
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.command import Told
 from tensorwire_benchmarks import link
+from tensorwire_benchmarks.jobs import environment, last_line, script
 from tensorwire_benchmarks.link import Host
 from tensorwire_benchmarks.scaling_raw import shares
 from tensorwire_benchmarks.systems import LIMIT, OWN
@@ -52,7 +53,6 @@ MOST_BUSY = 0.7
 _WARM = 2  # steps of each worker that do not count
 _RAW_BYTES = 4 << 20
 _PATIENCE_S = 120.0
-_PACKAGE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Recording:
     def size_bytes(self) -> int:
         """Of all gradients."""
         sizes = [shape for _, shape in self.tensors]
-        return FLOAT_BYTES * sum(_product(shape) for shape in sizes)
+        return FLOAT_BYTES * sum(math.prod(shape) for shape in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +165,12 @@ def record(settings: ScalingSettings) -> Recording:
     command = [sys.executable, "-m", "tensorwire_benchmarks.scaling_record"]
     done = subprocess.run(
         [*command, str(settings.batch), "8"],
-        env=_environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        raise PairError(f"no step could be recorded: {_last_line(done.stderr)}")
+        raise PairError(f"no step could be recorded: {last_line(done.stderr)}")
     return Recording(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -242,9 +242,7 @@ def _run(
     point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
 ) -> tuple[list[float], float, float]:
     """Seconds of all steps that count; CPU seconds of workers, and servers, per worker's step."""
-    shared = _environment(
-        TENSORWIRE_SECRET=secrets.token_hex(32), TENSORWIRE_TRANSPORTS="tcp", OMP_NUM_THREADS="1"
-    )
+    shared = environment(TENSORWIRE_SECRET=secrets.token_hex(32), TENSORWIRE_TRANSPORTS="tcp")
     plan = {
         **dataclasses.asdict(recording),
         "mode": point.mode,
@@ -262,9 +260,7 @@ def _run(
         workers = [
             stack.enter_context(
                 _process(
-                    own_hosts[rank].command(
-                        sys.executable, "-P", str(_PACKAGE / "scaling_worker.py")
-                    ),
+                    own_hosts[rank].command(sys.executable, "-P", *script("scaling_worker.py")),
                     {
                         **shared,
                         "TENSORWIRE_RANK": str(rank),
@@ -291,8 +287,8 @@ def _run_raw(
     point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
 ) -> list[float]:
     """Seconds of all steps that count, by plain sockets."""
-    program = [sys.executable, "-P", str(_PACKAGE / "scaling_raw.py")]
-    sizes = [FLOAT_BYTES * _product(shape) for _, shape in recording.tensors]
+    program = [sys.executable, "-P", *script("scaling_raw.py")]
+    sizes = [FLOAT_BYTES * math.prod(shape) for _, shape in recording.tensors]
     with contextlib.ExitStack() as stack:
         addresses = []
         for index in range(point.servers):
@@ -303,7 +299,7 @@ def _run_raw(
                 "sync": point.mode == "sync",
             }
             server = stack.enter_context(
-                _process(hosts[index].command(*program, "server"), _environment())
+                _process(hosts[index].command(*program, "server"), environment())
             )
             assert server.stdin is not None
             assert server.stdout is not None
@@ -311,12 +307,12 @@ def _run_raw(
             server.stdin.flush()
             if not (port := server.stdout.readline().strip()):
                 assert server.stderr is not None
-                said = _last_line(server.stderr.read())
+                said = last_line(server.stderr.read())
                 raise PairError(f"a server of plain sockets gave no port: {said}")
             addresses.append((hosts[index].address, int(port)))
         own_hosts = hosts[max(settings.servers) :]
         workers = [
-            stack.enter_context(_process(host.command(*program, "worker"), _environment()))
+            stack.enter_context(_process(host.command(*program, "worker"), environment()))
             for host in own_hosts[: point.workers]
         ]
         plan = {
@@ -367,7 +363,7 @@ def _server(
                 if not address:
                     assert process.stderr is not None
                     said = process.stderr.read().decode(errors="replace")
-                    raise PairError(f"server {index} gave no address: {_last_line(said)}")
+                    raise PairError(f"server {index} gave no address: {last_line(said)}")
                 yield process, address
             finally:
                 process.kill()
@@ -379,7 +375,7 @@ def _told(worker: subprocess.Popen[str], plan: dict[str, Any]) -> dict[str, Any]
     except subprocess.TimeoutExpired as error:
         raise PairError(f"a worker did not end within {_PATIENCE_S:g} s") from error
     if worker.returncode:
-        raise PairError(f"a worker ended with code {worker.returncode}: {_last_line(err)}")
+        raise PairError(f"a worker ended with code {worker.returncode}: {last_line(err)}")
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
@@ -393,27 +389,10 @@ def _cpu_of_ended(process: subprocess.Popen[bytes]) -> float:
         raise PairError("a server has ended, and nobody knows what it used") from error
 
 
-def _environment(**more: str) -> dict[str, str]:
-    paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
-
-
 def _memory() -> Any:
     import numpy as np
 
     return np.ones(_RAW_BYTES, np.uint8)
-
-
-def _product(shape: Sequence[int]) -> int:
-    result = 1
-    for length in shape:
-        result *= length
-    return result
 
 
 # --- bars ---------------------------------------------------------------------------------------

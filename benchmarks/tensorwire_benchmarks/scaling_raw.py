@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _CHUNK = 1 << 18
@@ -88,7 +89,24 @@ def _work(plan: dict[str, Any]) -> None:
     for size in sizes:  # all workers begin together, as those of a job that publishes do
         servers.push(size)
     servers.pull(pulled)
+    seconds, cpu_s = replay(
+        plan, lambda tensor: servers.push(sizes[tensor]), lambda: servers.pull(pulled)
+    )
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s}), flush=True)
+
+
+def replay(
+    plan: dict[str, Any], push: Callable[[int], object], advance: Callable[[], object]
+) -> tuple[list[float], float]:
+    """Sleeps where the steps of a plan computed; the seconds of each, and CPU seconds of all.
+
+    Args:
+        plan: its steps, and how many of them are made.
+        push: sends a gradient, at the moment at which the recorded backward had made it.
+        advance: ends a step.
+    """
     seconds, steps = [], plan["steps"]
+    cpu = time.process_time()
     for number in range(plan["count"]):
         step = steps[number % len(steps)]
         begin = time.monotonic()
@@ -96,11 +114,11 @@ def _work(plan: dict[str, Any]) -> None:
         backward = time.monotonic()
         for tensor, at in step["ready"]:
             _sleep_until(backward + at)
-            servers.push(sizes[tensor])
+            push(tensor)
         _sleep_until(backward + step["backward_s"])
-        servers.pull(pulled)
+        advance()
         seconds.append(time.monotonic() - begin)
-    print(json.dumps({"seconds": seconds, "cpu_s": time.process_time()}), flush=True)
+    return seconds, time.process_time() - cpu
 
 
 def _sleep_until(at: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from tensorwire.parameters import (
     Spec,
     TensorSpec,
 )
+from tensorwire_benchmarks.scaling_raw import replay
 
 
 def main() -> None:
@@ -60,28 +60,14 @@ def main() -> None:
         for tensor, values in enumerate(gradients):
             store.push(0, tensor, values)
     advance(PUBLISH, all_pushed if mine == 0 else bytes(len(tensors)))
-    seconds, steps = [], plan["steps"]
-    cpu = time.process_time()
-    for number in range(plan["count"]):
-        step = steps[number % len(steps)]
-        begin = time.monotonic()
-        time.sleep(step["forward_s"])
-        backward = time.monotonic()
-        for tensor, at in step["ready"]:
-            _sleep_until(backward + at)
-            store.push(mine, tensor, gradients[tensor])
-        _sleep_until(backward + step["backward_s"])
-        advance(APPLY, all_pushed)
-        seconds.append(time.monotonic() - begin)
-    cpu = time.process_time() - cpu
+    seconds, cpu_s = replay(
+        plan,
+        lambda tensor: store.push(mine, tensor, gradients[tensor]),
+        lambda: advance(APPLY, all_pushed),
+    )
     store.release()
     member.close()
-    print(json.dumps({"seconds": seconds, "cpu_s": cpu}), flush=True)
-
-
-def _sleep_until(at: float) -> None:
-    if (left := at - time.monotonic()) > 0:
-        time.sleep(left)
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s}), flush=True)
 
 
 if __name__ == "__main__":

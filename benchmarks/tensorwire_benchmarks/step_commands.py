@@ -306,17 +306,17 @@ def parameters(
         growth = scaling_bench.ScalingSettings(workers=(1, 2), servers=(1,), batch=8, steps=4)
 
     def run(tell: Told) -> Report:
-        found = engine.run(PARAMETERS, settings, tell)
-        try:
-            if linked.models and not found.settings["interrupted"]:
+        def others(found: Report) -> None:
+            if linked.models:
                 found.add(engine.run(LINKS, linked, tell), "links")
-            if not found.settings["interrupted"]:
-                measure_optimizers(found, own, lambda name: tell(0, 1, name))
-                if everything or only_scaling:
-                    scaling_bench.measure(found, growth, tell)
-                measure_libraries(found, loops, lambda name: tell(0, 1, name))
-        except KeyboardInterrupt:
-            found.settings["interrupted"] = True
+            if found.settings["interrupted"]:
+                return
+            measure_optimizers(found, own, lambda name: tell(0, 1, name))
+            if everything or only_scaling:
+                scaling_bench.measure(found, growth, tell)
+            measure_libraries(found, loops, lambda name: tell(0, 1, name))
+
+        found = engine.run(PARAMETERS, settings, tell, others)
         found.verdicts += judge_optimizers(found, own.cases)
         found.verdicts += judge_libraries(found, [case for case, _, _ in loops.cases()])
         return found

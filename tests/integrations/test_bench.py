@@ -1,12 +1,13 @@
 """`tensorwire bench parameters --libraries`: steps of other libraries' loops, beside their DDP."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import skip_without
 from programs import output_of
+
+from tensorwire.bench.rows import Report
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,10 +19,7 @@ def test_a_job_is_measured_beside_ddp(library: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     bench = [sys.executable, "-m", "tensorwire", "bench", "parameters", "--quick"]
     output_of([*bench, "--libraries", library, "--json", str(path)], tmp_path)
-    report = json.loads(path.read_text())
-    rows = {row["system"]: row for row in report["rows"]}
-    assert rows.keys() == {"tensorwire", "ddp-gloo"}
-    for row in rows.values():
-        assert row["case"] == f"{library}.digits.step"
-        assert row["operations"] == 960, row["note"]
-    assert [item["pairs"] for item in report["comparisons"]] == [24]
+    report = Report.load(path)
+    assert [row.system for row in report.rows] == ["tensorwire", "ddp-gloo"]
+    assert [row.operations for row in report.rows] == [960, 960], report.rows
+    assert [item.pairs for item in report.comparisons] == [24]

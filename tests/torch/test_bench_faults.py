@@ -3,12 +3,9 @@
 The kills of CI are two here, and those of tests/launch/test_random_kills.py without torch.
 """
 
-import dataclasses
 import functools
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorwire.bench.rows import Comparison
+from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 from tensorwire_benchmarks import durable_cost, faults, faults_changes, faults_judge
 from tensorwire_benchmarks.durable_cost import CostRow, CostSettings
@@ -153,131 +150,72 @@ def test_each_violation_is_found(
     write_events(folders[1], 0, change(events_of(0)))
     found = faults_judge.judge(*folders, 2, SAMPLES)
     assert {kind for kind, texts in found.items() if texts} == kinds
-    command = [sys.executable, faults_judge.__file__, *map(str, folders), "2", str(SAMPLES)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    assert done.returncode == 1
-    assert json.loads(done.stdout) == found
 
 
-def test_recovery_ends_with_the_longest_pause() -> None:
-    times = [1.0, 2.0, 2.1, 3.6, 3.7]
-    assert faults.recovery_s(2.05, times) == pytest.approx(1.55)
-    assert faults.recovery_s(0.0, times) == pytest.approx(3.6)
-    assert faults.recovery_s(4.0, times) is None
-
-
-def test_what_is_unequal_fails() -> None:
-    good = faults.FaultRow(
-        "faults", "x", "tensorwire", 1, parameters_equal=True, samples_once=True, steps_once=True
-    )
-    report = faults.Report("faults", {}, [good])
-    assert not faults.fails(report)
-    report.rows.append(faults.FaultRow("faults", "y", "tensorwire", 1))
-    assert faults.fails(report)
-    assert [verdict.met for verdict in faults.judge(report)] == [False, None, None]
-
-
-def test_a_worker_may_need_its_script_and_two_seconds() -> None:
-    rows = [
-        faults.FaultRow("faults", name, "tensorwire", 1, rejoin_s_median=rejoin, script_s=script)
-        for name, rejoin, script in (("x", 3.9, 2.0), ("y", 9.0, None), ("z", None, 1.0))
-    ]
-    met = faults.judge(faults.Report("faults", {}, rows[1:]))[2].met
-    assert met is None
-    assert faults.judge(faults.Report("faults", {}, rows))[2].met
-    slower = dataclasses.replace(rows[0], rejoin_s_median=4.1)
-    assert faults.judge(faults.Report("faults", {}, [slower, *rows]))[2].met is False
-
-
-def test_the_bars_of_the_cost() -> None:
-    rows = [
-        CostRow("faults", f"cost.{case}.momentum", durable_cost.ON, 1, **figures)
-        for case, figures in (
-            ("exchange", {"cpu_ratio": 1.46, "cpu_ratio_interval": (1.4, 1.5)}),
-            ("computation", {"step_ratio": 1.07, "computation_by_exchange": 10.2}),
-        )
-    ]
-    found = durable_cost.judge(faults.Report("faults", {}, rows), CostSettings())
-    assert [verdict.met for verdict in found] == [False, True, None, None]
-    assert found[1].line().endswith("10.2:1")
+def test_what_is_unequal_slow_or_counted_wrong_is_told() -> None:
+    good = faults.FaultRow("faults", "x", "tensorwire", 1, rejoin_s_median=3.9, script_s=2.0,
+                           parameters_equal=True, samples_once=True, steps_once=True)  # fmt: skip
+    slow = faults.FaultRow("faults", "y", "tensorwire", 1, rejoin_s_median=4.1, script_s=2.0)
+    counted = ChangeRow("faults", "changes.move", "tensorwire", 1, failures=("3 and 4 times",))
+    for rows, fails, met in (
+        ([good], False, [True, None, True]), ([slow, good], True, [False, None, False]),
+        ([good, counted], True, [True, None, True]),
+    ):  # fmt: skip
+        report = Report("faults", {}, list(rows))
+        assert faults.fails(report) is fails
+        assert [verdict.met for verdict in faults.judge(report)] == met
+    assert faults_changes.judge(report)[0].met is False
+    assert faults.recovery_s(2.05, [1.0, 2.0, 2.1, 3.6, 3.7]) == pytest.approx(1.55)
 
 
 @pytest.mark.parametrize(("upper", "met"), [(0.971, True), (0.969, False)])
-def test_no_interval_wholly_below_the_bar(upper: float, met: bool) -> None:
-    report = faults.Report("faults", {})
-    settings = CostSettings(("adam",), beside="elsewhere")
-    report.settings["cost"] = dataclasses.asdict(settings)
-    (found,) = durable_cost.judge(report, settings)
-    assert found.met is None
-    interval = 0.9, upper
-    report.comparisons.append(Comparison("cost.before.adam", 1, "now", "before", 0.95, interval, 9))
-    (found,) = durable_cost.judge(report, settings)
-    assert found.met == met
-    assert json.dumps(report.to_json())
+def test_the_bars_of_the_cost(upper: float, met: bool) -> None:
+    """No interval of a comparison is wholly below the bar."""
+    rows = [CostRow("faults", "cost.exchange.adam", durable_cost.ON, 1, cpu_ratio=1.9),
+            CostRow("faults", "cost.computation.adam", durable_cost.ON, 1, step_ratio=1.07,
+                    computation_by_exchange=10.2)]  # fmt: skip
+    report = Report("faults", {}, list(rows))
+    found = durable_cost.judge(report, CostSettings(("adam",)))
+    assert [verdict.met for verdict in found] == [False, True]
+    report.compare("cost.before.adam", 1, "now", "before", [0.9] * 3 + [upper] * 3, [1.0] * 6)
+    assert durable_cost.judge(report, CostSettings(("adam",), beside="x"))[0].met is met
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_cost_is_measured() -> None:
-    report, settings = faults.Report("faults", {}), CostSettings(("adam",), 1, 6, 2, 1)
+    report, settings = Report("faults", {}), CostSettings(("adam",), 1, 6, 2, 1)
     durable_cost.measure(report, settings, lambda what: None)
-    assert [(row.case, row.system, row.note) for row in report.rows] == [
-        (f"cost.{case}.adam", side, "")
-        for case in ("exchange", "computation")
-        for side in (durable_cost.ON, durable_cost.OFF)
-    ]
+    assert [row.note for row in report.rows] == [""] * 4
     durable, plain = report.rows[:2]
     assert isinstance(durable, CostRow)
     assert isinstance(plain, CostRow)
-    assert durable.notes_bytes
-    assert durable.notes_bytes > plain.notes_bytes == 0
+    assert (durable.notes_bytes or 0) > plain.notes_bytes == 0
     assert durable.rss_bytes
-    assert durable.cpu_seconds_remote
-    assert durable.cpu_ratio_interval
     assert all(verdict.measured is not None for verdict in durable_cost.judge(report, settings))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scenario", ["tables", "launcher"])
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     """Its jobs have one epoch, so that they end soon."""
     path = tmp_path / "faults.json"
-    short = functools.partial(faults.FaultSettings, epochs=1)
-    monkeypatch.setattr(faults, "FaultSettings", short)
-    options = ["--kills", "2", "--scenario", "tables", "--json", str(path)]
+    monkeypatch.setattr(faults, "FaultSettings", functools.partial(faults.FaultSettings, epochs=1))
+    options = ["--kills", "2", "--scenario", scenario, "--json", str(path)]
     result = CliRunner().invoke(main, ["bench", "faults", *options])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["rows"]
-    assert (row["bench"], row["case"], row["system"]) == ("faults", "tables", "tensorwire")
     assert row["kills"] >= 2
     assert all(row[key] for key in ("parameters_equal", "samples_once", "steps_once"))
-    assert row["bytes"] > 4 * 400 * 16
     assert row["script_s"] > 0
-    assert row["ratio_to_limit"] is None
-
-
-def test_a_job_that_has_counted_wrong_fails() -> None:
-    good = ChangeRow("faults", "changes.move", "tensorwire", 1, 0.1, operations=3)
-    bad = dataclasses.replace(good, failures=("in 3 epochs samples were used [3.0, 4.0] times",))
-    for rows, met in (([good], True), ([good, bad], False)):
-        report = faults.Report("faults", {}, rows)
-        assert faults.fails(report) is not met
-        (verdict,) = faults_changes.judge(report)
-        assert (verdict.met, verdict.detail) == (met, f"{3 * len(rows)} pauses")
-
-
-@pytest.mark.parametrize("other", ["--cost", "--kills=3"])
-def test_changes_are_for_themselves(other: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "faults", "--changes", other])
-    assert result.exit_code == 2
-    assert "--changes is for itself" in result.output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_changes_are_measured() -> None:
     """Shares move, workers come, go and are killed; a server and a worker are in a mode."""
-    report = faults.Report("faults", {})
+    report = Report("faults", {})
     faults_changes.measure(report, ChangeSettings(1, ("bounded",), 0.0), lambda _: None)
     rows = [row for row in report.rows if isinstance(row, ChangeRow)]
     assert [row.case.removeprefix("changes.") for row in rows] == [
@@ -285,9 +223,4 @@ def test_changes_are_measured() -> None:
         "bounded, others",
     ]  # fmt: skip
     assert not any(row.failures for row in rows), rows
-    assert all(row.operations == 1 for row in rows)
-    limits = {row.case: row.seconds_median for row in report.rows if row.system == "limit"}
-    assert limits.pop("changes.bounded, others") is None
-    assert all(limits.values())
-    (verdict,) = faults_changes.judge(report)
-    assert verdict.met
+    assert faults_changes.judge(report)[0].met

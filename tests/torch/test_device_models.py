@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorwire_benchmarks.gpu_training import BATCHES, GpuSettings, trained
+from tensorwire_benchmarks.gpu_training import BATCHES, GpuSettings, run, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -17,3 +17,11 @@ def test_models_have_one_result(model: str, monkeypatch: pytest.MonkeyPatch) -> 
     two = trained("tensorwire", 2, settings, deterministic=True)
     assert len({each[model]["digest"] for each in [*one, *two]}) == 1
     assert one[0][model]["values"] == pytest.approx(ddp[0][model]["values"], rel=1e-5, abs=1e-6)
+
+
+def test_on_a_gpu_every_side_has_a_row() -> None:
+    report = run(GpuSettings(["alexnet"], 2), lambda *_: None)
+    assert [row.system for row in report.rows if row.measured] == [
+        "one process", "ddp-gloo", "tensorwire, 1 server", "tensorwire, 2 servers",
+    ]  # fmt: skip
+    assert [item.rival for item in report.comparisons] == ["ddp-gloo"] * 2

@@ -68,29 +68,13 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_paper_s_networks_have_its_tensors_and_bytes(name: str) -> None:
-    found = summary(workload(name).tensors())
-    tensors, mib, classes = PAPER[name]
-    assert found.tensors == tensors
-    assert round(found.bytes / MIB, 2) == mib
+def test_the_paper_s_networks_have_its_tensors_bytes_and_shapes(name: str) -> None:
+    tensors = workload(name).tensors()
+    found, (count, mib, classes) = summary(tensors), PAPER[name]
+    assert (found.tensors, round(found.bytes / MIB, 2)) == (count, mib)
     assert (found.small, found.medium, found.large) == classes
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_paper_s_networks_have_its_shapes(name: str) -> None:
-    found = [tensor.shape for tensor in workload(name).tensors()]
-    assert Counter(found) == Counter(SHAPES[name])
-
-
-def test_inception_has_94_convolutions_and_an_auxiliary_head() -> None:
-    tensors = workload("inception-v3").tensors()
-    kernels = [tensor.shape for tensor in tensors if len(tensor.shape) == 4]
-    assert len(kernels) == 94 + 2 + 2  # two in the auxiliary head, and the end of both heads
-    offsets = [tensor.shape for tensor in tensors if len(tensor.shape) == 1]
-    assert Counter(offsets) == Counter((shape[0],) for shape in kernels)  # no scales
-    assert sum(tensor.size_bytes for tensor in tensors) == 4 * 24_353_332
-    assert max(tensor.size_bytes for tensor in tensors) == 4 * 768 * 128 * 5 * 5
-    assert Counter(kernels)[160, 160, 7, 1] == Counter(kernels)[160, 160, 1, 7] == 4
+    if name in SHAPES:
+        assert Counter(tensor.shape for tensor in tensors) == Counter(SHAPES[name])
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -100,70 +84,22 @@ def test_the_others_have_the_tensors_and_bytes_they_are_known_for(name: str) -> 
     assert (found.tensors, found.bytes) == (tensors, 4 * elements)
 
 
-def test_what_is_sparse_is_said() -> None:
-    looked_up = {
-        model.name: sum(tensor.looked_up for tensor in model.tensors())
-        for model in WORKLOADS
-        if any(tensor.looked_up for tensor in model.tensors())
-    }
-    assert looked_up == {"dlrm": 26, "dlrm-dense": 26, "moe": 1, "bilstm": 1}
-    for model in WORKLOADS:
-        sparse = [tensor for tensor in model.tensors() if tensor.sparse]
-        assert len(sparse) == (26 if model.name == "dlrm" else 0)
-        assert all(tensor.looked_up for tensor in sparse)
-        assert model.optimizer == ("plain-sgd" if sparse else None)
-
-
-@pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
-def test_a_tiny_one_has_the_same_structure(model: Workload) -> None:
-    assert model.reduced().name == model.name
-    assert model.reduced().size_bytes < model.size_bytes / 50
-    if model.name == "gpt2-small":  # two layers of twelve
-        assert len(model.reduced().tensors()) == 28
-        return
-    full, tiny = ([t.name for t in m.tensors()] for m in (model, model.reduced()))
-    assert tiny == full
-
-
 @pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
 def test_a_step_gives_every_parameter_a_gradient(model: Workload) -> None:
+    """And every process has the same values, but batches of its own."""
     tiny = model.reduced()
-    network, loss = tiny.build(torch), tiny.loss(torch)
+    assert tiny.size_bytes < model.size_bytes / 50
+    network, again, loss = tiny.build(torch), tiny.build(torch), tiny.loss(torch)
+    assert all(map(torch.equal, network.parameters(), again.parameters()))
     assert sum(p.numel() for p in network.parameters()) == tiny.size_bytes // 4
-    assert {p.dtype for p in network.parameters()} == {torch.float32}
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    for inputs, labels in tiny.batches(torch, 0)[:2]:
-        optimizer.zero_grad()
-        value = loss(network(inputs), labels)
-        assert value.isfinite()
-        value.backward()
-        for tensor, parameter in zip(tiny.tensors(), network.parameters(), strict=True):
-            assert parameter.grad is not None, tensor.name
-            assert parameter.grad.is_sparse == tensor.sparse, tensor.name
-        optimizer.step()
-
-
-def leaves(batch: object) -> list[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    assert isinstance(batch, tuple)
-    return [leaf for part in batch for leaf in leaves(part)]
-
-
-@pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
-def test_values_and_batches_are_the_same_in_every_process(model: Workload) -> None:
-    tiny = model.reduced()
-    first, second = tiny.build(torch), tiny.build(torch)
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
-    once, again, other = (leaves(tiny.batches(torch, rank)[0]) for rank in (0, 0, 1))
-    assert all(map(torch.equal, once, again))
-    assert not all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(once, other, strict=True)
-    )
-
-
-# --- what is special ----------------------------------------------------------------------------
+    inputs, labels = tiny.batches(torch, 0)[0]
+    assert repr(tiny.batches(torch, 0)[0]) != repr(tiny.batches(torch, 1)[0])
+    value = loss(network(inputs), labels)
+    assert value.isfinite()
+    value.backward()
+    for tensor, parameter in zip(tiny.tensors(), network.parameters(), strict=True):
+        assert parameter.grad is not None, tensor.name
+        assert parameter.grad.is_sparse == tensor.sparse, tensor.name
 
 
 def test_an_lstm_computes_what_torch_s_own_does() -> None:
@@ -180,84 +116,7 @@ def test_an_lstm_computes_what_torch_s_own_does() -> None:
         torch.testing.assert_close(network(inputs), expected)
 
 
-def test_a_gru_s_reset_gate_acts_before_u() -> None:
-    model = workload("gru").reduced()
-    network, inputs = model.build(torch), model.batches(torch, 0)[0][0]
-    r, z, n = network.gates.values()
-    with torch.no_grad():
-        h = torch.zeros(inputs.shape[0], inputs.shape[2])
-        for x in inputs.unbind(1):
-            reset = torch.sigmoid(x @ r.W + h @ r.U + r.b)
-            update = torch.sigmoid(x @ z.W + h @ z.U + z.b)
-            new = torch.tanh(x @ n.W + (reset * h) @ n.U + n.b)
-            h = (1 - update) * new + update * h
-        torch.testing.assert_close(network(inputs), network.last(h))
-
-
-def test_how_many_tokens_an_expert_gets_follows_from_the_data() -> None:
-    model = workload("moe").reduced()
-    network = model.build(torch)
-    rows: list[list[int]] = []
-    for expert in network.experts.experts:
-        expert.register_forward_hook(lambda module, args, out: rows[-1].append(len(args[0])))
-    for inputs, _ in model.batches(torch, 0):
-        rows.append([])
-        network(inputs)
-    assert all(sum(counts) == 2 * inputs.numel() for counts in rows)
-    assert len(set(map(tuple, rows))) > 1
-
-
-def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
-    model = workload("moe").reduced()
-    network, loss = model.build(torch), model.loss(torch)
-    inputs, labels = model.batches(torch, 0)[0]
-    with torch.no_grad():
-        network.experts.router.weight.zero_()  # then the first two are chosen
-        _, choice = torch.zeros(1, 8).topk(2, -1)
-    loss(network(inputs), labels).backward()
-    experts = network.experts.experts
-    unused = [e for i, e in enumerate(experts) if i not in choice.flatten()]
-    assert len(unused) == 6
-    for parameter in (p for expert in unused for p in expert.parameters()):
-        assert parameter.grad is not None
-        assert not parameter.grad.any()
-
-
-def test_sentences_have_lengths_of_their_own_and_padding_counts_for_nothing() -> None:
-    model = workload("bilstm").reduced()
-    network, loss = model.build(torch), model.loss(torch)
-    batches = model.batches(torch, 0)
-    assert len({inputs[0].shape for inputs, _ in batches}) > 1
-    (words, lengths), labels = batches[0]
-    assert lengths.min() < lengths.max()
-    other = torch.where(labels < 0, (words + 1) % 100, words)
-    with torch.no_grad():
-        assert loss(network((other, lengths)), labels) == loss(network((words, lengths)), labels)
-
-
-@pytest.mark.parametrize("name", ["dlrm", "dlrm-dense"])
-def test_rows_that_no_batch_looks_up_have_no_gradient(name: str) -> None:
-    model = workload(name).reduced()
-    network, loss = model.build(torch), model.loss(torch)
-    (numbers, rows), labels = model.batches(torch, 0)[0]
-    loss(network((numbers[:4], rows[:4])), labels[:4]).backward()
-    for table, found in zip(network.tables, rows[:4].unbind(1), strict=True):
-        touched = table.weight.grad.to_dense().abs().sum(1).nonzero().flatten().tolist()
-        assert set(touched) <= set(found.tolist())
-
-
-def test_sparse_and_dense_gradients_are_of_the_same_model() -> None:
-    sparse, dense = (workload(name).reduced() for name in ("dlrm", "dlrm-dense"))
-    networks = sparse.build(torch), dense.build(torch)
-    for model, network in zip((sparse, dense), networks, strict=True):
-        inputs, labels = model.batches(torch, 1)[2]
-        model.loss(torch)(network(inputs), labels).backward()
-    for a, b in zip(*(network.parameters() for network in networks), strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a.grad.to_dense(), b.grad)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_a_step_moves_the_rows_that_its_gradients_have(workers: int) -> None:
     """Against the gradients themselves, as a worker would send them."""
     model = workload("dlrm").reduced()
@@ -288,15 +147,6 @@ def test_a_step_moves_the_rows_that_its_gradients_have(workers: int) -> None:
     assert found.looked_up
 
 
-def test_a_dense_step_moves_all() -> None:
-    model = workload("dlrm-dense").reduced()
-    size_bytes = model.size_bytes
-    assert model.traffic(2) == (size_bytes, size_bytes, (0, size_bytes // 4), False)
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
 def test_the_command_shows_sizes_and_writes_tensors(tmp_path: Path) -> None:
     path = tmp_path / "tensors.json"
     result = CliRunner().invoke(main, ["bench", "workloads", "--json", str(path)])
@@ -308,11 +158,3 @@ def test_the_command_shows_sizes_and_writes_tensors(tmp_path: Path) -> None:
         assert line.split()[1:3] == [str(tensors), f"{mib:.2f}"]
         assert len(data[name]["rows"]) == tensors
         assert sum(row["size_bytes"] for row in data[name]["rows"]) == data[name]["bytes"]
-
-
-def test_an_unknown_workload_is_told_what_there_is() -> None:
-    with pytest.raises(LookupError, match="known: alexnet, inception-v3"):
-        workload("lenet")
-    result = CliRunner().invoke(main, ["bench", "workloads", "--workload", "lenet"])
-    assert result.exit_code == 2
-    assert "choose from alexnet" in " ".join(result.output.split())

@@ -68,7 +68,7 @@ WRONG = [
     ("bench memory --seconds 1 --seconds 2", "--seconds is given twice"),
     ("bench memory --from SCRIPT --quick", "--quick has no meaning for --from"),
     ("bench memory --from SCRIPT --wires shm", "--wires has no meaning for --from"),
-    ("bench memory --from SCRIPT", "SCRIPT: not a bench report of format 1"),
+    ("bench memory --from SCRIPT", "SCRIPT: not a bench report of format 2"),
     ("bench memory --from nothing.json", "'nothing.json' does not exist"),
     ("bench training --wires alone --steps 5", "--steps has no meaning for --wires alone"),
     ("bench training --wires alone --models mlp200", "measures small models"),

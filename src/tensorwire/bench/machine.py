@@ -1,4 +1,4 @@
-"""Describes the machine of a figure: processor, memory, kernel, versions, load.
+"""Describes the machine of a figure: processor, memory, kernel, versions; and if it was quiet.
 
 Reads /proc and /sys and the installed distributions; changes nothing but, on request, the cores on
 which this process may run. Anything that cannot be read is None, never a guess.
@@ -6,9 +6,9 @@ which this process may run. Anything that cannot be read is None, never a guess.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
-import math
 import os
 import platform
 import time
@@ -60,17 +60,8 @@ def version(package: str) -> str | None:
         return None
 
 
-def load_average() -> tuple[float, float, float] | None:
-    """Returns runnable tasks over 1, 5 and 15 minutes."""
-    try:
-        return os.getloadavg()
-    except OSError:
-        return None
-
-
 def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Returns everything about this machine that a reader of the figures needs, ready for JSON."""
-    load = load_average()
     huge = _ROOT / "sys/kernel/mm/transparent_hugepage"
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -90,7 +81,6 @@ def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
         "python": platform.python_version(),
         "c_library": " ".join(platform.libc_ver()),
         "packages": {package: version(package) for package in packages},
-        "load_average": list(load) if load else None,
     }
 
 
@@ -104,13 +94,6 @@ def warnings_about(machine: dict[str, Any]) -> list[str]:
     """Returns a sentence for each fact that makes figures worse or less certain."""
     found = []
     quota = machine["cpu_quota"]
-    cores = min(len(machine["affinity"]), math.inf if quota is None else quota)
-    load = machine["load_average"]
-    if load and load[0] > 0.25 * cores:
-        found.append(
-            f"load average {load[0]:.2f} on {cores:g} cores: other work disturbs the figures; "
-            "run again on a quiet machine"
-        )
     if len(machine["affinity"]) < 2:
         found.append("one core only: both processes share it, so latency is that of the scheduler")
     if quota is not None and quota < 2:
@@ -121,6 +104,57 @@ def warnings_about(machine: dict[str, Any]) -> list[str]:
             "'cpupower frequency-set -g performance' steadies them"
         )
     return found
+
+
+class OtherWork:
+    """The CPU time that other processes take on the cores of this one, from now on.
+
+    Work of the kernel in interrupts belongs to nobody and is left out. Processes that this one has
+    started count as its own while they live and after their parents have waited for them.
+    """
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._begin = self._times()
+
+    def share(self) -> float | None:
+        """Returns their part of the time of these cores, 0 to 1; None where nothing tells."""
+        now, before = self._times(), self._begin
+        if now is None or before is None:
+            return None
+        wall, busy, own = (a - b for a, b in zip(now, before, strict=True))
+        return max(0.0, busy - own) / (wall * len(self._cores)) if wall > 0 else None
+
+    def _times(self) -> tuple[float, float, float] | None:
+        """Returns seconds of the clock, of these cores at work, and of the own processes."""
+        tick = os.sysconf("SC_CLK_TCK")
+        try:
+            lines = (self._root / "proc/stat").read_text().splitlines()
+            named = {words[0]: words[1:] for words in map(str.split, lines) if words}
+            busy = 0
+            for core in self._cores:
+                user, nice, system, _, _, _, _, stolen, *_ = map(int, named[f"cpu{core}"])
+                busy += user + nice + system + stolen
+            return time.monotonic(), busy / tick, sum(self._own()) / tick
+        except (OSError, KeyError, ValueError):
+            return None
+
+    def _own(self) -> Iterator[int]:
+        """Yields the ticks of each process of the tree, and of children that it waited for."""
+        parents: dict[int, int] = {}
+        used: dict[int, int] = {}
+        for folder in (self._root / "proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(fields[1])
+                used[int(folder.name)] = sum(map(int, fields[11:15]))
+        for pid in used:
+            above = pid
+            while above != os.getpid() and above in parents:
+                above = parents[above]
+            if above == os.getpid():
+                yield used[pid]
 
 
 def pin_process(cores: Iterable[int]) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tensorwire.bench import machine
 from tensorwire.bench.device import PAUSE_S, batch_of
 from tensorwire.bench.harness import (
     Block,
@@ -37,6 +36,7 @@ from tensorwire.bench.harness import (
     median,
     paired_ratio,
 )
+from tensorwire.bench.measuring import measuring
 from tensorwire.bench.operations import CPP, LIMITS, PYTHON, TORCH_COPY
 from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rivals import RIVALS
@@ -178,20 +178,12 @@ Progress = Callable[[int, int, str], None]
 
 def run(settings: MemorySettings, progress: Progress | None = None) -> Report:
     """Runs the bench. Ctrl-C ends it early with the rows so far (`settings["interrupted"]`)."""
-    about = machine.describe()
-    report = Report(
-        BENCH,
-        about,
-        settings={
-            **{key: list(getattr(settings, key)) for key in ("sizes", "wires", "systems", "cases")},
-            "seconds_per_case": settings.budget.case_s,
-            "interrupted": False,
-            "warnings": machine.warnings_about(about),
-        },
-    )
+    described: dict[str, Any] = {
+        key: list(getattr(settings, key)) for key in ("sizes", "wires", "systems", "cases")
+    }
     cases = plan(settings)
     done = 0
-    try:
+    with measuring(BENCH, described | {"seconds_per_case": settings.budget.case_s}) as report:
         for wire in settings.wires:
             with _Wire(wire, settings, cases) as bench:
                 for case in (case for case in cases if case.wire == wire):
@@ -201,9 +193,6 @@ def run(settings: MemorySettings, progress: Progress | None = None) -> Report:
                     report.rows += rows
                     report.comparisons += comparisons
                     done += 1
-    except KeyboardInterrupt:
-        report.settings["interrupted"] = True
-    report.settings["load_average_after"] = machine.load_average()
     report.verdicts = judge(report)
     if progress is not None:
         progress(done, len(cases), "done")

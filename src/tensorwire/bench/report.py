@@ -6,6 +6,7 @@ It decides nothing and hides nothing: a missed bar and a missing system are prin
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench.operations import CPP, LIMITS, PYTHON
-from tensorwire.bench.rows import Report, Row, format_seconds, format_size
+from tensorwire.bench.rows import Report, Row, format_seconds, format_size, write_text
+from tensorwire.bench.svg import compact
 from tensorwire.errors import UnavailableError
 
 # --- tables -------------------------------------------------------------------------------------
@@ -36,6 +38,11 @@ def print_report(report: Report, console: Console) -> None:
     if report.settings.get("interrupted"):
         console.print(Text("interrupted: the rows so far", style="yellow"))
     console.print(Text("against the bars", style="bold"))
+    print_verdicts(report, console)
+
+
+def print_verdicts(report: Report, console: Console) -> None:
+    """Prints a line for each bar, met or missed."""
     styles = {True: "green", False: "bold red", None: "yellow"}
     for verdict in report.verdicts:
         console.print(Text(verdict.line(), style=styles[verdict.met]), soft_wrap=True)
@@ -53,9 +60,6 @@ def machine_line(report: Report) -> Text:
     ]
     packages = about.get("packages") or {}
     parts += [f"{name} {found}" for name, found in packages.items() if found]
-    load = about.get("load_average")
-    if load:
-        parts.append(f"load {load[0]:.2f}")
     return Text(" · ".join(parts), style="dim")
 
 
@@ -143,7 +147,8 @@ def print_comparisons(report: Report, title: str, console: Console) -> None:
         console.print(Text(title, style="bold"))
     for item in report.comparisons:
         around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
-        console.print(f"{item.case:24} {item.rival:10} {item.ratio:.2f}{around}", highlight=False)
+        pair = f"{item.system} / {item.rival}"
+        console.print(f"{item.case:24} {pair:28} {item.ratio:.2f}{around}", highlight=False)
 
 
 # --- figure -------------------------------------------------------------------------------------
@@ -193,6 +198,7 @@ def figure(
         ) from error
     style = {
         "font.size": 9, "axes.titlesize": 9, "hatch.linewidth": 0.7, "svg.hashsalt": "tensorwire",
+        "svg.fonttype": "none",
     }  # fmt: skip
     with matplotlib.rc_context(style):
         drawn = Figure(figsize=size, layout="constrained")
@@ -207,12 +213,14 @@ def figure(
             frameon=False,
         )  # fmt: skip
         machine = report.machine
-        cores, load = len(machine.get("affinity") or []), machine.get("load_average")
-        when = str(machine.get("time"))[:10] + (
-            f", load {load[0]:.1f} at the start" if load else ""
-        )
+        cores, when = len(machine.get("affinity") or []), str(machine.get("time"))[:10]
         drawn.suptitle(f"{machine.get('cpu')}, {cores} cores, one host{about}; {when}", fontsize=9)
-        drawn.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        if not str(path).endswith(".svg"):
+            drawn.savefig(path)
+            return
+        text = io.StringIO()
+        drawn.savefig(text, format="svg", metadata={"Date": None})
+        write_text(path, compact(text.getvalue()))
 
 
 def show_seconds(axes: Any) -> None:

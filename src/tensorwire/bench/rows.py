@@ -14,12 +14,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from tensorwire.bench.harness import Ratio, median, percentile
+from tensorwire.bench.harness import Ratio, median, paired_ratio, percentile
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON layout; grows when a key changes its meaning."""
+DIGITS = 4
+"""Significant digits of a figure in a file; more than any machine repeats."""
+MOST_POINTS = 50
+"""The longest list of numbers that a file has; of a longer one some are kept, evenly apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class Row:
         """True if the row has figures."""
         return self.seconds_median is not None
 
-    def timed(self, seconds: Sequence[float], *, moves: bool = False, **figures: Any) -> Row:
+    def timed(self, seconds: Sequence[float], *, moves: bool = False, **figures: Any) -> Self:
         """Returns the row with median and p99 of these samples, their number, and further figures.
 
         Where the operation `moves` its bytes, GB/s follow from the median.
@@ -78,7 +82,7 @@ class Row:
         }
         return dataclasses.replace(self, **(found | figures))
 
-    def beside(self, ratio: Ratio | None) -> Row:
+    def beside(self, ratio: Ratio | None) -> Self:
         """Returns the row with the ratio to its limit, if there is one."""
         if ratio is None:
             return self
@@ -144,8 +148,8 @@ class Comparison:
     system: str
     rival: str
     ratio: float
-    interval: tuple[float, float] | None
-    pairs: int
+    interval: tuple[float, float] | None = None
+    pairs: int = 0
 
 
 @dataclass(slots=True)
@@ -173,24 +177,43 @@ class Report:
         self.settings["warnings"] += other.settings["warnings"]
         self.settings["interrupted"] |= other.settings["interrupted"]
 
+    def compare(
+        self, case: str, size_bytes: int, system: str, rival: str,
+        rivals: Sequence[float], own: Sequence[float],
+    ) -> None:  # fmt: skip
+        """Adds how many times as fast as the rival the system is, of times that are pairs."""
+        ratio = paired_ratio(rivals, own)
+        if ratio is not None:
+            found = ratio.median, ratio.interval, ratio.pairs
+            self.comparisons.append(Comparison(case, size_bytes, system, rival, *found))
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON-ready data. Not-a-number never appears: it becomes null."""
+        """Returns the report as JSON-ready data: summaries, as short as they can be.
+
+        Figures have `DIGITS` digits and lists of numbers `MOST_POINTS` entries. Fields without a
+        value are left out, and figures that are not a number too.
+        """
         return {
             "format": FORMAT,
             "bench": self.bench,
-            "settings": self.settings,
-            "machine": dict(self.machine),
-            "rows": [_plain(row) for row in self.rows],
+            "settings": _short(self.settings),
+            "machine": _short(dict(self.machine)),
+            "rows": [_plain(row, self.bench) for row in self.rows],
             "comparisons": [_plain(comparison) for comparison in self.comparisons],
-            "verdicts": [
-                {**_plain(verdict), "distance": verdict.distance, "line": verdict.line()}
-                for verdict in self.verdicts
-            ],
+            "verdicts": [_plain(verdict) for verdict in self.verdicts],
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the JSON file in one step: readers see the old file or the whole new one."""
-        write_json(path, self.to_json())
+        """Writes the JSON file in one step: readers see the old file or the whole new one.
+
+        Rows, comparisons and verdicts are tables: a list with the names of the columns, then a
+        line for each.
+        """
+        parts = []
+        for key, value in self.to_json().items():
+            lines = ",\n  ".join(map(_text, _table(value))) if isinstance(value, list) else ""
+            parts.append(f'"{key}": ' + (f"[\n  {lines}\n ]" if lines else _text(value)))
+        write_text(path, "{" + ",\n ".join(parts) + "}\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -212,28 +235,60 @@ class Report:
             bench=data["bench"],
             machine=dict(data["machine"]),
             settings={"interrupted": False, **data["settings"]},
-            rows=[_made(Row, row) for row in data["rows"]],
-            comparisons=[_made(Comparison, item) for item in data["comparisons"]],
-            verdicts=[_made(Verdict, item) for item in data["verdicts"]],
+            rows=[_made(Row, {"bench": data["bench"], **row}) for row in _items(data["rows"])],
+            comparisons=[_made(Comparison, item) for item in _items(data["comparisons"])],
+            verdicts=[_made(Verdict, item) for item in _items(data["verdicts"])],
         )
 
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Writes data in one step: readers see the old file or the whole new one."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file in one step: readers see the old file or the whole new one."""
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    partial.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    partial.write_text(text)
     partial.replace(target)
 
 
-def _plain(item: Row | Comparison | Verdict) -> dict[str, Any]:
-    return {key: _finite(value) for key, value in dataclasses.asdict(item).items()}
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return [_finite(part) for part in value] if isinstance(value, tuple) else value
+def _table(items: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Returns the names of all columns, then the values of each item; null is for none."""
+    names = list(dict.fromkeys(name for item in items for name in item))
+    return [names, *([item.get(name) for name in names] for item in items)] if items else []
+
+
+def _items(table: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Returns the items of a table."""
+    pairs = (zip(table[0], values, strict=True) for values in table[1:])
+    return [{name: value for name, value in each if value is not None} for each in pairs]
+
+
+def _plain(item: Row | Comparison | Verdict, bench: str = "") -> dict[str, Any]:
+    """Returns the fields that say something; those of a row not the name of its own bench."""
+    usual = {field.name: field.default for field in dataclasses.fields(item)} | {"bench": bench}
+    fields = ((key, _short(value)) for key, value in dataclasses.asdict(item).items())
+    return {key: value for key, value in fields if value is not None and value != usual.get(key)}
+
+
+def _short(value: Any) -> Any:
+    """Returns the value without what nobody reads: digits, and points of a curve."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _short(each) for key, each in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    last = len(value) - 1
+    if last >= MOST_POINTS and all(isinstance(each, int | float) for each in value):
+        value = [value[round(at * last / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]
+    return [_short(each) for each in value]
 
 
 def _made(kind: Any, data: dict[str, Any]) -> Any:

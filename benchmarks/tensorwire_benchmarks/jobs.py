@@ -1,0 +1,236 @@
+"""Jobs that benches start by a launcher: their processes, what they say, and turns by a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tensorwire.bench.processes import PairError
+
+PACKAGE = Path(__file__).parent
+_PATIENCE_S = 180.0
+_END_S = 15.0
+_REPLACED = re.compile(r"(?:\d \(pid (?=\d+\) takes its place)|is started again as pid )(\d+)")
+# Variables of a launcher that the bench itself may run under.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns the environment of a process that finds this package and has one thread."""
+    found = {name: text for name, text in os.environ.items() if not name.startswith(_FOREIGN)}
+    paths = [str(PACKAGE.parent), *filter(None, [found.get("PYTHONPATH")])]
+    return found | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
+
+
+def run_command(*options: str, python: str = sys.executable) -> list[str]:
+    """Returns a command that starts a job; its script and arguments follow."""
+    return [python, "-m", "tensorwire", "run", *options]
+
+
+def last_line(text: str) -> str:
+    """Returns what a process said last, for a reason."""
+    lines = text.strip().splitlines()
+    found = [line for line in lines if "Error:" in line][:1] or lines[-1:]
+    return found[0][:300] if found else "it said nothing"
+
+
+def script(name: str, *arguments: object) -> list[str]:
+    """Returns the words of a script beside this file, with its arguments."""
+    return [str(PACKAGE / name), *map(str, arguments)]
+
+
+class LaunchedJob:
+    """The processes of one launcher, from the beginning of a block until its end.
+
+    Args:
+        command: of the launcher.
+        folder: where it runs, and where `output` has what it says; should be empty.
+        more: variables of its environment.
+
+    Raises:
+        PairError: from all methods, with what the job has said.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, **more: str) -> None:
+        self._command, self.folder, self.environment = command, folder, environment(**more)
+        self._output = folder / "output"
+
+    def __enter__(self) -> Self:
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                self._command, cwd=self.folder, env=self.environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.runs:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def runs(self) -> bool:
+        """The launcher has not ended."""
+        return self.process.poll() is None
+
+    @property
+    def said(self) -> str:
+        """What the job has printed."""
+        return self._output.read_text(errors="replace")
+
+    def failed(self, why: str) -> PairError:
+        """Makes the error that says why, and what the job said."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2.0)  # so that it has said why
+        return PairError(f"{why}; it said: {last_line(self.said)}")
+
+    def until(self, is_true: Callable[[], bool], what: str, wait_s: float = _PATIENCE_S) -> None:
+        """Waits until it is true; `what` is wrong if it never is, or if the job ends before."""
+        deadline = time.monotonic() + wait_s
+        while not is_true():
+            if time.monotonic() > deadline or not self.runs:
+                raise self.failed(what)
+            time.sleep(0.01)
+
+    def finish(self, wait_s: float = _PATIENCE_S) -> None:
+        """Waits until the job has ended well."""
+        try:
+            code = self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"it did not end in {wait_s:g} s") from None
+        if code:
+            raise self.failed(f"exit code {code}")
+
+    # --- its processes --------------------------------------------------------------------------
+
+    def children(self, word: str, *, with_standbys: bool = True) -> list[int]:
+        """The children of the launcher with this word in their command, but for standbys."""
+        pid, standbys = self.process.pid, set(self.standbys() if not with_standbys else ())
+        children = map(int, read(f"/proc/{pid}/task/{pid}/children").split())
+        return [
+            each
+            for each in children
+            if word.encode() in read(f"/proc/{each}/cmdline") and each not in standbys
+        ]
+
+    def servers(self) -> list[int]:
+        """Processes that serve; a standby does not."""
+        return self.children("tensorwire.torch.server", with_standbys=False)
+
+    def standbys(self) -> list[int]:
+        """Processes that wait to take another one's place."""
+        return [pid for pid in self.children("--standby") if pid not in self.replaced()]
+
+    def replaced(self) -> list[int]:
+        """Processes that have got another one's place."""
+        return [int(pid) for pid in _REPLACED.findall(self.said)]
+
+    def has_warm_standby(self) -> bool:
+        """A standby has imported everything: it sleeps and takes no processor time."""
+        before = {pid: _ticks_asleep(pid) for pid in self.standbys()}
+        time.sleep(0.3)
+        return any(ticks > 50 and ticks == _ticks_asleep(pid) for pid, ticks in before.items())
+
+
+def read(path: str) -> bytes:
+    """Returns a file's bytes, none where it is not there."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _ticks_asleep(pid: int) -> int:
+    """Ticks of processor time of a process that sleeps; 0 of others."""
+    fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[11]) + int(fields[12]) if fields and fields[0] == b"S" else 0
+
+
+class LinkedJob(LaunchedJob):
+    """A job whose workers connect to the bench, and do a turn when it sends them a line of JSON.
+
+    The address of the bench's socket is put in place of the word `ADDRESS` of the command. Each
+    worker begins with a line that has its rank.
+    """
+
+    ADDRESS = "ADDRESS"
+
+    def __init__(self, command: Sequence[str], folder: Path, workers: int, **more: str) -> None:
+        address = str(folder / "bench")
+        super().__init__(
+            [address if word == self.ADDRESS else word for word in command], folder, **more
+        )
+        self._address, self._workers = address, workers
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(self._address)
+            listener.listen(self._workers)
+            listener.settimeout(1.0)
+            super().__enter__()
+            stack.callback(super().__exit__)
+            links = [stack.enter_context(self._accept(listener)) for _ in range(self._workers)]
+            for each in links:
+                each.settimeout(_PATIENCE_S)
+            self._files = [stack.enter_context(each.makefile("rw")) for each in links]
+            self._files.sort(key=lambda file: int(self._read(file)["rank"]))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def turn(self, **order: object) -> list[dict[str, Any]]:
+        """Lets all workers do a turn; returns what each of them answers."""
+        self._send(order)
+        return [self._read(file) for file in self._files]
+
+    def end(self) -> None:
+        """Lets the workers go on to the end of their script, and waits for it."""
+        self._send({"steps": 0})
+        self.finish()
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        found: list[socket.socket] = []
+
+        def accepted() -> bool:
+            with contextlib.suppress(TimeoutError):
+                found.append(listener.accept()[0])
+            return bool(found)
+
+        self.until(accepted, "it did not start")
+        return found[0]
+
+    def _send(self, order: Mapping[str, object]) -> None:
+        try:
+            for file in self._files:
+                file.write(json.dumps(order) + "\n")
+                file.flush()
+        except OSError as error:
+            raise self.failed(str(error)) from error
+
+    def _read(self, file: Any) -> dict[str, Any]:
+        try:
+            line = file.readline()
+        except OSError as error:
+            raise self.failed(str(error)) from error
+        if not line:
+            raise self.failed("a worker has ended")
+        found: dict[str, Any] = json.loads(line)
+        return found
