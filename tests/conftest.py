@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -71,22 +72,57 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the first case of each test function as an everyday test, unless it is slow.
+# Parameters that say by which way bytes travel: each test takes its turn among them.
+WAYS = ("path", "runtime", "transport", "transports", "wire")
+# tests/rpc: attachments by both transports, then the runtime by both, then grpcio.
+SYSTEM = "system"
 
-    The first case is found by its parameters, not by the collection: with `--last-failed` only a
-    few cases are there.
-    """
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the part that was asked for."""
     if (part := config.getoption("--part")) is None:
         return
     chosen, left = [], []
     for item in items:
-        parameters = getattr(item, "callspec", None)
-        first = parameters is None or not any(parameters.indices.values())
-        everyday = first and item.get_closest_marker("slow") is None
-        (chosen if everyday == (part == "everyday") else left).append(item)
+        (chosen if is_everyday(item) == (part == "everyday") else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = chosen
+
+
+def is_everyday(item: pytest.Item) -> bool:
+    """Tells whether a case is what a newcomer waits for.
+
+    Benches and slow tests are not. The first case of each other function is, but by a way that is
+    drawn by the function's name; conformance of rpc by an attachment and by the runtime.
+    It goes by a case's parameters alone: with `--last-failed` only a few cases are there.
+    """
+    if item.get_closest_marker("slow") or item.path.name.startswith("test_bench"):
+        return False
+    turn = zlib.crc32(item.nodeid.partition("[")[0].encode())
+    indices: dict[str, int] = item.callspec.indices if hasattr(item, "callspec") else {}
+    for name, index in indices.items():
+        together, count = parameters_with(item, name)
+        wanted = {0}
+        if SYSTEM in together:
+            wanted = {turn % 2, 2 + turn % 2}
+        elif together[0] in WAYS:
+            wanted = {turn % 2}
+        if index not in {min(each, count - 1) for each in wanted}:
+            return False
+    return True
+
+
+def parameters_with(item: pytest.Item, name: str) -> tuple[list[str], int]:
+    """Returns the parameters that get their values together with this one, and how many values."""
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args[:2]
+        together = [each.strip() for each in names.split(",")] if isinstance(names, str) else names
+        if name in together:
+            return list(together), len(list(values))
+    if name == "transport" and "peers" in item.path.parts:
+        return [name], len(item.config.getoption("--transport") or ["shm", "tcp"])
+    fixtures = item._fixtureinfo.name2fixturedefs.get(name)
+    return [name], len(fixtures[-1].params) if fixtures and fixtures[-1].params else 1
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
