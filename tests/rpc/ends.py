@@ -1,11 +1,12 @@
 """The systems that every test of conformance runs on, and the server that they talk to."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,42 @@ SYSTEMS = (
 # Where a device is: in an emulated machine, for tests/rdma/test_machines_rpc.py.
 if os.environ.get("TENSORWIRE_TESTS_RPC_RDMA"):
     SYSTEMS = (*SYSTEMS, System("runtime over rdma", RUNTIME_RDMA, RUNTIME_RDMA))
+
+
+def pairwise(first: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns cases in which each two values of different lists meet; not all that there are.
+
+    The first cases have the values of the first list in their order.
+    """
+    lists = (first, *others)
+    open_pairs = {
+        (i, a, j, b)
+        for (i, one), (j, other) in itertools.combinations(enumerate(lists), 2)
+        for a in range(len(one))
+        for b in range(len(other))
+    }
+
+    def pairs_of(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)}
+
+    every = list(itertools.product(*(range(len(each)) for each in lists)))
+    found, turn = [], itertools.cycle(range(len(first)))
+    while open_pairs:
+        place = next(turn)
+        best = max((c for c in every if c[0] == place), key=lambda c: len(pairs_of(c) & open_pairs))
+        if pairs_of(best) & open_pairs:
+            found.append(tuple(each[at] for each, at in zip(lists, best, strict=True)))
+            open_pairs -= pairs_of(best)
+    return found
+
+
+def of_systems(names: str, *others: Sequence[Any]) -> pytest.MarkDecorator:
+    """Runs a test pairwise on all systems and the values of its other parameters."""
+    return pytest.mark.parametrize(
+        ("system", *names.split()),
+        pairwise(SYSTEMS, *others),
+        ids=lambda value: value.name if isinstance(value, System) else None,
+    )
 
 
 @dataclass

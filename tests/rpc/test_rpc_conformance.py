@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import Ends, Methods
+from ends import Ends, Methods, of_systems
 from google.protobuf.wrappers_pb2 import BytesValue
 
 UU, US = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
@@ -706,8 +706,11 @@ def test_rich_status_and_server_side_codes(ends: Ends) -> None:
     assert isinstance(error, grpc.Call)
 
 
-@pytest.mark.parametrize("size_bytes", [0, 5, (48 << 10) - 1, 48 << 10, (48 << 10) + 1])
-@pytest.mark.parametrize("said", ["code", "details", "trailing", "none", "nothing"])
+@of_systems(
+    "size_bytes said",
+    [0, 5, (48 << 10) - 1, 48 << 10, (48 << 10) + 1],
+    ["code", "details", "trailing", "none", "nothing"],
+)
 def test_a_call_that_ends_well_and_says_more(ends: Ends, said: str, size_bytes: int) -> None:
     def method(request: bytes, context: Any) -> bytes:
         if said == "code":

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import SHM, Ends, System
+from ends import SHM, Ends, System, of_systems
 from test_rpc_conformance import US, UU, echo, echo_all, join, repeat
 
 BEHAVIORS = {"unary_unary": echo, "unary_stream": repeat, "stream_unary": join,
@@ -120,8 +120,7 @@ def test_a_longer_message_beside_than_was_told_is_refused() -> None:
     ends.close()
 
 
-@pytest.mark.parametrize("which", ["initial", "trailing", "details"])
-@pytest.mark.parametrize("arity", ["unary_unary", "unary_stream"])
+@of_systems("which arity", ["initial", "trailing", "details"], ["unary_unary", "unary_stream"])
 def test_metadata_of_a_server_that_are_too_long(ends: Ends, arity: str, which: str) -> None:
     def run(request: bytes, context: Any) -> Iterator[bytes]:
         many = tuple((f"k{i}", "v" * 1000) for i in range(int(request)))

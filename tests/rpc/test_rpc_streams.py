@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ends import Ends
+from ends import Ends, of_systems
 from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, fault, join, wait_for
 
 KIND = {"u": "unary", "s": "stream"}
@@ -85,8 +85,7 @@ def test_a_slow_servicer_holds_up_the_requests(ends: Ends) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["cancel", "deadline"])
-@pytest.mark.parametrize("arity", ["us", "su", "ss"])
+@of_systems("end arity", ["cancel", "deadline"], ["us", "su", "ss"])
 def test_an_end_while_the_sender_waits(ends: Ends, arity: str, end: str) -> None:
     """A sender that waits for its reader goes on when the call ends, at both ends."""
     made: list[int] = []
@@ -371,8 +370,7 @@ def test_responses_that_are_no_iterator(ends: Ends) -> None:
     assert error.details() == "Exception iterating responses: 'list' object is not an iterator"
 
 
-@pytest.mark.parametrize("client", ["uu", "us", "su", "ss"])
-@pytest.mark.parametrize("server", ["uu", "us", "su", "ss"])
+@of_systems("client server", ["uu", "us", "su", "ss"], ["uu", "us", "su", "ss"])
 def test_ends_that_disagree_on_the_arity(ends: Ends, client: str, server: str) -> None:
     """With one message each way there is no difference."""
     handlers = {
@@ -394,8 +392,7 @@ def test_ends_that_disagree_on_the_arity(ends: Ends, client: str, server: str) -
         assert "requires exactly one request message" in error.details()
 
 
-@pytest.mark.parametrize("marked", ["behavior", "handler too"])
-@pytest.mark.parametrize("arity", ["us", "ss"])
+@of_systems("marked arity", ["behavior", "handler too"], ["us", "ss"])
 def test_a_behavior_that_does_not_block(ends: Ends, arity: str, marked: str) -> None:
     """grpcio lets a behavior give its responses to a callback, if it says so."""
 
