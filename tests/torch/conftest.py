@@ -1,5 +1,6 @@
 """One team of processes for all tests of this folder; the tests of training run on every path."""
 
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,8 @@ def team() -> Iterator[Team]:
         yield made
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture
 def transports(request: pytest.FixtureRequest) -> list[str] | None:
-    """For tests that must not depend on the path."""
-    return None if request.param == "shm" else ["tcp"]
+    """The path of a test: drawn by its name, or both, where the path decides what happens."""
+    drawn = ("shm", "tcp")[zlib.crc32(request.node.name.encode()) % 2]
+    return None if getattr(request, "param", drawn) == "shm" else ["tcp"]

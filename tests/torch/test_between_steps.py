@@ -183,6 +183,7 @@ def gradient_data_changed(job: tw.Job, first: int, placement: str = "plan") -> i
     raise AssertionError("it is never found")
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_a_gradient_changed_by_way_of_data(team: Team, transports: list[str] | None) -> None:
     """On every path, produced in place or pushed, in the first step and later."""
     for first in 0, 3:
@@ -375,6 +376,7 @@ def training(job: tw.Job) -> list[str]:
     return digests
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @pytest.mark.skipif(os.getuid() != 0, reason="may not lock memory: needs root")
 def test_memory_that_is_locked(team: Team, transports: list[str] | None) -> None:
     """Named for a bug: parameters never changed, since each page was a copy from the start."""

@@ -144,6 +144,7 @@ def going_on(job: tw.Job) -> str:
     return digest(first) + digest(second)
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_others_go_on(team: Team, transports: list[str] | None) -> None:
     first, second = team.run(going_on, transports=transports)
     assert first == second

@@ -212,6 +212,7 @@ def look(job: Any, kind: str, place: str = "auto") -> Any:
         return tw.explain_optimizer(opt)
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @both
 def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] | None) -> None:
     found = team.run(look, kind, transports=transports)[0]

@@ -475,6 +475,7 @@ NOT_IN_PLACE = {
 }
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
 def test_same_bits_as_with_copies(team: Team, case: Case, transports: list[str] | None) -> None:
     planned = team.run(case, "plan", transports=transports)

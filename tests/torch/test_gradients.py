@@ -33,6 +33,7 @@ def accumulating(job: tw.Job) -> str:
     return digest(model)
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_accumulation_equals_the_big_batch(team: Team, transports: list[str] | None) -> None:
     first, second = team.run(accumulating, transports=transports)
     assert first == second
@@ -240,6 +241,7 @@ def behind(job: tw.Job) -> None:
         opt.zero_grad()
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_values_move_only_in_step(team: Team, transports: list[str] | None) -> None:
     team.run(behind, transports=transports)
 

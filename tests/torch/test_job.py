@@ -32,6 +32,7 @@ def together(job: tw.Job) -> None:
     job.barrier()
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_mean_barrier_shard(team: Team, transports: list[str] | None) -> None:
     team.run(together, transports=transports)
 

@@ -229,6 +229,7 @@ def expected_buffers(kind: str) -> tuple[list[list[float]], list[list[float]]]:
     return rows
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @pytest.mark.parametrize("kind", ["broadcast", "average", "local"])
 def test_buffers(team: Team, transports: list[str] | None, kind: str) -> None:
     first, second = team.run(counting, kind, transports=transports)

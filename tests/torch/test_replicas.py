@@ -34,6 +34,7 @@ import tensorwire.torch as tw
 from tensorwire.torch.loader import seed_of
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_equal_to_plain_torch(team: Team, transports: Any) -> None:
     results = team.run(train, "mlp", workers=4, pipeline=2, transports=transports)
     check(results, alone("mlp"))

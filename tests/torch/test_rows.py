@@ -170,6 +170,7 @@ def everything(job: tw.Job) -> None:
         same(model, twin)
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_when_all_rows_change(team: Team, transports: list[str] | None) -> None:
     team.run(everything, transports=transports)
 
@@ -283,6 +284,7 @@ def told(job: tw.Job) -> dict[str, Any]:
 MESSAGES = 4096  # more than commits and counts
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 def test_only_rows_are_written(team: Team, transports: list[str] | None) -> None:
     for found in team.run(told, transports=transports):
         assert found["rows"] <= found["written"] <= found["rows"] + MESSAGES
@@ -337,6 +339,7 @@ def published(job: tw.Job, size: int) -> None:
         assert digest(model) != before
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @pytest.mark.parametrize("size", [100, 20_000])
 def test_publishing_takes_no_gradients(team: Team, transports: list[str] | None, size: int) -> None:
     team.run(published, size, transports=transports)
