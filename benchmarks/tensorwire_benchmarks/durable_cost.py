@@ -32,12 +32,11 @@ from tensorwire.bench.measuring import take_turns
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.report import add_groups, new_table
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
+from tensorwire.bench.verdicts import EQUAL, Bar, Figure
 from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
 
 ON, OFF = "durable", "not durable"
 NOW, BEFORE = "now", "before"
-EQUAL_BAR = 0.97
-"""No 95 % interval of the speed by that of the other checkout lies wholly below."""
 OPTIMIZERS = {"momentum": 1.45, "adam": 1.85}
 """With the bar on the server's CPU time, with durability by without."""
 STEP_BAR = 1.08
@@ -114,36 +113,30 @@ def judge(report: Report, settings: CostSettings) -> list[Verdict]:
     Or the speed beside the other checkout.
     """
     if settings.beside:
-        return [_judge_equal(report, f"cost.before.{name}") for name in settings.optimizers]
-    found = []
-    rows: list[Any] = [row for row in report.rows if row.system == ON]
-    for name in settings.optimizers:
-        exchange = next((row for row in rows if row.case == f"cost.exchange.{name}"), None)
-        whole = next((row for row in rows if row.case == f"cost.computation.{name}"), None)
-        why = "it was not measured" if exchange is None else exchange.note
-        cpu, interval = None, None
-        if exchange is not None:
-            cpu, interval = exchange.cpu_ratio, exchange.cpu_ratio_interval
-        told = f"server's CPU time of a durable job, {name}"
-        found.append(
-            Verdict.of(told, "<=", OPTIMIZERS[name], "x", cpu, interval, "" if cpu else why)
+        return [
+            Bar(f"cost.before.{name}, upper end of the 95 % interval of the speed", ">=", EQUAL,
+                "x as fast", f"cost.before.{name}", NOW, rival=BEFORE, upper_end=True).judge(report)
+            for name in settings.optimizers
+        ]  # fmt: skip
+    bars = [
+        bar
+        for name in settings.optimizers
+        for bar in (
+            Bar(f"server's CPU time of a durable job, {name}", "<=", OPTIMIZERS[name], "x",
+                f"cost.exchange.{name}", ON, _cpu_ratio),
+            Bar(f"step of a durable job, computation to exchange 10:1, {name}", "<=", STEP_BAR,
+                "x", f"cost.computation.{name}", ON, _step_ratio),
         )
-        step, interval = None, None
-        if whole is not None:
-            step, interval = whole.step_ratio, whole.step_ratio_interval
-            why = f"{whole.computation_by_exchange:.3g}:1"
-        told = f"step of a durable job, computation to exchange 10:1, {name}"
-        found.append(Verdict.of(told, "<=", STEP_BAR, "x", step, interval, why))
-    return found
+    ]  # fmt: skip
+    return [bar.judge(report) for bar in bars]
 
 
-def _judge_equal(report: Report, case: str) -> Verdict:
-    told = f"{case}, upper end of the 95 % interval of the speed", ">=", EQUAL_BAR, "x as fast"
-    found = next((each for each in report.comparisons if each.case == case), None)
-    if found is None or found.interval is None:
-        notes = [row.note for row in report.rows if row.case == case and row.note]
-        return Verdict.of(*told, None, None, "; ".join(notes) or "there are too few turns")
-    return Verdict.of(*told, found.interval[1], found.interval, f"median {found.ratio:.3g}")
+def _cpu_ratio(row: Any) -> Figure | None:
+    return None if row.cpu_ratio is None else (row.cpu_ratio, row.cpu_ratio_interval)
+
+
+def _step_ratio(row: Any) -> Figure | None:
+    return None if row.step_ratio is None else (row.step_ratio, row.step_ratio_interval)
 
 
 def print_costs(report: Report, console: Console) -> None:

@@ -21,6 +21,7 @@ from tensorwire.bench.harness import paired_ratio
 from tensorwire.bench.measuring import measuring
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Report, Row, Verdict
+from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire_benchmarks import modes_training, modes_worker
 from tensorwire_benchmarks.modes_training import TrainingSettings
@@ -170,25 +171,15 @@ def _start(stack: contextlib.ExitStack, system: System, workers: int) -> Team:
 
 # --- bars ---------------------------------------------------------------------------------------
 
-BARS = (
-    (SLOW, ASYNC.name, 3.0),
-    (STALLS, BOUNDED.name, 1.5),
-)
-"""Case, system, and how many times the steps per second of `sync` it must make."""
+BARS = tuple(
+    Bar(f"{case}: steps per second, {system} beside sync", ">=", bar, "x", case, system,
+        rival=SYNC.name)
+    for case, system, bar in ((SLOW, ASYNC.name, 3.0), (STALLS, BOUNDED.name, 1.5))
+)  # fmt: skip
+"""How many times the steps per second of `sync` it must make."""
 
 
 def judge(report: Report) -> list[Verdict]:
     """The verdicts on a report."""
-    found = {(item.case, item.system): item for item in report.comparisons}
-    verdicts = []
-    for case, system, bar in BARS:
-        told = f"{case}: steps per second, {system} beside sync", ">=", bar, "x"
-        item = found.get((case, system))
-        if item is None:
-            notes = {row.note for row in report.rows if row.case == case and row.note}
-            missing = "; ".join(sorted(notes)) or "the case was left out"
-            verdicts.append(Verdict.of(*told, None, None, missing))
-        else:
-            verdicts.append(Verdict.of(*told, item.ratio, item.interval))
-    size = TrainingSettings().sizes[0]
-    return verdicts + modes_training.judge(report, size)
+    trained = modes_training.judge(report, TrainingSettings().sizes[0])
+    return [*(bar.judge(report) for bar in BARS), *trained]

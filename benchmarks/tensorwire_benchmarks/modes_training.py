@@ -20,6 +20,7 @@ from typing import Any
 from tensorwire.bench.harness import median
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Report, Row, Verdict
+from tensorwire.bench.verdicts import Bar
 from tensorwire_benchmarks import modes_worker
 from tensorwire_benchmarks.modes_worker import Trained
 from tensorwire_benchmarks.systems import ASYNC, BOUNDED, DDP, GRPC, SYNC
@@ -219,19 +220,9 @@ def _report(
 
 def judge(report: Report, workers: int) -> list[Verdict]:
     """Of each task with a bar, the steps of `async` and `bounded` by those of `sync`."""
-    found = {(item.case, item.system): item for item in report.comparisons}
-    verdicts = []
-    for task in JUDGED:
-        for name in _APART:
-            told = f"{task}: steps to the loss of sync, {name}", "<=", STEPS_BAR, "x"
-            item = found.get((f"{task}.{workers}.steps", name))
-            if item is None or not item.ratio:
-                notes = {
-                    row.note for row in report.rows
-                    if row.case == f"{task}.{workers}" and not row.measured
-                }  # fmt: skip
-                missing = "; ".join(sorted(notes)) or "the case was left out"
-                verdicts.append(Verdict.of(*told, None, None, missing))
-            else:
-                verdicts.append(Verdict.of(*told, 1 / item.ratio, None, f"{item.pairs} seeds"))
-    return verdicts
+    return [
+        Bar(f"{task}: steps to the loss of sync, {name}", "<=", STEPS_BAR, "x",
+            f"{task}.{workers}.steps", name, rival=SYNC.name).judge(report)
+        for task in JUDGED
+        for name in _APART
+    ]  # fmt: skip

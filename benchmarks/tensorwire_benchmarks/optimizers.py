@@ -17,6 +17,7 @@ from typing import Any
 from tensorwire.bench.harness import time_each
 from tensorwire.bench.measuring import add_rows, take_turns
 from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.verdicts import Bar
 
 CASES = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Rprop", "Adadelta",
@@ -59,14 +60,12 @@ def measure(report: Report, settings: OptimizerSettings, tell: Callable[[str], N
 
 def judge(report: Report, cases: Sequence[str]) -> list[Verdict]:
     """A server's work takes at most 1.25 times what torch's own step takes."""
-    verdicts = []
-    for name in cases:
-        row = next((row for row in report.rows if (row.case, row.system) == (name, OWN)), None)
-        ratio = row.ratio_to_limit if row else None
-        interval, why = (row.ratio_interval, "") if row else (None, "it was not measured")
-        what = f"{name}: work per MiB beside torch's own step"
-        verdicts.append(Verdict.of(what, ">=", BAR, "x", ratio, interval, why))
-    return verdicts
+    return [
+        Bar(f"{name}: work per MiB beside torch's own step", ">=", BAR, "x", name, OWN).judge(
+            report
+        )
+        for name in cases
+    ]
 
 
 def _measure_one(torch: Any, report: Report, name: str, settings: OptimizerSettings) -> None:

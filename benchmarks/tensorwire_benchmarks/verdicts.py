@@ -6,11 +6,11 @@ A bar that was not measured is said to be so; it never counts as met.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tensorwire.bench.harness import Ratio
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
-from tensorwire.bench.verdicts import Figure, by_limit, ratio
+from tensorwire.bench.verdicts import Bar, by_limit
 from tensorwire_benchmarks.figures import End, Extra
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN
 
@@ -93,7 +93,7 @@ def judge_links(report: Report, models: Sequence[str]) -> list[Verdict]:
                 why = f"{share}: cores bound it, not the link ({value:.2f} of it)"
                 found.append(Verdict.of(*told, None, None, why))
             else:
-                found.append(_of_row(report, case, OWN, ratio, told))
+                found.append(Bar(*told, case, OWN).judge(report))
             found.append(_less_cpu(report, case))
     return found
 
@@ -122,7 +122,7 @@ def _less_cpu(report: Report, case: str) -> Verdict:
     name = f"{case} CPU seconds of both sides, by those of gRPC"
     own_s, grpc_s = seconds
     if own_s is None or not grpc_s:
-        missing = _missing(report, case, OWN, GRPC.name)
+        missing = f"{OWN} and {GRPC.name} did not both run in {case}"
         return Verdict.of(name, "<=", CPU_BAR, "x", None, None, missing)
     return Verdict.of(name, "<=", CPU_BAR, "x", own_s / grpc_s, None)
 
@@ -142,8 +142,10 @@ def judge_placement(report: Report, workloads: Sequence[str]) -> list[Verdict]:
                 found.append(_beside(report, case.format(name), PLAN.name, beside, bar))
         found += _of_copy(report, f"{name}/shm")
         if linked:
-            told = (f"{name}/1gbit{_LINK_NAME}", ">=", LINK_BAR, "")
-            found.append(_of_row(report, f"{name}/1gbit", PLAN.name, ratio, told))
+            case = f"{name}/1gbit"
+            found.append(
+                Bar(f"{case}{_LINK_NAME}", ">=", LINK_BAR, "", case, PLAN.name).judge(report)
+            )
     if not linked:
         missing = "it needs --wire 1gbit"
         found.append(Verdict.of(f"1gbit{_LINK_NAME}", ">=", LINK_BAR, "", None, None, missing))
@@ -158,28 +160,9 @@ def _beside(report: Report, case: str, own: str, beside: str, bar: float) -> Ver
         return _exposed(report, case, beside, bar)
     if beside == LIMIT:
         name = f"{case} by the limit of an exchange"
-        return _of_row(report, case, own, by_limit, (name, "<=", bar, "x"))
-    paired = (
-        (item.ratio, item.interval)
-        for item in report.comparisons
-        if (item.case, item.system, item.rival) == (case, own, beside)
-    )
-    value, interval = next(paired, (None, None))
-    missing = _missing(report, case, own, beside) if value is None else ""
+        return Bar(name, "<=", bar, "x", case, own, by_limit).judge(report)
     name = f"{case} against {beside}"
-    return Verdict.of(name, ">=", bar, "x as fast", value, interval, missing)
-
-
-def _of_row(
-    report: Report, case: str, own: str, figure: Callable[[Row], Figure | None],
-    told: tuple[str, str, float, str],
-) -> Verdict:  # fmt: skip
-    """What a figure of a row tells; `told` is what a verdict has before its figure."""
-    row = _row(report, case, own)
-    found = None if row is None else figure(row)
-    if found is None:
-        return Verdict.of(*told, None, None, _missing(report, case, own, LIMIT))
-    return Verdict.of(*told, *found)
+    return Bar(name, ">=", bar, "x as fast", case, own, rival=beside).judge(report)
 
 
 def _row(report: Report, case: str, system: str) -> Row | None:
@@ -189,16 +172,6 @@ def _row(report: Report, case: str, system: str) -> Row | None:
 def _seconds(report: Report, case: str, system: str) -> float | None:
     row = _row(report, case, system)
     return None if row is None else row.seconds_median
-
-
-def _missing(report: Report, case: str, own: str, beside: str) -> str:
-    """Why these systems have no figures in a case."""
-    notes = [
-        f"{row.system}: {row.note}"
-        for row in report.rows
-        if row.case == case and row.system in (own, beside) and not row.measured
-    ]
-    return "; ".join(notes) or f"{own} and {beside} did not both run in {case}"
 
 
 def _exposed(report: Report, case: str, rival: str, bar: float) -> Verdict:

@@ -27,11 +27,13 @@ def ratio(row: Row) -> Figure | None:
 
 def by_limit(row: Row) -> Figure | None:
     """Returns the ratio turned round: own time by the limit's."""
-    if not row.ratio_to_limit:
+    return _turned(row.ratio_to_limit, row.ratio_interval)
+
+
+def _turned(value: float | None, interval: tuple[float, float] | None) -> Figure | None:
+    if not value:
         return None
-    interval = row.ratio_interval
-    turned = (1 / interval[1], 1 / interval[0]) if interval and interval[0] > 0 else None
-    return 1 / row.ratio_to_limit, turned
+    return 1 / value, (1 / interval[1], 1 / interval[0]) if interval and interval[0] > 0 else None
 
 
 def _microseconds(row: Row) -> Figure | None:
@@ -51,7 +53,8 @@ class Bar:
 
     Attributes:
         name, direction, bar, unit: as a verdict has them.
-        case, system: whose rows count; with a `rival` the comparisons with it.
+        case, system: whose rows count; with a `rival` the comparisons with it, which say how many
+            times as fast it is, or with "<=" how many times as much it takes.
         figure: what of a row is judged.
         least, most: bytes of the rows that count.
         upper_end: of the interval of a comparison, not its median, has to reach the bar.
@@ -96,17 +99,20 @@ class Bar:
     def _figure(self, item: Row | Comparison) -> Figure | None:
         if not isinstance(item, Comparison):
             return self.figure(item)
+        if self.direction == "<=":
+            return _turned(item.ratio, item.interval)
         value = item.interval[1] if self.upper_end and item.interval else item.ratio
         return value, item.interval
 
     def _missing(self, report: Report) -> str:
-        system = self.rival or self.system
+        systems = {self.system, self.rival} - {""}
         notes = {
             row.note
             for row in report.rows
-            if (row.case, row.system) == (self.case, system) and not row.measured and row.note
+            if row.case == self.case and row.system in systems and not row.measured and row.note
         }
-        return "; ".join(sorted(notes)) or f"no row of {system} in {self.case} for these sizes"
+        named = " and ".join(sorted(systems))
+        return "; ".join(sorted(notes)) or f"no row of {named} in {self.case} for these sizes"
 
 
 BARS: tuple[Bar, ...] = (
