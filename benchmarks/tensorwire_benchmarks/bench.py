@@ -50,9 +50,7 @@ class Bench:
         own: the system that limit and rivals are compared with.
         stem, joint, whole: how cases are called: by model and wire, then what was measured, but for
             what is the `whole`.
-        alone: gives rows and verdicts of one model in one process.
-        alone_most_bytes: only models up to this size are measured so.
-        unmeasured: the verdict on a case that should have been measured alone, if there is one.
+        alone: gives rows and verdicts of one small model in one process.
         parts: whether there are rows for what a step is made of.
         judge: the verdicts that rows and comparisons tell on models of these names.
         judge_ends: those that the ends of the systems tell, by the name of the case.
@@ -71,11 +69,9 @@ class Bench:
     stem: str
     joint: str
     whole: str
-    alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]]
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
-    alone_most_bytes: float = float("inf")
-    unmeasured: Callable[[str], list[Verdict]] = lambda case: []
+    alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]] | None = None
     parts: bool = False
     links: Mapping[str, int] = field(default_factory=dict)
 

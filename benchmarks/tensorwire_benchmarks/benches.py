@@ -43,8 +43,6 @@ TRAINING = Bench(
     joint=".",
     whole="",
     alone=alone.beside_plain,
-    alone_most_bytes=alone.MAX_BYTES,
-    unmeasured=lambda case: [verdicts.judge_alone(case, None, "it did not run")],
     judge=verdicts.judge_training,
 )
 
@@ -53,8 +51,8 @@ PLACEMENT = Bench(
     called="workloads",
     models=WORKLOADS,
     quick=(workload("fcn5"), workload("lstm")),
-    wires=("shm", "tcp", ALONE, "1gbit"),
-    usual=("shm", "tcp", ALONE),
+    wires=("shm", "tcp", "1gbit"),
+    usual=("shm", "tcp"),
     systems=(PLAN, COPY, COMPUTATION, GRPC, GRPC_ATTACHED, GRPC_RUNTIME),
     names=(
         PLAN.name,
@@ -69,7 +67,6 @@ PLACEMENT = Bench(
     stem="{model}/{wire}",
     joint="/",
     whole="exchange",
-    alone=alone.beside_copy,
     judge=verdicts.judge_placement,
     judge_ends=verdicts.judge_ends,
     parts=True,
@@ -89,7 +86,6 @@ PARAMETERS = Bench(
     stem="{wire}.{model}",
     joint=".",
     whole="",
-    alone=lambda bench, model, settings: ([], []),
     judge=verdicts.judge_parameters,
 )
 
@@ -106,7 +102,6 @@ LINKS = Bench(
     stem="{wire}.{model}",
     joint=".",
     whole="",
-    alone=lambda bench, model, settings: ([], []),
     judge=verdicts.judge_links,
     links={"1gbit": 1000, "2.5gbit": 2500, "5gbit": 5000},
 )

@@ -19,10 +19,10 @@ from functools import partial
 
 from tensorwire.bench.measuring import measuring
 from tensorwire.bench.rows import Report, Verdict
+from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.contest import WireContest
 from tensorwire_benchmarks.parts import rows_of
-from tensorwire_benchmarks.workloads.catalog import Workload
 
 Progress = Callable[[int, int, str], None]
 """Called with the contests done, their number and a label, never while a turn runs."""
@@ -38,23 +38,21 @@ def run(
         UnavailableError: torch is not installed, and a model needs it to know its size.
     """
     others: list[Verdict] = []  # that rows and comparisons do not tell
-    left = {model.name: model for model in settings.models if _small(bench, model)}
     with measuring(bench.name, _describe(bench, settings)) as report:
         contests = [
             (model, wire)
             for model in settings.models
             for wire in settings.wires
-            if wire != ALONE or model.name in left
+            if wire != ALONE or model.size_bytes <= MAX_BYTES
         ]
         tell = progress or (lambda done, total, label: None)
         for done, (model, wire) in enumerate(contests):
             label = bench.label(wire, model.name)
             tell(done, len(contests), label)
-            if wire == ALONE:
+            if wire == ALONE and bench.alone is not None:
                 rows, verdicts = bench.alone(bench, model, settings)
                 report.rows += rows
                 others += verdicts
-                del left[model.name]
             else:
                 contest = WireContest(bench, settings, model, wire)
                 contest.tell = partial(_tell, tell, done, len(contests), label)
@@ -62,17 +60,11 @@ def run(
         then(report)
     verdicts = bench.judge(report, [model.name for model in settings.models])
     report.verdicts = [*verdicts, *others, *report.verdicts]
-    for name in left:
-        report.verdicts += bench.unmeasured(bench.case(ALONE, name, "step"))
     return report
 
 
 def _tell(tell: Progress, done: int, total: int, label: str, what: str) -> None:
     tell(done, total, f"{label} {what}")
-
-
-def _small(bench: Bench, model: Workload) -> bool:
-    return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
 
 
 def _measure(contest: WireContest, report: Report) -> list[Verdict]:

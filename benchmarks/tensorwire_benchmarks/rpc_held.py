@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from tensorwire import rpc
 from tensorwire.bench.processes import serve_messages
 
-from .rpc_aio import UNLIMITED
-from .rpc_names import ATTACH_S, GRPCIO, RUNTIME
+from .rpc_names import ATTACH_S, GRPCIO
+from .rpc_pair import connect, started
 
 SERVERS = 20
 """The servers to which the client with many channels has them."""
@@ -53,26 +51,12 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         "take": grpc.unary_unary_rpc_method_handler(_take),
         "send": grpc.unary_stream_rpc_method_handler(_send_all),
     }
-    make: Callable[..., Any] = grpc.server
-    if options["system"] != GRPCIO:
-        make = partial(rpc.server, runtime=options["system"] == RUNTIME)
+    system, wire = options["system"], options["wire"]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(8) as pool:
-        targets, servers = [], []
-        for number in range(SERVERS):
-            server = make(pool, options=UNLIMITED)
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler("bench", handlers),)
-            )
-            target = f"unix:{Path(folder) / str(number)}"
-            if options["wire"] == "tcp":
-                target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            else:
-                server.add_insecure_port(target)
-            server.start()
-            targets.append(target)
-            servers.append(server)
+        made = [started(system, pool, handlers, Path(folder, str(n))) for n in range(SERVERS)]
+        targets = [where[wire] for _, where in made]
         serve_messages(link, {"targets": lambda: targets, "held": _held_bytes})
-        for server in servers:
+        for server, _ in made:
             server.stop(0).wait()
 
 
@@ -91,14 +75,8 @@ class Driver:
         return self._link.recv()
 
     def _connect(self, target: str) -> Any:
-        if self._system == GRPCIO:
-            channel = grpc.insecure_channel(target, options=UNLIMITED)
-        else:
-            channel = rpc.insecure_channel(
-                target, UNLIMITED, transports=(self._wire,), runtime=self._system == RUNTIME
-            )
-        self._channels.append(channel)
-        return channel
+        self._channels.append(connect(target, self._wire, self._system))
+        return self._channels[-1]
 
     def descriptors(self, count: int) -> tuple[int, float]:
         """Descriptors of this process with so many channels, and seconds of each and a call."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -128,6 +128,29 @@ def _coded(types: Any) -> dict[str, Any]:
     return {"request_deserializer": types[1], "response_serializer": types[0]}
 
 
+def started(
+    system: str, pool: ThreadPoolExecutor, handlers: Mapping[str, Any], socket: Path
+) -> tuple[Any, dict[str, str]]:
+    """A server of a system on a unix socket and a port, and its targets by wire."""
+    make: Callable[..., Any] = grpc.server
+    if system != GRPCIO:
+        make = partial(rpc.server, runtime=system == RUNTIME)
+    server = make(pool, options=UNLIMITED)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+    server.add_insecure_port(f"unix:{socket}")
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, {"shm": f"unix:{socket}", "tcp": f"127.0.0.1:{port}"}
+
+
+def connect(target: str, wire: str, system: str) -> Any:
+    """A channel of a system."""
+    if system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR):
+        return grpc.insecure_channel(target, options=UNLIMITED)
+    runtime = system in (RUNTIME, RUNTIME_TENSOR)
+    return rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=runtime)
+
+
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """A server of grpcio and two of ours, and three of asyncio; on a unix socket and a port."""
     tensors = _coded(_TYPES)
@@ -144,17 +167,8 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
         targets, servers = {}, []
-        runtime = partial(rpc.server, runtime=True)
-        for name, make in ((GRPCIO, grpc.server), (BYTES, rpc.server), (RUNTIME, runtime)):
-            server = make(pool, options=UNLIMITED)
-            generic = grpc.method_handlers_generic_handler("bench", handlers)
-            server.add_generic_rpc_handlers((generic,))
-            socket = f"unix:{Path(folder) / name}"
-            server.add_insecure_port(socket)
-            targets[name] = {
-                "shm": socket, "tcp": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            }  # fmt: skip
-            server.start()
+        for name in (GRPCIO, BYTES, RUNTIME):
+            server, targets[name] = started(name, pool, handlers, Path(folder) / name)
             servers.append(server)
         aio = AioServers(Path(folder), read, STREAMED)
         all_targets = targets, aio.targets
@@ -192,11 +206,12 @@ class ClientCalls:
         return channel
 
     def _connect(self, wire: str, system: str) -> Any:
-        if system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR):
-            return grpc.insecure_channel(self._targets[GRPCIO][wire], options=UNLIMITED)
+        of_grpcio = system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR)
         runtime = system in (RUNTIME, RUNTIME_TENSOR)
-        target = self._targets[RUNTIME if runtime else BYTES][wire]
-        channel = rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=runtime)
+        server = GRPCIO if of_grpcio else RUNTIME if runtime else BYTES
+        channel = connect(self._targets[server][wire], wire, system)
+        if of_grpcio:
+            return channel
         channel.attach(ATTACH_S)
         way = channel.runtime if runtime else channel.payload
         if way != wire:
@@ -234,13 +249,7 @@ class ClientCalls:
         target = self._targets[system][wire]
 
         def call() -> None:
-            if system == GRPCIO:
-                channel = grpc.insecure_channel(target, options=UNLIMITED)
-            else:
-                channel = rpc.insecure_channel(
-                    target, UNLIMITED, transports=(wire,), runtime=system == RUNTIME
-                )
-            with channel:
+            with connect(target, wire, system) as channel:
                 read(channel.unary_unary("/bench/unary")(data))
 
         return call

@@ -144,8 +144,7 @@ def training(
         "--wire",
         "wires",
         known=PLACEMENT.wires,
-        help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: "
-        "two hosts on a slow link, which needs root.",
+        help="shm and tcp if none is named; 1gbit: two hosts on a slow link, which needs root.",
     ),
     steps="per workload and wire (default 12 to 30)",
     optimizer="; dlrm is always trained with SGD without momentum",
@@ -189,8 +188,6 @@ def placement(
         tensorwire bench workloads
     """  # noqa: D301 (\b is what click reads)
     settings = _settings(PLACEMENT, quick, **options)
-    if options["wires"] == (ALONE,) and options["systems"] is not None:
-        raise click.UsageError("--systems has no meaning for --wire alone, which compares two")
     if settings.optimizer != "sgd" and all(each.optimizer for each in settings.models):
         own = ", ".join(each.name for each in settings.models)
         raise click.UsageError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from tensorwire.bench.harness import Ratio
-from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
+from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.bench.verdicts import Bar, by_limit
 from tensorwire_benchmarks.figures import End, Extra
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN
@@ -50,9 +49,6 @@ CPU_BAR = 0.5
 ALONE_BAR_US = 200.0
 BITS_STEPS = 20
 IN_PLACE_BAR = 99.0
-OVERHEAD_BAR = 1.02
-OVERHEAD_PAIRS = 30
-PLANNING_BAR_S = 10.0
 _MOST = 100.0  # a ratio of differences; what is beyond it is noise
 _LINK_NAME = " exchange of a raw socket, both ways at once"
 
@@ -251,32 +247,3 @@ def judge_alone(case: str, extra: Extra | None, reason: str) -> Verdict:
             interval = (1e6 * extra.interval[0], 1e6 * extra.interval[1])
     name = f"{case}, extra to plain torch"
     return Verdict.of(name, "<=", ALONE_BAR_US, "µs per step", value, interval, reason)
-
-
-def judge_overhead(case: str, found: Ratio | None, reason: str = "") -> Verdict:
-    """CPU time of steps with placement by those without; few pairs say nothing about 2 %.
-
-    `reason`: why there is none, as below.
-    """
-    value = interval = None
-    if found is not None and found.pairs < OVERHEAD_PAIRS:
-        counts = f"it counts from {OVERHEAD_PAIRS} on"
-        reason = f"{found.median:.3g} x after {found.pairs} pairs; {counts}"
-    elif found is not None:
-        value, interval = found.median, found.interval
-    name = f"{case} CPU seconds, against copy"
-    return Verdict.of(name, "<=", OVERHEAD_BAR, "x", value, interval, reason)
-
-
-def judge_planning(case: str, taken: tuple[float, float] | None, reason: str = "") -> Verdict:
-    """What the first steps took longer with placement, and the part that is learning, in seconds.
-
-    Copies that are saved can outweigh the rest: at least the learning counts.
-    """
-    worst_s = None
-    if taken is not None:
-        extra_s, learning_s = taken
-        worst_s = max(extra_s, learning_s)
-        extra = f"{format_seconds(abs(extra_s))} {'more' if extra_s > 0 else 'less'} than copy"
-        reason = f"to begin takes {extra}; learning allocations {format_seconds(learning_s)}"
-    return Verdict.of(f"{case} trace and plan", "<=", PLANNING_BAR_S, "s", worst_s, None, reason)

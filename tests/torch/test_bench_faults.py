@@ -205,7 +205,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: 
     options = ["--kills", "2", "--scenario", scenario, "--json", str(path)]
     result = CliRunner().invoke(main, ["bench", "faults", *options])
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(path.read_text())["rows"]
+    names, values = json.loads(path.read_text())["rows"]
+    row = dict(zip(names, values, strict=True))
     assert row["kills"] >= 2
     assert all(row[key] for key in ("parameters_equal", "samples_once", "steps_once"))
     assert row["script_s"] > 0

@@ -74,7 +74,6 @@ WRONG = [
     ("bench training --wires alone --models mlp200", "measures small models"),
     ("bench training --wires alone --systems limit", "measures tensorwire, which --systems leaves"),
     ("bench training --optimizer sgd --optimizer adamw", "--optimizer is given twice"),
-    ("bench placement --wire alone --systems grpc", "--systems has no meaning for --wire alone"),
     ("bench placement --workload dlrm --optimizer adamw", "dlrm has one of its own"),
     ("rpc trace", "Missing argument 'COMMAND...'"),
     ("rpc trace --json a --json b -- true", "--json is given twice"),
