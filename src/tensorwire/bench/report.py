@@ -63,13 +63,18 @@ def machine_line(report: Report) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
-def new_table(title: str, *columns: str, **more: Any) -> Table:
+def new_table(title: str | None, *columns: str, wraps: bool = False, **more: Any) -> Table:
     """Returns an empty table as all reports have them; the ">" before a heading aligns right."""
     look = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
     table = Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
     for heading in columns:
         right = heading.startswith(">")
-        table.add_column(heading.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+        table.add_column(
+            heading.lstrip(">"),
+            justify="right" if right else "left",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+        )
     return table
 
 

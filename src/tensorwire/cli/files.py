@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich import box
-from rich.table import Table
 
+from tensorwire.bench.report import new_table
 from tensorwire.command import Command, terminal
 from tensorwire.files.errors import as_os_errors, refuse
 from tensorwire.files.job import find_way, running_jobs
@@ -205,22 +204,18 @@ def _list_jobs(as_json: bool) -> None:
             err=True,
         )
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("files", "for readers of other hosts", "command"):
-        table.add_column(name, overflow="fold")
+    table = new_table(None, "files", "for readers of other hosts", "command", wraps=True)
     for job in jobs:
         table.add_row(f"{_SCHEME}{job['address']}/", f"{_SCHEME}{job['door']}/", job["command"])
     terminal(120).print(table)
 
 
 def _show(tree: Tree, entries: list[TreeEntry]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("name", "bytes", "dtype", "shape", "version", "seen", "path"):
-        table.add_column(name, justify="right" if name in ("bytes", "version") else "left")
+    headings = "name", ">bytes", "dtype", "shape", ">version", "seen", "path"
+    table = new_table(None, *headings, wraps=True)
     for each in entries:
         told = _described(tree, each)
-        names = ("name", "bytes", "dtype", "shape", "version", "seen", "path")
-        table.add_row(*(str(told.get(name, "")) for name in names))
+        table.add_row(*(str(told.get(name.lstrip(">"), "")) for name in headings))
     terminal(130).print(table)
 
 

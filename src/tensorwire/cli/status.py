@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from tensorwire.bench.report import new_table
 from tensorwire.command import Command, bare_address, terminal
 from tensorwire.errors import TensorwireError
 from tensorwire.launch import is_stopped
@@ -243,9 +242,7 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
         _show_files(job, console)
     if "error" in job:
         return
-    table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left")
-    for name in ("rank", "state", "pid", "address", "transport"):
-        table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
+    table = new_table("workers", ">rank", "state", ">pid", "address", "transport", wraps=True)
     for worker in job["workers"]:
         cells = [str(worker.get(name, "")) for name in ("rank", "state", "pid", "address")]
         if worker["state"] in ("taken", "absent"):
@@ -253,21 +250,20 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
             cells[1] = f"{was}; worker {worker['by']} has its slices"
         table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
     console.print(table)
-    table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
     durable = any(server["restarts"] is not None for server in job["servers"])
     owners = {m["index"]: m["server"] for m in job.get("members", ()) if "server" in m}
     of = "share" if owners else "server"
-    about = (of, "pid", "address", *(["restarts"] if durable else []))
-    for name in (*about, "store", "optimizer", "tensors", "bytes", "version"):
-        right = name in (of, "pid", "restarts", "store", "tensors", "bytes", "version")
-        table.add_column(name, justify="right" if right else "left")
+    about = ["pid", "address", *(["restarts"] if durable else [])]
+    headings = f">{of}", ">pid", *about[1:2], *(f">{name}" for name in about[2:])
+    more = ">store", "optimizer", ">tensors", ">bytes", ">version"
+    table = new_table("servers and their shares", *headings, *more, wraps=True)
     for server in job["servers"]:
-        head = [str(server[name]) for name in ("index", *about[1:])]
+        head = [str(server[name]) for name in ("index", *about)]
         if owners:
             head[0] += f" (server {owners[server['index']]})"
         for row in _rows(server["stores"]):
             table.add_row(*head, *row)
-            head = [""] * len(about)
+            head = [""] * len(headings)
     console.print(table)
     for store in job["servers"][0]["stores"]:
         if "clocks" in store:
@@ -287,11 +283,10 @@ def _pace(store: dict[str, Any]) -> str:
 def _show_members(job: dict[str, Any], console: Console) -> None:
     """Shows the members that the launcher has replaced, and the state of all others."""
     running = "failed" not in job
-    table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
     changed = ["change"] if any(member["change"] for member in job["members"]) else []
     states = ["state"] if running else []
-    for name in ("member", "pid", *states, "restarts", "last death", *changed):
-        table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
+    headings = "member", ">pid", *states, ">restarts", "last death", *changed
+    table = new_table("members", *headings, wraps=True)
     for member in job["members"]:
         death, text = member["last_death"], ""
         if death is not None:
@@ -315,9 +310,8 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
 
 def _show_moves(moves: Sequence[dict[str, Any]], console: Console) -> None:
     """Shows the last moves of shares between servers."""
-    table = Table(box=box.SIMPLE_HEAD, title="shares that moved", title_justify="left")
-    for name in ("time", "share", "from", "to", "bytes", "version", "why"):
-        table.add_column(name, justify="left" if name in ("time", "why") else "right")
+    headings = "time", ">share", ">from", ">to", ">bytes", ">version", "why"
+    table = new_table("shares that moved", *headings, wraps=True)
     for move in moves[-_MOST_MOVES:]:
         at = time.strftime("%H:%M:%S", time.localtime(move["time"]))
         servers = f"server {move['giver']}", f"server {move['taker']}"

@@ -161,7 +161,7 @@ WRITTEN_AT = 40
 
 
 def unpack_handle(body: bytes) -> int:
-    """Returns the handle of RELEASE, FSYNC and others."""
+    """Returns the handle of RELEASE, FSYNC and others, or how many lookups FORGET forgets."""
     return int(struct.unpack_from("<Q", body)[0])
 
 
@@ -170,25 +170,15 @@ def unpack_xattr(body: bytes) -> tuple[int, str]:
     return int(struct.unpack_from("<I", body)[0]), name_in(body[8:])
 
 
-def xattr_size(size: int) -> bytes:
-    """Returns the answer to a GETXATTR or LISTXATTR that asks for a size."""
-    return struct.pack("<II", size, 0)
+def number_answer(number: int) -> bytes:
+    """Returns the answer to WRITE and POLL, and to GETXATTR or LISTXATTR that asks for a size."""
+    return struct.pack("<II", number, 0)
 
 
 def unpack_poll(body: bytes) -> tuple[int, int, int]:
     """Returns handle, the number under which the poll is woken, and whether that is wanted."""
     handle, poll, flags, _ = struct.unpack_from("<QQII", body)
     return handle, poll, flags & 1
-
-
-def poll_answer(events: int) -> bytes:
-    """Returns the answer to POLL."""
-    return struct.pack("<II", events, 0)
-
-
-def unpack_forget(body: bytes) -> int:
-    """Returns how many lookups are forgotten."""
-    return int(struct.unpack_from("<Q", body)[0])
 
 
 def unpack_batch_forget(body: bytes) -> list[tuple[int, int]]:

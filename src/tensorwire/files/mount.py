@@ -41,12 +41,11 @@ from .fuse_messages import (
     entry,
     inode_of,
     name_in,
+    number_answer,
     opened,
-    poll_answer,
     statfs,
     unpack_batch_forget,
     unpack_create,
-    unpack_forget,
     unpack_handle,
     unpack_mkdir,
     unpack_open,
@@ -55,7 +54,6 @@ from .fuse_messages import (
     unpack_rename,
     unpack_setattr,
     unpack_xattr,
-    xattr_size,
 )
 from .mounted_tree import MountedTree, is_polled
 from .tree import Tree
@@ -267,7 +265,7 @@ class JobMount:
     def _forget(self, operation: int, node: int, body: bytes) -> None:
         forgotten = []
         if operation == Operation.FORGET:
-            forgotten = [(node, unpack_forget(body))]
+            forgotten = [(node, unpack_handle(body))]
         elif operation == Operation.BATCH_FORGET:
             forgotten = unpack_batch_forget(body)
         with self._lock:
@@ -430,7 +428,7 @@ class JobMount:
             raise refuse(errno.EBADF, "")
         data = memoryview(body)[WRITTEN_AT : WRITTEN_AT + size]
         try:
-            return xattr_size(writing.write(offset, data))
+            return number_answer(writing.write(offset, data))
         except OSError:
             if isinstance(writing, CheckpointWriting) and writing.failed:
                 self._tree.failed(self._handles[number].node.entry.path)
@@ -502,12 +500,12 @@ class JobMount:
         number, poll, wants = unpack_poll(body)
         handle = self._handles[number]
         if not is_polled(handle.node.entry.path):
-            return poll_answer(select.POLLIN | select.POLLOUT)
+            return number_answer(select.POLLIN | select.POLLOUT)
         if wants:  # first, so that no change is missed
             with self._lock:
                 self._polls[poll] = handle
             self._polling.set()
-        return poll_answer(select.POLLIN if self._has_changed(handle) else 0)
+        return number_answer(select.POLLIN if self._has_changed(handle) else 0)
 
     def _has_changed(self, handle: _Handle) -> bool:
         try:
@@ -594,7 +592,7 @@ class JobMount:
 
 def _fitting(value: bytes, size: int) -> bytes:
     if size == 0:
-        return xattr_size(len(value))
+        return number_answer(len(value))
     if len(value) > size:
         raise refuse(errno.ERANGE, "")
     return value
