@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tensorwire.membership import running_servers
+from tensorwire.jobs.job_file import running_servers
 from tensorwire_benchmarks.jobs import LaunchedJob, run_command, script
 
 

@@ -11,7 +11,8 @@ import sys
 
 import numpy as np
 
-from tensorwire.membership import WorkerMember, World
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 from tensorwire.parameters import (
     APPLY,
     PUBLISH,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tensorwire.files import FileWorker, JobReader
-from tensorwire.membership import running_file_workers, running_servers
+from tensorwire.jobs.job_file import running_file_workers, running_servers
 
 STEPS = 6
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorwire.membership import RunningServer, running_servers
+from tensorwire.jobs.job_file import RunningServer, running_servers
 
 # Every element of every parameter is the number of steps so far: SGD adds 1 with each.
 SCRIPT = """

@@ -20,7 +20,7 @@ from files.outcomes import code_of, wait_until
 from tensorwire.errors import TensorwireError
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
-from tensorwire.membership import RunningServer, running_servers
+from tensorwire.jobs.job_file import RunningServer, running_servers
 from tensorwire.parameters.hold import PAUSE
 
 pytestmark = pytest.mark.timeout(240)

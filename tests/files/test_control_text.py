@@ -17,7 +17,7 @@ from tensorwire.files.owner import JobOwner
 from tensorwire.files.reader import JobReader
 from tensorwire.files.tree import Tree
 from tensorwire.files.tree_items import Changes, Folder
-from tensorwire.membership import ScaleError
+from tensorwire.jobs.asking import ScaleError
 from tensorwire.parameters import AVERAGE_ONLY, TensorSpec
 
 

@@ -15,7 +15,7 @@ from files.file_workers import STEPS, Client, FileJob, reference, same
 
 from tensorwire.files import FileWorker
 from tensorwire.files.npy import npy_header
-from tensorwire.membership import running_file_workers
+from tensorwire.jobs.job_file import running_file_workers
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -16,7 +16,7 @@ from files.jobs import JobAtWork
 from files.mounts import mounted, run
 from files.outcomes import code_of, wait_until
 
-from tensorwire.membership import running_servers
+from tensorwire.jobs.job_file import running_servers
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -18,7 +18,7 @@ from jobs import JobAtWork, training
 from tensorwire import BusyError, Node, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.files import JobReader
 from tensorwire.files.job import find_way
-from tensorwire.membership import running_servers
+from tensorwire.jobs.job_file import running_servers
 from tensorwire.memory import RemoteMailbox
 from tensorwire.parameters.reading import ASKS, LEASE_BYTES, LOST_S, MOST_LENT, Ask, AskKind
 

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorwire.membership import Collective, WorkerMember, World
+from tensorwire.membership.collective import Collective
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 from tensorwire.parameters import (
     APPLY,
     PUBLISH,

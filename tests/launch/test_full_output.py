@@ -14,7 +14,7 @@ import pytest
 from launching import HERE, QUICK, WAIT_S, Place, eventually
 from test_takeover import SERVER, WORKER
 
-from tensorwire.membership import running_servers
+from tensorwire.jobs.job_file import running_servers
 
 # Of a job that is done but for its output, which the signal cuts short.
 ENDED = (0, 128 + signal.SIGTERM)

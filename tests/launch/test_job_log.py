@@ -13,11 +13,11 @@ import pytest
 from launching import Place, lines_of, summary
 from test_launch_restarts import COLD, WARM, go, run, start
 
+from tensorwire.jobs.job_log import JobLog, LoggedJob, logged_jobs
 from tensorwire.launch.resume import resume_line
-from tensorwire.membership import JobLog, LoggedJob, logged_jobs
 
 SAVE = """
-from tensorwire.membership import note_in_job_log
+from tensorwire.jobs.job_log import note_in_job_log
 path = os.path.join(os.path.dirname(__file__), "checkpoint-000001")
 """
 

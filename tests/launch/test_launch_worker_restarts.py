@@ -21,7 +21,7 @@ WARM = {**QUICK, "standby_s": 1000.0, "goodbye_s": 10.0}
 # first one counts progress.
 KEPT = """
 import json
-from tensorwire.membership.descriptor_store import DescriptorStore
+from tensorwire.durability.descriptor_store import DescriptorStore
 
 number = int(os.environ["TENSORWIRE_DESCRIPTOR_STORE"])
 term = int(os.environ.get("TENSORWIRE_TERM", "0"))

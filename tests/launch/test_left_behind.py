@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 from launching import Place, summary
 
-from tensorwire.membership import (
-    JobFile,
-    JobLog,
-    RunningServer,
-    drop_claim,
-    hold_claim,
-    remove_own,
-)
+from tensorwire.jobs.claim import drop_claim, hold_claim
+from tensorwire.jobs.job_file import JobFile, RunningServer
+from tensorwire.jobs.job_log import JobLog
+from tensorwire.jobs.lockfile import remove_own
 
 # Who may write to any folder may do so no more.
 BOUNDED = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--"]
@@ -48,7 +44,7 @@ def test_a_folder_that_became_read_only_is_told_and_the_outcome_stays(
     place: Place, read_only: Path, bounded: list[str], code: int
 ) -> None:
     script = place.script(f"""
-        from tensorwire.membership import drop_claim, hold_claim
+        from tensorwire.jobs.claim import drop_claim, hold_claim
         hold_claim("this job", rank, "a test")
         if rank == 0:
             while sum(name.startswith("claim-") for name in os.listdir({str(read_only)!r})) < 2:

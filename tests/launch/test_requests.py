@@ -13,14 +13,9 @@ from launching import WAIT_S, Launched, Place
 
 from tensorwire.cli.scale import scale
 from tensorwire.cli.status import status
-from tensorwire.membership import (
-    JobFile,
-    LoggedJob,
-    RunningServer,
-    logged_jobs,
-    proof_of,
-    short_path,
-)
+from tensorwire.jobs.door import proof_of, short_path
+from tensorwire.jobs.job_file import JobFile, RunningServer
+from tensorwire.jobs.job_log import LoggedJob, logged_jobs
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 NONSENSE: tuple[tuple[Any, str], ...] = (

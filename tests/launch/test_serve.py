@@ -17,7 +17,7 @@ from serving import Served, output_of, until
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import ServeSupervisor, serve_spec
 from tensorwire.launch.serve import open_door
-from tensorwire.membership import enter_job
+from tensorwire.membership.entry import enter_job
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
 TOY = (HERE / "toy_worker.py").read_text()
@@ -26,8 +26,8 @@ TOY = (HERE / "toy_worker.py").read_text()
 # counts progress.
 JOIN = """
 import json
-from tensorwire.membership import enter_job
-from tensorwire.membership.descriptor_store import DescriptorStore
+from tensorwire.membership.entry import enter_job
+from tensorwire.durability.descriptor_store import DescriptorStore
 
 enter_job()
 term = int(os.environ.pop("TENSORWIRE_TERM", "0"))

@@ -16,7 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorwire.membership import SUPERVISOR, Collective, WorkerMember, World, enter_job
+from tensorwire.membership.collective import Collective
+from tensorwire.membership.entry import SUPERVISOR, enter_job
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 from tensorwire.parameters import (
     APPLY,
     PRODUCED,

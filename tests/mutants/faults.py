@@ -31,6 +31,8 @@ ROOMS = {
     "parameters": ["tests/unit", "tests/torch"],
     "parameters/worker": ["tests/unit", "tests/torch"],
     "parameters/server": ["tests/unit", "tests/torch"],
+    "jobs": ["tests/unit", "tests/launch"],
+    "durability": ["tests/unit", "tests/launch", "tests/torch"],
     "membership": ["tests/unit", "tests/launch", "tests/torch"],
     "memory": ["tests/unit", "tests/peers"],
     "placement": ["tests/unit"],

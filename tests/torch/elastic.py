@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorwire.errors import TimeoutError
-from tensorwire.membership import LoggedJob, ScaleError, ask_launcher, logged_jobs, running_servers
+from tensorwire.jobs.asking import ScaleError, ask_launcher
+from tensorwire.jobs.job_file import running_servers
+from tensorwire.jobs.job_log import LoggedJob, logged_jobs
 
 PLACES = 4
 

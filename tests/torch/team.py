@@ -235,7 +235,7 @@ def _work(channel: Channel) -> None:
 
 
 def _serve(channel: Channel) -> None:
-    from tensorwire.membership import ServerMember
+    from tensorwire.membership.server import ServerMember
     from tensorwire.torch import server
 
     # The processes of workers that fail do not end here.

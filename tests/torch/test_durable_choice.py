@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tensorwire.torch as tw
-from tensorwire.membership import World
+from tensorwire.membership.world import World
 from tensorwire.torch import discovery
 
 TRAIN = """
@@ -65,7 +65,7 @@ def test_a_script_may_decline(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
     end = """
-        from tensorwire.membership import running_servers
+        from tensorwire.jobs.job_file import running_servers
         [os.kill(each.pid, signal.SIGKILL) for each in running_servers()
          if each.address == os.environ["TENSORWIRE_SERVERS"]]
         job.barrier()"""

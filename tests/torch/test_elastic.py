@@ -12,7 +12,8 @@ import test_taken_slices
 from elastic import SCRIPT, ElasticJob, disturb, running
 
 from tensorwire.errors import TimeoutError
-from tensorwire.membership import ScaleError, logged_jobs
+from tensorwire.jobs.asking import ScaleError
+from tensorwire.jobs.job_log import logged_jobs
 from tensorwire.phases_of_launcher import CHANGE
 from tensorwire.transitions import CHANGING
 
@@ -140,7 +141,7 @@ def test_a_change_that_is_not_taken_back_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Named for a bug: the command said that the launcher did not answer."""
-    monkeypatch.setattr("tensorwire.membership.asking._ANSWER_S", 1.0)
+    monkeypatch.setattr("tensorwire.jobs.asking._ANSWER_S", 1.0)
     with running(tmp_path / "job", "--workers 2:2", pause_s=4.0) as job:
         deadline = time.monotonic() + 60
         while True:

@@ -22,7 +22,8 @@ from programs import TRAINED
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import Start, drop_claim
+from tensorwire.jobs.claim import drop_claim
+from tensorwire.jobs.engines import Start
 from tensorwire.torch import rendezvous
 
 # What each worker does: prints its place, the number of servers, and a figure that all must share.

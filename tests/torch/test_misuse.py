@@ -15,7 +15,7 @@ from team import Failure, Team
 from torch import nn
 
 import tensorwire.torch as tw
-from tensorwire.membership import LOST_MEMBER_CODE
+from tensorwire.membership.identity import LOST_MEMBER_CODE
 
 Case = Callable[..., None]
 

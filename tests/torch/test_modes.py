@@ -18,7 +18,7 @@ from team import Team
 from torch import nn
 
 import tensorwire.torch as tw
-from tensorwire.membership import World
+from tensorwire.membership.world import World
 from tensorwire.parameters import checked_mode
 from tensorwire.torch.modes import place_in
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire.membership import History, NoteKind
-from tensorwire.membership.history import HISTORY_BYTES
+from tensorwire.durability.history import HISTORY_BYTES, History, NoteKind
 from tensorwire.memory import Node
 from tensorwire.torch.rejoin import Rejoin
 

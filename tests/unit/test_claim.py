@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import drop_claim, hold_claim
+from tensorwire.jobs.claim import drop_claim, hold_claim
 
 CLAIM = """
-from tensorwire.membership import hold_claim
+from tensorwire.jobs.claim import hold_claim
 hold_claim("a job", 1, "RANK")
 print("held", flush=True)
 input()

@@ -15,16 +15,11 @@ from click.testing import CliRunner
 
 from tensorwire.cli.scale import scale
 from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.jobs.asking import ScaleError, ask_launcher
+from tensorwire.jobs.door import proof_of, short_path
+from tensorwire.jobs.job_file import JobFile, RunningServer
+from tensorwire.jobs.job_log import JobLog
 from tensorwire.launch.scaling import Scaling
-from tensorwire.membership import (
-    JobFile,
-    JobLog,
-    RunningServer,
-    ScaleError,
-    ask_launcher,
-    proof_of,
-    short_path,
-)
 
 SECRET = b"of the job"
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from tensorwire import failpoints
-from tensorwire.membership import GOODBYE, DescriptorStore, ServerMember
+from tensorwire.durability.descriptor_store import DescriptorStore
+from tensorwire.membership.identity import GOODBYE
+from tensorwire.membership.server import ServerMember
 from tensorwire.memory import Node
 
 Pair = tuple[DescriptorStore, socket.socket]

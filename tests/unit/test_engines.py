@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.membership import Start, explicit_start, find_cluster_start, find_start
-from tensorwire.membership.engines import _SIGNS, _first_host, without_ranks
+from tensorwire.jobs.engines import (
+    _SIGNS,
+    Start,
+    _first_host,
+    explicit_start,
+    find_cluster_start,
+    find_start,
+    without_ranks,
+)
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.b", "MASTER_PORT": "29500"}
 # As srun of Slurm 22.05 sets them.

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorwire.membership import History, NoteKind
-from tensorwire.membership.history import HISTORY_BYTES, POSITIONS_AT
+from tensorwire.durability.history import HISTORY_BYTES, POSITIONS_AT, History, NoteKind
 from tensorwire.memory import Node, Region
 
 

@@ -24,6 +24,8 @@ PYTHON_LAYERS = (
     ("command",),
     ("memory",),
     ("placement",),
+    ("jobs",),
+    ("durability",),
     ("membership",),
     ("edges", "parameters"),
     ("torch", "rpc", "files"),

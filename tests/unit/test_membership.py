@@ -9,9 +9,11 @@ import pytest
 
 from tensorwire import Node, Peer
 from tensorwire.errors import PeerLostError, UnavailableError
-from tensorwire.membership import ServerMember, WorkerMember, World
 from tensorwire.membership.colocation import Colocation
 from tensorwire.membership.identity import CONTROL
+from tensorwire.membership.server import ServerMember
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 
 GOOD = {
     "TENSORWIRE_RANK": "1",

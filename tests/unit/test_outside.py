@@ -18,20 +18,15 @@ from test_control import SECRET, Launcher, connect
 
 from tensorwire.errors import UnavailableError
 from tensorwire.files.worker_process import Writers
+from tensorwire.jobs.asking import ScaleError, ask_launcher
+from tensorwire.jobs.door import knock, proof_of, short_path
+from tensorwire.jobs.job_file import running_servers
+from tensorwire.jobs.job_log import logged_jobs
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.reports import failure_in
 from tensorwire.launch.serve import open_door
-from tensorwire.membership import (
-    ScaleError,
-    ask_launcher,
-    enter_job,
-    knock,
-    logged_jobs,
-    proof_of,
-    running_servers,
-    short_path,
-)
+from tensorwire.membership.entry import enter_job
 from tensorwire.outside import parse_json
 
 NAMES = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import cache_folder, runtime_folder
+from tensorwire.jobs.folder import cache_folder, runtime_folder
 
 
 @pytest.fixture(autouse=True)

@@ -14,19 +14,12 @@ from typing import Any
 import pytest
 
 from tensorwire import Node
+from tensorwire.durability.descriptor_store import DescriptorStore
 from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.membership import (
-    DescriptorStore,
-    JobFile,
-    RunningServer,
-    ServerMember,
-    StatusRegion,
-    read_status,
-    reader_name,
-    running_servers,
-    shown_command,
-    try_lock,
-)
+from tensorwire.jobs.job_file import JobFile, RunningServer, running_servers, shown_command
+from tensorwire.jobs.lockfile import try_lock
+from tensorwire.membership.server import ServerMember
+from tensorwire.membership.status import StatusRegion, read_status, reader_name
 
 
 @pytest.fixture
@@ -85,7 +78,7 @@ def test_a_file_that_another_program_takes_for_a_dead_one_s(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between making and locking it, or while that program looks at it."""
-    from tensorwire.membership import lockfile
+    from tensorwire.jobs import lockfile
 
     taken: list[Path] = []
 

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from tensorwire.cli.status import status
-from tensorwire.membership import JobFile, JobLog, RunningServer
+from tensorwire.jobs.job_file import JobFile, RunningServer
+from tensorwire.jobs.job_log import JobLog
 
 ADDRESS = "127.0.0.1:7000"
 

@@ -9,9 +9,10 @@ import torch
 from tensorwire.launch.keeper import Keeper
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.takeovers import PassedSlices as Given
-from tensorwire.membership import FAREWELL, GOODBYE, Takeovers, World, deal_places, was_never_there
 from tensorwire.membership.collective import _answer, _message
-from tensorwire.membership.identity import taken_by, taker_in
+from tensorwire.membership.identity import FAREWELL, GOODBYE, taken_by, taker_in, was_never_there
+from tensorwire.membership.takeovers import Takeovers, deal_places
+from tensorwire.membership.world import World
 from tensorwire.torch.taking.taking import Taking
 
 

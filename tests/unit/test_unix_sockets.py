@@ -8,9 +8,10 @@ from typing import TypedDict
 
 import pytest
 
+from tensorwire.jobs.asking import ScaleError, ask_launcher
+from tensorwire.jobs.door import Door, knock, remove_dead, short_path
 from tensorwire.launch.serve import open_door
-from tensorwire.membership import Door, ScaleError, ask_launcher, enter_job, knock, short_path
-from tensorwire.membership.door import remove_dead
+from tensorwire.membership.entry import enter_job
 
 
 class Question(TypedDict, total=False):

@@ -10,14 +10,9 @@ import click
 
 from tensorwire.command import Command, bare_address
 from tensorwire.errors import TimeoutError
-from tensorwire.membership import (
-    LoggedJob,
-    ScaleError,
-    ask_launcher,
-    logged_jobs,
-    running_servers,
-    secret_of,
-)
+from tensorwire.jobs.asking import ScaleError, ask_launcher, secret_of
+from tensorwire.jobs.job_file import running_servers
+from tensorwire.jobs.job_log import LoggedJob, logged_jobs
 
 _REPLACED_S = 10.0  # in which servers that were killed have been replaced
 

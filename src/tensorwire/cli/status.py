@@ -15,17 +15,12 @@ from rich.console import Console
 from tensorwire.bench.report import new_table
 from tensorwire.command import Command, bare_address, terminal
 from tensorwire.errors import TensorwireError
+from tensorwire.jobs.asking import secret_of
+from tensorwire.jobs.host import pid_namespace
+from tensorwire.jobs.job_file import RunningServer, running_servers
+from tensorwire.jobs.job_log import LoggedJob, logged_jobs
 from tensorwire.launch import is_stopped
-from tensorwire.membership import (
-    LoggedJob,
-    RunningServer,
-    logged_jobs,
-    pid_namespace,
-    read_status,
-    reader_name,
-    running_servers,
-    secret_of,
-)
+from tensorwire.membership.status import read_status, reader_name
 from tensorwire.memory import Node
 
 _COLOURS = {

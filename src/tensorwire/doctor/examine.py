@@ -29,7 +29,9 @@ from tensorwire.doctor.advice import (
 from tensorwire.doctor.facts import Facts
 from tensorwire.doctor.measure import BENCH, Effort, PathProbe, plan
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
-from tensorwire.membership import DOCTOR, running_servers, secret_of
+from tensorwire.jobs.asking import secret_of
+from tensorwire.jobs.job_file import running_servers
+from tensorwire.membership.status import DOCTOR
 from tensorwire.memory import Node
 from tensorwire.memory.bandwidth import interface_of, source_address
 from tensorwire.memory.devices import interface

@@ -38,7 +38,7 @@ from tensorwire.doctor.dialogue import (
 )
 from tensorwire.doctor.facts import Facts
 from tensorwire.errors import BusyError, PeerLostError
-from tensorwire.membership import DOCTOR
+from tensorwire.membership.status import DOCTOR
 from tensorwire.memory import Handle, Node, RemoteRegion
 from tensorwire.memory.devices import Interface
 from tensorwire.memory.handle import split_address

@@ -27,7 +27,7 @@ from tensorwire.doctor.dialogue import (
     Dialogue,
 )
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import DOCTOR
+from tensorwire.membership.status import DOCTOR
 from tensorwire.memory import Node, Peer
 from tensorwire.memory.bandwidth import interface_with
 from tensorwire.memory.handle import split_address

@@ -9,7 +9,7 @@ import errno
 from collections.abc import Callable
 from typing import Protocol
 
-from tensorwire.membership import ScaleError
+from tensorwire.jobs.asking import ScaleError
 
 from .commit_text import is_number, lines_of, positive, senseless
 from .errors import refuse

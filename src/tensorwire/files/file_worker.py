@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tensorwire.membership import knock, receive_message, send_message
+from tensorwire.jobs.door import knock, receive_message, send_message
 
 from .commit_text import CommitText
 from .errors import refuse

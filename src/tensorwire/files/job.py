@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import (
-    LOOPBACK,
+from tensorwire.jobs.host import LOOPBACK
+from tensorwire.jobs.job_file import (
     RunningFileWorker,
     RunningServer,
-    logged_jobs,
     running_file_workers,
     running_servers,
-    secret_in,
 )
+from tensorwire.jobs.job_log import logged_jobs
+from tensorwire.jobs.secret import secret_in
 from tensorwire.memory import Node
 
 READ_SECRET, READ_SECRET_FILE = "TENSORWIRE_READ_SECRET", "TENSORWIRE_READ_SECRET_FILE"

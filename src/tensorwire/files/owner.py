@@ -24,16 +24,12 @@ from tensorwire.errors import (
     TimeoutError,
     UnavailableError,
 )
-from tensorwire.membership import (
-    RunningServer,
-    ask_launcher,
-    logged_jobs,
-    open_locked,
-    reader_name,
-    remove_own,
-    runtime_folder,
-    secret_of,
-)
+from tensorwire.jobs.asking import ask_launcher, secret_of
+from tensorwire.jobs.folder import runtime_folder
+from tensorwire.jobs.job_file import RunningServer
+from tensorwire.jobs.job_log import logged_jobs
+from tensorwire.jobs.lockfile import open_locked, remove_own
+from tensorwire.membership.status import reader_name
 from tensorwire.memory import Node, Peer, RemoteRegion
 from tensorwire.parameters import AVERAGE_ONLY, Bytes
 from tensorwire.parameters.hold import (

@@ -24,7 +24,7 @@ from tensorwire.errors import (
     TimeoutError,
     UnavailableError,
 )
-from tensorwire.membership import read_status, reader_name
+from tensorwire.membership.status import read_status, reader_name
 from tensorwire.memory import Node, Peer, RemoteMailbox, RemoteRegion
 from tensorwire.parameters import Bytes
 from tensorwire.parameters.checkpoint_files import INDEX, INDEX_PLACES, Index, read_index

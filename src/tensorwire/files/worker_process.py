@@ -15,16 +15,11 @@ import time
 from typing import TypedDict
 
 from tensorwire.aside import put_output_aside
-from tensorwire.membership import (
-    Door,
-    DoorClient,
-    JobFile,
-    RunningFileWorker,
-    WorkerMember,
-    World,
-    job_secret,
-    reading_secret,
-)
+from tensorwire.jobs.door import Door, DoorClient
+from tensorwire.jobs.job_file import JobFile, RunningFileWorker
+from tensorwire.jobs.secret import job_secret, reading_secret
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 from tensorwire.memory import Region
 from tensorwire.parameters import Bytes, Spec
 from tensorwire.parameters.server.lending.door import DOOR

@@ -20,13 +20,9 @@ import termios
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from tensorwire.membership import (
-    LISTENER,
-    LONGEST_MESSAGE,
-    ChangeWord,
-    receive_message,
-    send_message,
-)
+from tensorwire.durability.descriptor_store import LISTENER
+from tensorwire.jobs.door import LONGEST_MESSAGE, receive_message, send_message
+from tensorwire.membership.takeovers import ChangeWord
 
 MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size"

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorwire.failpoints import failpoint
+from tensorwire.jobs.asking import ScaleError
 from tensorwire.launch.balance import Suggestion
 from tensorwire.launch.dealt import Dealt, deal_anew
 from tensorwire.launch.process import Process
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.scaling import RequestPart
-from tensorwire.membership import ScaleError
 
 _LOOK_S, _STOP_S = 0.05, 0.001
 _TRIES = 3

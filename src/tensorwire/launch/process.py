@@ -19,7 +19,7 @@ from tensorwire import _core
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.output import Consumer, Stream
-from tensorwire.membership import LOST_MEMBER_CODE
+from tensorwire.membership.identity import LOST_MEMBER_CODE
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _HINTS: dict[int, str] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from tensorwire.launch.output import FirstLine
 from tensorwire.launch.process import Process
-from tensorwire.membership import LOST_MEMBER_CODE
+from tensorwire.membership.identity import LOST_MEMBER_CODE
 from tensorwire.outside import parse_json
 from tensorwire.tracebacks import Failure, hint
 

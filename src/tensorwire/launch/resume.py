@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from tensorwire.membership import LoggedJob
+from tensorwire.jobs.job_log import LoggedJob
 
 
 def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 from tensorwire import failpoints
 from tensorwire.errors import UnavailableError
+from tensorwire.jobs.secret import job_secret
 from tensorwire.launch.process import Process, Replaceable
 from tensorwire.launch.scaling import Handler, Scaling
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.worker_count import WorkerCount
-from tensorwire.membership import job_secret
 
 
 class RunSupervisor(Supervisor):

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypedDict
 
-from tensorwire.membership import Door, DoorClient, ScaleError, tell
+from tensorwire.jobs.asking import ScaleError
+from tensorwire.jobs.door import Door, DoorClient
+from tensorwire.jobs.lockfile import tell
 
 _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
 

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tensorwire.errors import UnavailableError
+from tensorwire.jobs.door import Door, DoorClient
+from tensorwire.jobs.job_log import JOB_LOG
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.process import Replaceable
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.supervisor import Supervisor
-from tensorwire.membership import JOB_LOG, SUPERVISOR, Door, DoorClient
+from tensorwire.membership.entry import SUPERVISOR
 
 RETURN_S = 300.0
 """How long a worker that died may be away; Kubernetes waits so long at most between two starts."""

@@ -18,15 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tensorwire.membership import (
-    JOB_LOG,
-    MAX_WORKERS,
-    SHARES_MOVE,
-    boot_id,
-    find_cluster_start,
-    shown_command,
-    without_ranks,
-)
+from tensorwire.jobs.engines import MAX_WORKERS, find_cluster_start, without_ranks
+from tensorwire.jobs.host import boot_id
+from tensorwire.jobs.job_file import shown_command
+from tensorwire.jobs.job_log import JOB_LOG
+from tensorwire.membership.world import SHARES_MOVE
 from tensorwire.memory import cores
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tensorwire.errors import UnavailableError
+from tensorwire.jobs.job_file import running_servers, shown_command
+from tensorwire.jobs.job_log import JOB_LOG, JobLog
 from tensorwire.launch.escalation import Escalation, passed
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
@@ -34,7 +36,6 @@ from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
 from tensorwire.launch.stragglers import Stragglers
-from tensorwire.membership import JOB_LOG, JobLog, running_servers, shown_command
 
 # One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
 _SECOND_INTERRUPT_S = 0.2

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.launch.keeper import Keeper, KeeperError
-from tensorwire.membership import deal_places
+from tensorwire.membership.takeovers import deal_places
 
 
 @dataclass

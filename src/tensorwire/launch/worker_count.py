@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
+from tensorwire.jobs.asking import ScaleError
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process, Replaceable
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.scaling import RequestPart
 from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.takeovers import PassedSlices
-from tensorwire.membership import ChangeWord, PlannedChange, ScaleError
+from tensorwire.membership.takeovers import ChangeWord, PlannedChange
 
 _SWITCHED = ChangeWord.SWITCHED
 _HISTORY = "region history"  # under which a worker keeps it

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.durability.history import NoteKind
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.failpoints import failpoint
+from tensorwire.membership.identity import called
+from tensorwire.membership.server import OfWorkers, ServerMember
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, mailbox_bytes
-
-from .history import NoteKind
-from .identity import called
-from .server import OfWorkers, ServerMember
-from .worker import WorkerMember
 
 _MOST_NUMBERS = 4096  # of one message; more are several messages
 _MOST_BYTES = 8 * _MOST_NUMBERS

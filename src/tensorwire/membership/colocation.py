@@ -10,10 +10,10 @@ import struct
 from collections.abc import Sequence
 
 from tensorwire.errors import TensorwireError
+from tensorwire.jobs.host import this_host
+from tensorwire.membership.identity import worker_name
+from tensorwire.membership.world import World
 from tensorwire.memory import Node, Peer
-
-from .identity import this_host, worker_name
-from .world import World
 
 _FORMAT = struct.Struct("<QQ")  # host and port
 

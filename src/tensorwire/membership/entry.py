@@ -14,13 +14,12 @@ import time
 from collections.abc import MutableMapping
 from typing import TypedDict
 
+from tensorwire.durability.descriptor_store import STORE, TERM
 from tensorwire.errors import UnavailableError
-
-from .claim import refusal
-from .descriptor_store import STORE, TERM
-from .door import knock, receive_message, send_message
-from .engines import MAX_WORKERS, number
-from .world import RANK
+from tensorwire.jobs.claim import refusal
+from tensorwire.jobs.door import knock, receive_message, send_message
+from tensorwire.jobs.engines import MAX_WORKERS, number
+from tensorwire.membership.world import RANK
 
 SUPERVISOR = "TENSORWIRE_SUPERVISOR"
 """Environment variable: the path of the supervisor's socket."""

@@ -1,28 +1,18 @@
-"""Defines names and hosts of the members of a job, and the word by which a worker leaves."""
+"""Defines names of the members of a job, and the word by which a worker leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import sys
 from collections.abc import Sequence
 
 from tensorwire.errors import PeerLostError, UnavailableError
+from tensorwire.jobs.host import LOOPBACK
 from tensorwire.memory import Peer
-
-LOOPBACK = ("127.", "[::1]", "localhost")
-"""How addresses begin that name this host."""
 
 CONTROL = "control"
 """Region at every server: one word per worker, CONTROL_BYTES apart."""
 CONTROL_BYTES = 64
-RESTORED = "restored"
-"""The name of a region that a successor of a server allocates when all its memory is there.
-
-The successor's Node listens before that; a region that is not there yet would be stale for its
-peers.
-"""
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
 
@@ -129,29 +119,3 @@ def worker_name(rank: int) -> str:
 def server_name(index: int) -> str:
     """Returns the name of a server's Node."""
     return f"server-{index}"
-
-
-def pid_namespace() -> str:
-    """Returns a name for this namespace of process numbers; "" if the system gives none."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def boot_id() -> str:
-    """Returns a name for this host since its boot; "" if the system gives none."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
-
-
-def this_host() -> int:
-    """Returns 48 bits, equal where processes can share memory and a loopback interface, or 0."""
-    try:
-        text = f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
-    except OSError:
-        return 0  # nobody can tell
-    if text.startswith(" "):
-        return 0
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little") or 1

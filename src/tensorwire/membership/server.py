@@ -11,16 +11,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.durability.descriptor_store import LISTENER, DescriptorStore
+from tensorwire.durability.durable_memory import RESTORED, DurableMemory
 from tensorwire.errors import PeerLostError, TensorwireError
-from tensorwire.memory import Node, Peer, RemoteMailbox, Transfer
-
-from .descriptor_store import LISTENER, DescriptorStore
-from .durable_memory import DurableMemory
-from .identity import (
+from tensorwire.membership.identity import (
     CONTROL,
     CONTROL_BYTES,
     GOODBYE,
-    RESTORED,
     called,
     check_name,
     ended_in_order,
@@ -34,8 +31,9 @@ from .identity import (
     was_never_there,
     worker_name,
 )
-from .status import DOCTOR, READER, StatusRegion
-from .takeovers import deal_places
+from tensorwire.membership.status import DOCTOR, READER, StatusRegion
+from tensorwire.membership.takeovers import deal_places
+from tensorwire.memory import Node, Peer, RemoteMailbox, Transfer
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

@@ -23,12 +23,11 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.durability.descriptor_store import DescriptorStore
 from tensorwire.errors import TensorwireError
 from tensorwire.failpoints import failpoint
-
-from .descriptor_store import DescriptorStore
-from .identity import taken_by
-from .world import World
+from tensorwire.membership.identity import taken_by
+from tensorwire.membership.world import World
 
 
 def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:

@@ -11,28 +11,26 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from tensorwire import failpoints
+from tensorwire.durability.descriptor_store import JOINS, STORE, TERM, DescriptorStore
+from tensorwire.durability.durable_memory import RESTORED, DurableMemory, open_node
+from tensorwire.durability.history import HISTORY_BYTES, POSITIONS_AT, History
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
-from tensorwire.memory import Node, Peer, RemoteWord
-
-from .colocation import Colocation
-from .descriptor_store import JOINS, STORE, TERM, DescriptorStore
-from .durable_memory import DurableMemory, open_node
-from .history import HISTORY_BYTES, POSITIONS_AT, History
-from .identity import (
+from tensorwire.jobs.host import LOOPBACK
+from tensorwire.membership.colocation import Colocation
+from tensorwire.membership.identity import (
     CONTROL,
     CONTROL_BYTES,
     FAREWELL,
     GOODBYE,
-    LOOPBACK,
-    RESTORED,
     check_name,
     ended_in_order,
     is_open,
     server_name,
     worker_name,
 )
-from .takeovers import Takeovers
-from .world import World
+from tensorwire.membership.takeovers import Takeovers
+from tensorwire.membership.world import World
+from tensorwire.memory import Node, Peer, RemoteWord
 
 _WATCH_S = 0.05
 _TAKEOVER_S = 60.0  # a successor may have to be started first, on a busy machine

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .engines import MAX_WORKERS, number
+from tensorwire.jobs.engines import MAX_WORKERS, number
 
 RANK, WORKERS, SERVERS, SLICES, DURABLE, TAKEOVER, PRESENT = (
     "TENSORWIRE_RANK",

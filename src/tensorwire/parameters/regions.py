@@ -12,7 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.membership import ServerMember, WorkerMember
+from tensorwire.membership.server import ServerMember
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Region, mailbox_bytes
 
 from .journal import PROGRESS_AT, SIZE_AT, WORK_AT

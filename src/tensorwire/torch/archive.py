@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from tensorwire.membership import is_there, try_lock
+from tensorwire.jobs.lockfile import is_there, try_lock
 
 _CHUNK_BYTES = 1 << 20
 _MOST_NAME_BYTES = 200  # of a file whose part has its name and 23 bytes; Linux allows 255

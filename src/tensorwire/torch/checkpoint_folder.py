@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import is_there, try_lock
+from tensorwire.jobs.lockfile import is_there, try_lock
 
 from .archive import reason_of, sync_folder
 

@@ -16,18 +16,11 @@ from dataclasses import replace
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import (
-    RANK,
-    SHARES_MOVE,
-    SLICES,
-    SUPERVISOR,
-    World,
-    drop_claim,
-    enter_job,
-    hold_claim,
-    shown_command,
-    without_ranks,
-)
+from tensorwire.jobs.claim import drop_claim, hold_claim
+from tensorwire.jobs.engines import without_ranks
+from tensorwire.jobs.job_file import shown_command
+from tensorwire.membership.entry import SUPERVISOR, enter_job
+from tensorwire.membership.world import RANK, SHARES_MOVE, SLICES, World
 
 from . import rendezvous
 from .rendezvous import Meeting

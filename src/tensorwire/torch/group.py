@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
-from tensorwire.membership import World, check_name, listed, turn_away
+from tensorwire.membership.identity import check_name, listed, turn_away
+from tensorwire.membership.world import World
 from tensorwire.memory import Node, Peer
 
 from . import rendezvous

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import World
+from tensorwire.membership.world import World
 from tensorwire.parameters import Mode, Result
 
 from . import checkpoint, discovery

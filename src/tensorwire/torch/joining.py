@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from tensorwire.membership import SLICES
+from tensorwire.membership.world import SLICES
 from tensorwire.parameters import checked_mode
 
 from . import discovery

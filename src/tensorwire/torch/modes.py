@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensorwire.membership import World
+from tensorwire.membership.world import World
 from tensorwire.parameters import Mode, OwnPaceStore, Store
 
 from .discovery import as_durable

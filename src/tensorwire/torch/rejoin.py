@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.durability.history import History, NoteKind
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import History, NoteKind, Takeovers
+from tensorwire.membership.takeovers import Takeovers
 
 
 class Rejoin:

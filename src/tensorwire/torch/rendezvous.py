@@ -23,16 +23,9 @@ from datetime import timedelta
 from typing import Any
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import (
-    Start,
-    drop_claim,
-    explicit_start,
-    find_start,
-    hold_claim,
-    refusal,
-    this_host,
-    torch_job,
-)
+from tensorwire.jobs.claim import drop_claim, hold_claim, refusal
+from tensorwire.jobs.engines import Start, explicit_start, find_start, torch_job
+from tensorwire.jobs.host import this_host
 from tensorwire.memory.bandwidth import source_address
 from tensorwire.outside import parse_json
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tensorwire.membership import note_in_job_log
+from tensorwire.jobs.job_log import note_in_job_log
 
 from . import checkpoint, checkpoint_folder
 from .ending import tell_of_failed_write

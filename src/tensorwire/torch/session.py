@@ -13,7 +13,11 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
-from tensorwire.membership import LOOPBACK, Collective, Takeovers, WorkerMember, World
+from tensorwire.jobs.host import LOOPBACK
+from tensorwire.membership.collective import Collective
+from tensorwire.membership.takeovers import Takeovers
+from tensorwire.membership.worker import WorkerMember
+from tensorwire.membership.world import World
 from tensorwire.memory import Node
 from tensorwire.parameters import (
     LocalStore,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
-from tensorwire.membership import World
+from tensorwire.membership.world import World
 
 
 class SliceTurns:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tensorwire.errors import ClosedError, TimeoutError, UnavailableError
-from tensorwire.membership import ServerMember
+from tensorwire.membership.server import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion, Word
 
 from ..contributions import Contribution

@@ -13,19 +13,14 @@ from functools import partial
 
 from tensorwire import failpoints
 from tensorwire.aside import put_output_aside
+from tensorwire.durability.descriptor_store import DescriptorStore, Takeover
+from tensorwire.durability.durable_memory import open_node
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
-from tensorwire.membership import (
-    LOST_MEMBER_CODE,
-    CollectiveServer,
-    DescriptorStore,
-    JobFile,
-    RunningServer,
-    ServerMember,
-    Takeover,
-    open_node,
-    pid_namespace,
-    server_name,
-)
+from tensorwire.jobs.host import pid_namespace
+from tensorwire.jobs.job_file import JobFile, RunningServer
+from tensorwire.membership.collective import CollectiveServer
+from tensorwire.membership.identity import LOST_MEMBER_CODE, server_name
+from tensorwire.membership.server import ServerMember
 from tensorwire.memory import Node
 
 from ..kernel import Kernel

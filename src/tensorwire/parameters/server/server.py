@@ -15,14 +15,9 @@ from typing import Any
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import (
-    FAREWELL,
-    GOODBYE,
-    CollectiveServer,
-    ServerMember,
-    called,
-    was_never_there,
-)
+from tensorwire.membership.collective import CollectiveServer
+from tensorwire.membership.identity import FAREWELL, GOODBYE, called, was_never_there
+from tensorwire.membership.server import ServerMember
 from tensorwire.memory import Word, cores
 
 from ..collector import uncollected

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 
-from tensorwire.membership import DescriptorStore
+from tensorwire.durability.descriptor_store import DescriptorStore
 
 
 class Shares:

@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import PeerLostError, UnavailableError
-from tensorwire.membership import (
-    CONTROL,
-    CONTROL_BYTES,
-    GOODBYE,
-    FollowingCollective,
-    WorkerMember,
-    lost,
-)
+from tensorwire.membership.collective import FollowingCollective
+from tensorwire.membership.identity import CONTROL, CONTROL_BYTES, GOODBYE, lost
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Peer, Region
 
 from ..kernel import AVERAGE_ONLY

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.membership import NoteKind
+from tensorwire.durability.history import NoteKind
 
 from ..device import DeviceBytes
 from ..kernel import Rows

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError, consequence
-from tensorwire.membership import WorkerMember, lost
+from tensorwire.membership.identity import lost
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Mailbox, Peer, Region, RemoteRegion, wait_all
 
 from ..kernel import Rows

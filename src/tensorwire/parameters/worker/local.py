@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.membership import NoteKind
+from tensorwire.durability.history import NoteKind
 from tensorwire.memory import local_memory
 
 from ..contributions import Contribution

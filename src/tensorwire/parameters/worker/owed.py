@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import Takeovers
+from tensorwire.membership.takeovers import Takeovers
 
 from .link import Answers, Link, commit_again
 

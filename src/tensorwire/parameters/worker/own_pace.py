@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tensorwire.membership import WorkerMember
+from tensorwire.membership.worker import WorkerMember
 
 from ..device import ModelDevice
 from ..layout import Spec

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError, TimeoutError, consequence
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import WorkerMember
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, mailbox_bytes
 
 from ..layout import Extent, Layout

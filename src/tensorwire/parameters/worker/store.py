@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.durability.history import NoteKind
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import NoteKind, WorkerMember
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import Region, RemoteRegion
 
 from ..device import DeviceBytes, ModelDevice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tensorwire.membership import WorkerMember
+from tensorwire.membership.worker import WorkerMember
 from tensorwire.memory import PrivateMapping, Region, RemoteRegion, same_bytes
 
 from ..layout import Layout, Selection

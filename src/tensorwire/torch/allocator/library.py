@@ -26,7 +26,8 @@ from typing import TextIO
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import cache_folder, runtime_folder, tell
+from tensorwire.jobs.folder import cache_folder, runtime_folder
+from tensorwire.jobs.lockfile import tell
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "allocator.cc"

@@ -18,8 +18,8 @@ import pickle
 import numpy as np
 import torch
 
+from tensorwire.durability.history import NoteKind
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import NoteKind
 from tensorwire.parameters import Store
 
 from ..session import Session

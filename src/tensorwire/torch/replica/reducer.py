@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorwire.membership import NoteKind
+from tensorwire.durability.history import NoteKind
 from tensorwire.memory import same_bytes
 from tensorwire.parameters import (
     ABSENT,

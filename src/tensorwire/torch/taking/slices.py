@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tensorwire.membership import Takeovers
+from tensorwire.membership.takeovers import Takeovers
 
 from ..random_numbers import RandomState, random_state, set_random_state
 from ..turns import SliceTurns

@@ -15,15 +15,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tensorwire.durability.descriptor_store import DescriptorStore
+from tensorwire.durability.durable_memory import open_node
 from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
-from tensorwire.membership import (
-    DescriptorStore,
-    ServerMember,
-    StatusRegion,
-    job_secret,
-    open_node,
-    reading_secret,
-)
+from tensorwire.jobs.secret import job_secret, reading_secret
+from tensorwire.membership.server import ServerMember
+from tensorwire.membership.status import StatusRegion
 from tensorwire.memory import Mailbox, Region
 
 from ...reading import ANSWERS, ASKS, BELL, LEASE_BYTES, LOST_S, Ask, AskKind, lease_name

@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import lost
+from tensorwire.membership.identity import lost
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, Transfer
 
 from ...messages import APPLY, OPERATION_NAMES, Bytes, DisagreementError

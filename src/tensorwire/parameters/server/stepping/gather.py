@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TimeoutError
-from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called, lost
+from tensorwire.membership.collective import CollectiveServer
+from tensorwire.membership.identity import GOODBYE, called, lost
+from tensorwire.membership.server import ServerMember
 from tensorwire.memory import Mailbox, Peer, Word
 
 from ...layout import Spec

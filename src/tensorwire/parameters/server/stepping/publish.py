@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, StaleHandleError, TensorwireError
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import OfWorkers, ServerMember
+from tensorwire.membership.server import OfWorkers, ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer, take_rows
 
 from ...kernel import Rows

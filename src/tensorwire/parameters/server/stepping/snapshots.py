@@ -22,7 +22,7 @@ import numpy as np
 
 from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import OfWorkers
+from tensorwire.membership.server import OfWorkers
 from tensorwire.memory import Mailbox, Peer, Region, RemoteMailbox, mailbox_bytes
 
 from ...messages import Bytes

@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from tensorwire.jobs.folder import runtime_folder
+from tensorwire.jobs.lockfile import remove_own, tell, try_lock
 from tensorwire.outside import parse_json
-
-from .lockfile import remove_own, tell, try_lock
-from .runtime import runtime_folder
 
 T = TypeVar("T")
 

@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 
 from tensorwire.errors import UnavailableError
-
-from .identity import this_host
-from .lockfile import is_there, open_locked, remove_own, try_lock
-from .runtime import RUNTIME, runtime_folder
+from tensorwire.jobs.folder import RUNTIME, runtime_folder
+from tensorwire.jobs.host import this_host
+from tensorwire.jobs.lockfile import is_there, open_locked, remove_own, try_lock
 
 # How long a lock is tried that no worker holds: a process that removes what dead ones left, or one
 # that is between fork and exec.

@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tensorwire.jobs.folder import runtime_folder
+from tensorwire.jobs.lockfile import is_there, make_locked, remove_own, try_lock
 from tensorwire.outside import parse_json
-
-from .lockfile import is_there, make_locked, remove_own, try_lock
-from .runtime import runtime_folder
 
 _MOST_BYTES = 64 << 10
 _MOST_SHOWN = 1000  # characters of a command

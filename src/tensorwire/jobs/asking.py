@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 from tensorwire.errors import TimeoutError, UnavailableError
-
-from .door import knock, proof_of, receive_message, send_message
-from .job_file import RunningServer
-from .reading_secret import secret_in
+from tensorwire.jobs.door import knock, proof_of, receive_message, send_message
+from tensorwire.jobs.job_file import RunningServer
+from tensorwire.jobs.secret import secret_in
 
 _LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
 _ANSWER_S = 10.0  # of a launcher that is asked to take something back

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tensorwire.errors import UnavailableError
+from tensorwire.jobs.folder import runtime_folder
+from tensorwire.jobs.host import pid_namespace
+from tensorwire.jobs.lockfile import make_locked, remove_own, try_lock
 from tensorwire.outside import parse_json
-
-from .identity import pid_namespace
-from .lockfile import make_locked, remove_own, try_lock
-from .runtime import runtime_folder
 
 JOB_LOG = "TENSORWIRE_JOB_LOG"
 """The variable that tells a worker where the log is."""

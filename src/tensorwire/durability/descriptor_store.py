@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .door import Message, receive_message, send_message
+from tensorwire.jobs.door import Message, receive_message, send_message
 
 LISTENER = "listener"
 """The key of the socket on which a server listens."""

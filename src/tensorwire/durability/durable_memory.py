@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tensorwire.durability.descriptor_store import LISTENER, DescriptorStore
 from tensorwire.memory import Node, Region
 
-from .descriptor_store import LISTENER, DescriptorStore
-from .identity import RESTORED
+RESTORED = "restored"
+"""The name of a region that a successor of a server allocates when all its memory is there.
+
+The successor's Node listens before that; a region that is not there yet would be stale for its
+peers.
+"""
 
 _OF_REGION = "id", "generation", "size_bytes", "access", "on_gpu"
 _REGION = "region "  # in front of a region's name: the key under which it is kept

@@ -1,0 +1,1 @@
+"""Keeps what a member of a job has for the process that takes its place."""
