@@ -99,30 +99,40 @@ def is_everyday(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow") or item.path.name.startswith("test_bench"):
         return False
     turn = zlib.crc32(item.nodeid.partition("[")[0].encode())
-    indices: dict[str, int] = item.callspec.indices if hasattr(item, "callspec") else {}
-    for name, index in indices.items():
-        together, count = parameters_with(item, name)
+    for name in item.callspec.params if hasattr(item, "callspec") else ():
+        together, place, count = place_of(item, name)
         wanted = {0}
         if SYSTEM in together:
             wanted = {turn % 2, 2 + turn % 2}
         elif together[0] in WAYS:
             wanted = {turn % 2}
-        if index not in {min(each, count - 1) for each in wanted}:
+        if place not in {min(each, count - 1) for each in wanted}:
             return False
     return True
 
 
-def parameters_with(item: pytest.Item, name: str) -> tuple[list[str], int]:
-    """Returns the parameters that get their values together with this one, and how many values."""
-    for mark in item.iter_markers("parametrize"):
-        names, values = mark.args[:2]
-        together = [each.strip() for each in names.split(",")] if isinstance(names, str) else names
-        if name in together:
-            return list(together), len(list(values))
-    if name == "transport" and "peers" in item.path.parts:
-        return [name], len(item.config.getoption("--transport") or ["shm", "tcp"])
+def place_of(item: pytest.Item, name: str) -> tuple[list[str], int, int]:
+    """Returns the parameters that get their values with this one, their place, and how many are.
+
+    pytest's own indices of a list go on counting where another list starts again.
+    """
+    together, values = [name], []
     fixtures = item._fixtureinfo.name2fixturedefs.get(name)
-    return [name], len(fixtures[-1].params) if fixtures and fixtures[-1].params else 1
+    if name == "transport" and "peers" in item.path.parts:
+        values = item.config.getoption("--transport") or ["shm", "tcp"]
+    elif fixtures and fixtures[-1].params:
+        values = list(fixtures[-1].params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if name in (stripped := [each.strip() for each in names]):
+            together, values = stripped, list(mark.args[1])
+    own = [item.callspec.params[each] for each in together]
+    for place, value in enumerate(values):
+        row = getattr(value, "values", None) if hasattr(value, "marks") else None
+        row = row or (value if len(together) > 1 else (value,))
+        if all(one is other for one, other in zip(row, own, strict=True)):
+            return together, place, len(values)
+    return together, item.callspec.indices[name], max(1, len(values))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
