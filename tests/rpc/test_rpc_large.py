@@ -91,7 +91,7 @@ def test_who_does_not_read_holds_the_sender_up(both: Ends) -> None:
     def many(request: bytes, context: Any) -> Iterator[bytes]:
         for number in range(12):
             sent.append(number)
-            yield message(100_000)
+            yield message(1_000_000)
 
     both.methods = {"/t/us": US(many)}
     both.system = between(
@@ -99,12 +99,12 @@ def test_who_does_not_read_holds_the_sender_up(both: Ends) -> None:
     ).system
     channel = both.serve().channel()
     stream = channel.unary_stream("/t/us")(b"")
-    wait_for(lambda: len(sent) >= 3)
+    wait_for(lambda: len(sent) >= 6)
     time.sleep(0.2)
-    assert len(sent) == 3  # two are under way, and the third waits for memory
-    assert [len(each) for each in stream] == [100_000] * 12
+    assert len(sent) == 6  # five use up the window of 4 MiB
+    assert [len(each) for each in stream] == [1_000_000] * 12
     wait_for(lambda: nothing_is_used(channel, both.server))
-    assert both.server.attachments[0].leases_there.leased_bytes < 400_000
+    assert both.server.attachments[0].leases_there.leased_bytes < 9_000_000  # and those being read
 
 
 def test_calls_that_end_early_give_their_memory_back(both: Ends) -> None:

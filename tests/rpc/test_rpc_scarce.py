@@ -92,7 +92,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
         raise MemoryError("none is left")
 
     found = Registry(Terms(Limits(max_attachments=2), ("shm", "tcp")))
-    request = encode(versions=[2], host=registry.host_id(), transports=["shm"], pool_bytes=1 << 20)
+    request = encode(versions=[3], host=registry.host_id(), transports=["shm"], pool_bytes=1 << 20)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patched:
         if what == "thread":

@@ -56,7 +56,7 @@ class AioCall(LoopWaiter, CallState):
         CallState.__init__(self, *given)
         self._head = LoopWaiter()
         self._requests: RequestSender | None = None
-        self._encoded: Any = None
+        self._serializer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._done_writing_flag = False  # grpcio's intercepted calls look at it
         self._turn: asyncio.Lock | None = None
@@ -168,15 +168,15 @@ class AioCall(LoopWaiter, CallState):
         if message.staging is not None:
             self._task = self._client.loop.create_task(finish(message))
 
-    def send_by(self, requests: RequestSender, encoded: Any, iterable: Any) -> None:
+    def send_by(self, requests: RequestSender, serializer: Any, iterable: Any) -> None:
         """Sends requests, which are written or come from an iterable, synchronous or not.
 
         Args:
             requests: sends them.
-            encoded: makes the bytes of one, see `encode`.
+            serializer: of one, see `encode`.
             iterable: of the user's; None: they will be written.
         """
-        self._requests, self._encoded = requests, encoded
+        self._requests, self._serializer = requests, serializer
         if iterable is None:
             self._turn = asyncio.Lock()  # of tasks that write: pieces of two would be one message
         else:
@@ -199,7 +199,7 @@ class AioCall(LoopWaiter, CallState):
         requests = self._requests
         if self.done() or requests is None:
             return False
-        data, message = await self._encoded(request, last=True)
+        data, message = await encode(self, self._serializer, request, last=True)
         await wait_each(requests.send(data, LoopWaiter))
         await finish(message)
         sent = not self.done()
@@ -351,12 +351,11 @@ class AioMethod(AnyMethod[AioCall]):
         call.set_alarm(partial(alarm, client.loop))
         if not self._takes_stream:
             client.keep(call)
-        encoded = partial(encode, call, self._serializer)
         data: bytes | None = None
         outgoing: SentMessage | None = None
         if not self._sends_stream:
             try:
-                data, outgoing = await encoded(request, last=False)
+                data, outgoing = await encode(call, self._serializer, request, last=False)
             except asyncio.CancelledError:
                 call.cancel()
                 raise
@@ -372,5 +371,5 @@ class AioMethod(AnyMethod[AioCall]):
         if outgoing is not None:
             call.finish_sending(outgoing)
         if self._sends_stream:
-            call.send_by(RequestSender(client, call), encoded, request)
+            call.send_by(RequestSender(client, call), self._serializer, request)
         return call
