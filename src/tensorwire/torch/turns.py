@@ -23,7 +23,7 @@ class SliceTurns:
     grows = False
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._slices = world, world.my_slices
 
     @property
     def rank(self) -> int:
@@ -38,7 +38,7 @@ class SliceTurns:
     @property
     def slices(self) -> Sequence[int]:
         """The slices that this worker computes in turn."""
-        return self._world.my_slices
+        return self._slices
 
     @property
     def several(self) -> bool:
@@ -57,7 +57,7 @@ class SliceTurns:
 
     def slice_of(self, turn: int) -> int:
         """Returns the slice that is being computed."""
-        return self.slices[turn]
+        return self._slices[turn]
 
     def after(self, turn: int) -> int:
         """Returns the turn that follows a committed slice; 0 begins the next step."""

@@ -168,7 +168,8 @@ class Link:
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """Pushes the part of a gradient for this server."""
-        return self._answers.attempt(self.peer, self._sender(slice_index).push, tensor, data)
+        sender = self._senders.get(slice_index) or self._sender(slice_index)
+        return self._answers.attempt(self.peer, sender.push, tensor, data)
 
     def rows_copied(self, tensor: int, rows: Rows) -> int:
         """Returns how many bytes this process will copy itself of a gradient of some rows."""

@@ -189,12 +189,17 @@ class RemoteStore:
 
     def _is_elsewhere(self, slice_index: int) -> bool:
         """Tells whether a predecessor has brought the slice's gradients to the servers."""
+        if self._history is None or not self._history.succeeds:
+            return False
         return self.lies_ahead(NoteKind.GRADIENTS, slice_index) or self.is_committed(slice_index)
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         if self._is_elsewhere(slice_index):
             return 0
-        return sum(link.push(slice_index, tensor, data) for link in self._links)
+        copied = 0
+        for link in self._links:
+            copied += link.push(slice_index, tensor, data)
+        return copied
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         if self._is_elsewhere(slice_index):

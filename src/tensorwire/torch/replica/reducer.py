@@ -193,9 +193,11 @@ class Reducer:
     def _push(
         self, state: GradientState, gradient: torch.Tensor, where: int | None, late: bool = False
     ) -> None:
-        if gradient.dtype != state.dtype or is_on_host(gradient) != state.on_host:
+        on_host, dense = is_on_host(gradient), gradient.layout == torch.strided
+        if gradient.dtype != state.dtype or on_host != state.on_host:
             self._guard.check()
-        self._check_layout(state, gradient)
+        if not dense:
+            self._check_layout(state, gradient)
         state.bytes_copied = 0
         if state.left is not None:
             self._store.settle()  # what left before is being replaced
@@ -209,7 +211,7 @@ class Reducer:
             self._tables.leave(state, self.slice_index, gradient)
         elif where is not None:
             self._statistics.bytes_produced += gradient.nbytes
-        elif not is_on_host(gradient):
+        elif not on_host:
             self._leave_device(state, gradient)
         elif not self._views:
             data = flat_bytes(gradient.detach(), state.parameter)
@@ -219,8 +221,11 @@ class Reducer:
             count_copied(self._statistics, state, copied)
         at_server = where is not None or state.block is not None
         state.was_in_place = at_server or self._is_in_place(state, gradient)
-        looked = None if late else self._look_at(state, gradient)
-        state.left = Left(gradient, gradient._version, address_of(gradient), looked, late)
+        looked = None
+        if not late and state.index in self._looked_at:
+            looked = self._look_at(state, gradient)
+        address = gradient.data_ptr() if dense else address_of(gradient)
+        state.left = Left(gradient, gradient._version, address, looked, late)
 
     def _look_at(self, state: GradientState, gradient: torch.Tensor) -> int | torch.Tensor | None:
         return sum_of(gradient, state.parameter, self._looked_at.get(state.index))
@@ -267,8 +272,6 @@ class Reducer:
                 raise gradient_changed(next(s for s in self.states if s.index == changed).name)
 
     def _check_layout(self, state: GradientState, gradient: torch.Tensor) -> None:
-        if gradient.layout == torch.strided:
-            return
         by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
         if not state.is_table or not by_rows:
             where = "of a model that is split" if self._split else "of this model alone"
@@ -359,14 +362,12 @@ class Reducer:
             gradient is not left.gradient
             or gradient._version != left.version
             or address_of(gradient) != left.address
-            or self._looks_different(state, left)
+            or (left.checksum is not None and self._looks_different(state, left))
         ):
             raise gradient_changed(state.name)
 
     def _looks_different(self, state: GradientState, left: Left) -> bool:
         """Compares bytes: a change by way of `.grad.data` leaves no other trace."""
-        if left.checksum is None:
-            return False
         now = self._look_at(state, left.gradient)
         if isinstance(now, torch.Tensor) and isinstance(left.checksum, torch.Tensor):
             self._device_gradients().compare(state.index, left.checksum, now)
