@@ -46,14 +46,6 @@ def most_threads() -> int:
     return max(1, min(4, int(cores())))
 
 
-class EndJob:
-    """The policy for the loss of a member: it is the end of the job, for all others too."""
-
-    def member_lost(self, loss: PeerLostError) -> None:
-        """Ends the job because a member is lost, in the server's main thread, by raising."""
-        raise loss
-
-
 class Server:
     """Serves stores until all workers have left.
 
@@ -82,7 +74,7 @@ class Server:
         self.pause: Word | None = None
         if member.index == 0:
             self.pause = member.allocate(PAUSE_BYTES, name=PAUSE, access="rw").word(0)
-        self._collective, self._policy = collective, EndJob()
+        self._collective = collective
         self._stores: list[StoreServer] = []
         self._made = 0  # stores, those that are gone included
         self._failure: BaseException | None = None
@@ -148,14 +140,11 @@ class Server:
             self._released[number] = 1
 
     def _watch(self) -> None:
-        """Raises an error of a thread; the policy decides whether a lost member ends the job."""
-        try:
-            if self._failure:
-                raise self._failure
-            self.member.check()
-            self._check_returned()
-        except PeerLostError as loss:
-            self._policy.member_lost(loss)
+        """Raises an error of a thread, or PeerLostError for a lost member: the job is over."""
+        if self._failure:
+            raise self._failure
+        self.member.check()
+        self._check_returned()
 
     def _check_returned(self) -> None:
         if returned := self.member.returned():

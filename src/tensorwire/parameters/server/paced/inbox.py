@@ -8,7 +8,7 @@ from ...messages import Commit
 from ...shard import Shard
 from ..opening import Opening
 from ..stepping.arrivals import Announced, ArrivingUnits
-from ..stepping.gather import Calls, EverySlice, Gatherer
+from ..stepping.gather import Calls, Gatherer
 
 
 class SliceInbox(Gatherer):
@@ -21,7 +21,7 @@ class SliceInbox(Gatherer):
     """
 
     def __init__(self, opening: Opening, shard: Shard, calls: Calls) -> None:
-        super().__init__(opening, shard, calls, EverySlice())
+        super().__init__(opening, shard, calls)
         self.taken = [1] * len(self._contributors)
 
     def wait(self, index: int, number: int, timeout_s: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -69,20 +69,12 @@ class Gathered(NamedTuple):
     complete: float
 
 
-class EverySlice:
-    """The policy of synchronous training: a version is made of the commits of all slices."""
-
-    def due(self, contributors: Sequence[Contributor]) -> Iterable[Contributor]:
-        """Returns whose commits of the next version are waited for, one after the other."""
-        return contributors
-
-
 class Gatherer:
     """Waits for the commits of a store's versions, which the store's shard checks."""
 
-    def __init__(self, opening: Opening, shard: Shard, calls: Calls, policy: EverySlice) -> None:
+    def __init__(self, opening: Opening, shard: Shard, calls: Calls) -> None:
         self._opening, self._member, self._spec = opening, opening.member, opening.spec
-        self._shard, self._calls, self._policy = shard, calls, policy
+        self._shard, self._calls = shard, calls
         self._version = 0  # that workers are to commit
         self._looking = threading.Lock()  # at the contributors of a store that may be closed
         self._contributors = list(self._make_contributors())
@@ -115,7 +107,7 @@ class Gatherer:
         self._version, started = version, 0.0
         commits: list[Commit] = []
         gathered: list[Contributor] = []
-        for each in self._policy.due(self._contributors):
+        for each in self._contributors:
             self._wait(each, version)
             started = started or time.perf_counter()
             commit = each.read(self._spec)

@@ -28,7 +28,7 @@ from ...step import Exchange
 from ..lending.lending import Lending
 from ..opening import Opening
 from .arrivals import ArrivingUnits
-from .gather import Calls, EverySlice, Gathered, Gatherer
+from .gather import Calls, Gathered, Gatherer
 from .hold import Hold
 from .publish import Chunks, Norms, Publication, Results
 from .snapshots import Snapshots, arrays_on_host
@@ -123,7 +123,7 @@ class Versions:
         self._stepped = self._was_written = False
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
-        return Gatherer(opening, self._shard, calls, EverySlice())
+        return Gatherer(opening, self._shard, calls)
 
     def described(self) -> Mapping[str, object]:
         """Returns more facts for `tensorwire status`."""
