@@ -31,7 +31,7 @@ def test_what_cannot_be_noted_ends_no_job(
     with Node() as node:
         history = History(node.allocate(HISTORY_BYTES, access="none"), 0)
         rejoin = Rejoin(history, 0, asked)
-        rejoin.save = save
+        rejoin.use(save, lambda state: None, lambda began: None, lambda: True)
         for number in range(2):
             rejoin.end_pass("a loader", number)
         assert history.reason.startswith("what job.track has named cannot be noted: ")
@@ -48,7 +48,9 @@ def test_a_batch_before_the_epochs_is_not_inside_of_a_pass(monkeypatch: pytest.M
     with Node() as node:
         region = node.allocate(HISTORY_BYTES, access="none")
         rejoin = Rejoin(history := History(region, 0), 0, False)
-        rejoin.save = lambda: {"epoch": 0, **counts}
+        rejoin.use(
+            lambda: {"epoch": 0, **counts}, lambda state: None, lambda began: None, lambda: True
+        )
         rejoin.begin_batch("job 0", 0, first=True)  # next(iter(loader))
         history.note(NoteKind.VERSION, b"opened", number=1)
         rejoin.begin_loop(0, 2)

@@ -318,18 +318,16 @@ class Job:
         loop = self._epochs = object()
         try:
             session, rejoin = self.session, self.session.rejoin
-            if rejoin is not None:
-                rejoin.find_load()
+            rejoin.find_load()
             first = session.begin_epochs(first)
-            given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
-            for epoch in given:
+            for epoch in rejoin.begin_loop(first, count):
                 session.begin_epoch(epoch)
                 reasons = partial(obstacles, session, self._tracked, self.local_replicas)
                 session.turns.begin_epoch(reasons)
                 if progress is None and self.rank == 0:  # since another worker was killed
                     progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
-                if rejoin is not None and (where := rejoin.begin_epoch()) is not None:
+                if (where := rejoin.begin_epoch()) is not None:
                     session.position.load(where)
                 if progress:
                     progress.begin(epoch)
@@ -340,7 +338,7 @@ class Job:
         finally:
             if self._epochs is loop:
                 self.session.position.leave_epochs()
-                if session.rejoin is not None and not session.closed:
+                if not session.closed:
                     session.rejoin.end_loop()
             if progress:
                 progress.close()
@@ -362,8 +360,7 @@ class Job:
         for replica in self.local_replicas:
             replica.between_steps("a new pass of a loader")
         self.statistics.begin_pass()
-        rejoin = self.session.rejoin
-        if first and self.rank == 0 and not (rejoin and rejoin.returns):
+        if first and self.rank == 0 and not self.session.rejoin.returns:
             where = "a pass that is over" if first == ALL_STEPS else f"step {first}"
             where += "" if steps is None else f" of {steps}"
             text = f"goes on in epoch {self.epoch + 1}, after {where}"

@@ -268,12 +268,11 @@ class Loader:
                 yield from self._give(plan, seed, order, begun)
         finally:
             session.position.end(self._name, begun)
-            if session.rejoin is not None and not session.closed:
+            if not session.closed:
                 session.rejoin.end_pass(self._name, number)
 
     def _begin_batch(self, of: LoaderPass) -> None:
-        if (rejoin := self._session.rejoin) is not None:
-            rejoin.begin_batch(self._name, of.number, of.given == 0)
+        self._session.rejoin.begin_batch(self._name, of.number, of.given == 0)
 
     def _give(
         self,

@@ -17,8 +17,10 @@ from tensorwire.durability.history import History, NoteKind
 from tensorwire.failpoints import failpoint
 from tensorwire.membership.takeovers import Takeovers
 
+from .notes import Notes
 
-class Rejoin:
+
+class Rejoin(Notes):
     """Notes where the script of a worker is, or brings it there.
 
     Args:
@@ -28,14 +30,6 @@ class Rejoin:
             is told when one is killed.
         takeovers: of a worker in whose place nobody comes when it is killed: here what is noted is
             for those that join; None: else.
-
-    Attributes:
-        save: what this process alone has, to be noted; the job sets these five.
-        load: puts that back.
-        load_again: lets the job go on from what a former process has loaded.
-        count: sums and versions are counted from where they were when the present epoch began.
-        is_between_steps: no optimizer has committed a part of its slices.
-        repeated: versions that were made of commits of a former process.
     """
 
     def __init__(
@@ -46,13 +40,23 @@ class Rejoin:
         self._loop, self._in_loop = 0, False  # of epochs
         self._stepped = False  # since the last position
         self._told = False  # that nobody can take the place of this process
-        self.repeated = 0
-        self.save: Callable[[], dict[str, Any]] = dict
-        self.load: Callable[[dict[str, Any]], None] = lambda state: None
-        self.load_again: Callable[[], None] = lambda: None
-        self.count: Callable[[dict[str, Any]], None] = lambda began: None
+        self._load_again: Callable[[], None] = lambda: None
         self._began: dict[str, Any] = {}  # sums and versions before the present epoch
-        self.is_between_steps: Callable[[], bool] = lambda: True
+
+    def use(
+        self,
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+        count: Callable[[dict[str, Any]], None],
+        is_between_steps: Callable[[], bool],
+    ) -> None:
+        """See `Notes`."""
+        self._save, self._load, self._count = save, load, count
+        self._is_between_steps = is_between_steps
+
+    def use_load(self, load_again: Callable[[], None]) -> None:
+        """See `Notes`."""
+        self._load_again = load_again
 
     # ---- for the job and its loaders
 
@@ -98,7 +102,7 @@ class Rejoin:
         if self._is_at("epoch"):
             self._reach()
         else:  # what the epoch has made so far is made again
-            self.count(self._began)
+            self._count(self._began)
         where: dict[str, Any] | None = there["state"]["position"]
         return where
 
@@ -107,7 +111,7 @@ class Rejoin:
         if self.returns:
             if self._is_at("batch", loader, number):
                 self._reach()
-        elif (first or self._stepped) and self.is_between_steps():
+        elif (first or self._stepped) and self._is_between_steps():
             if self._takeovers is None:
                 self._mark("batch", loader, number, passing=True)
             else:
@@ -159,18 +163,16 @@ class Rejoin:
         """
         if (data := self._history.skip_load()) is not None:
             told: dict[str, Any] = pickle.loads(data)
-            self.count(told)
+            self._count(told)
             return told
         if self._history.take(NoteKind.LOAD) is None:
             self._history.note(NoteKind.LOAD, b"")
         return None
 
-    def end_load(self, told: bytes) -> None:
-        """Ends a load, whose values are in place here; others go on after it is noted.
-
-        `told` is the value that `loaded_before` returns, pickled.
-        """
-        self._history.take_or_note(NoteKind.LOAD, told, 0, 1, 0)
+    def end_load(self, told: Callable[[], bytes | None]) -> None:
+        """See `Notes`."""
+        if (data := told()) is not None:
+            self._history.take_or_note(NoteKind.LOAD, data, 0, 1, 0)
 
     def find_load(self) -> None:
         """Repeats a predecessor's load if the script goes on without one at this place.
@@ -183,7 +185,7 @@ class Rejoin:
                 "loaded, though the script does not call job.load again"
             )
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-            self.load_again()
+            self._load_again()
 
     def begin_save(self) -> bool:
         """Begins a `job.save`; tells whether it is to save.
@@ -231,7 +233,7 @@ class Rejoin:
             self._tell()
             return
         try:
-            state = self.save()
+            state = self._save()
         except Exception as error:  # of an object that was kept
             self.refuse(
                 f"what job.track has named cannot be noted: {type(error).__name__}: {error}"
@@ -254,6 +256,6 @@ class Rejoin:
         assert there is not None
         self._history.reach()
         self._stepped = False
-        self.load(there["state"])
+        self._load(there["state"])
         if self._takeovers is not None and self._takeovers.joins:
             self._takeovers.joined()

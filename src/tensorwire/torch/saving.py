@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ class Saving:
         self._session, self._kept, self._replicas = session, kept, replicas
         self.counts: dict[str, int] = {}
         self._state = WorkerState(session, kept=kept, replicas=replicas, saves=self.counts)
-        if session.rejoin is not None:
-            session.rejoin.load_again = self._load_unasked
+        session.rejoin.use_load(self._load_unasked)
         self.writes = BackgroundWrites()
         session.before_release = self.writes.finish  # they read from a store
 
@@ -110,7 +110,7 @@ class Saving:
         self.counts[where] = 1 + self._calls_before(where)
         if self.counts[where] % every:
             return None
-        if session.rejoin is not None and not session.rejoin.begin_save():
+        if not session.rejoin.begin_save():
             return None
         self.writes.wait(where)
         session.turns.begin_save(where)
@@ -148,21 +148,17 @@ class Saving:
         session, rejoin = self._session, self._session.rejoin
         if not checkpoint_folder.is_unused(path):
             note_in_job_log("loaded", path=os.path.abspath(path))
-        if rejoin is not None:
-            if not rejoin.begin_load():
-                return None  # what a former process goes on from is noted
-            is_noted, loaded = self._load_again()
-            if is_noted:
-                return loaded
+        if not rejoin.begin_load():
+            return None  # what a former process goes on from is noted
+        is_noted, loaded = self._load_again()
+        if is_noted:
+            return loaded
         self.finish()
         session.barrier()  # others' too
         loaded = checkpoint.load(
             path, self._kept, self._replicas, editing, session.seed, session.pipeline > 1
         )
-        if rejoin is not None and (put := self._state.loaded()) is not None:
-            told = pickle.dumps({"loaded": loaded and tuple(loaded), **put})
-            if len(told) <= _MOST_NOTED:
-                rejoin.end_load(told)  # else a process in the place of this one reads it again
+        rejoin.end_load(partial(self._told, loaded))
         self._compare(loaded, os.fspath(path))
         if loaded is None and session.rank == 0:
             text = f"nothing was saved in {os.fspath(path)} so far, and nothing is loaded"
@@ -170,6 +166,13 @@ class Saving:
         if loaded is not None and session.rank == 0:
             self._tell_of_slices(loaded)
         return loaded
+
+    def _told(self, loaded: checkpoint.Loaded | None) -> bytes | None:
+        """Returns a note of a load; None: a process in the place of this one reads it again."""
+        if (put := self._state.loaded()) is None:
+            return None
+        told = pickle.dumps({"loaded": loaded and tuple(loaded), **put})
+        return told if len(told) <= _MOST_NOTED else None
 
     def _tell_of_slices(self, loaded: checkpoint.Loaded) -> None:
         """Prints that a checkpoint of a job with other slices leads to other steps."""
@@ -185,7 +188,6 @@ class Saving:
 
     def _load_again(self) -> tuple[bool, checkpoint.Loaded | None]:
         """Returns whether a predecessor has noted a load here, and its result; else it is read."""
-        assert self._session.rejoin is not None
         if (told := self._session.rejoin.loaded_before()) is None:
             return False, None
         loaded = told["loaded"] and checkpoint.Loaded(*told["loaded"])

@@ -35,6 +35,7 @@ from tensorwire.parameters import (
 from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernel, permitted_imports
+from .notes import Notes
 from .position import LoaderPass, Position
 from .random_numbers import IN_AN_EPOCH, seed_all, seed_of
 from .rejoin import Rejoin
@@ -98,7 +99,7 @@ class Session:
         before_release: called before servers free a store.
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
-        rejoin: where its script is, for a process in its place; None: nobody takes its place.
+        rejoin: where its script is, for a process in its place.
         turns: which slice it computes next.
         warned_of_weights: see `SampleCount.warn`.
         closed: true after `close`.
@@ -132,7 +133,7 @@ class Session:
         self.statistics = Statistics()
         self.before_release: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[Result], None]] = []
-        self.rejoin: Rejoin | None = None
+        self.rejoin = Notes()
         self.turns = SliceTurns(world)
         self._stores: list[Store] = []
         self._opened = 0  # stores, those that are gone included
@@ -215,7 +216,7 @@ class Session:
     @property
     def notes(self) -> bool:
         """True if this process takes notes, so that another one can take its place."""
-        return self.rejoin is not None and self.rejoin.notes
+        return self.rejoin.notes
 
     # ---- data
 
@@ -298,8 +299,7 @@ class Session:
         """Frees a store, also at the servers, once even after an interrupt. All workers call it."""
         if store in self._stores:
             self.before_release()
-            if self.rejoin is not None:
-                self.rejoin.refuse("an optimizer was closed, or got other parameters or groups")
+            self.rejoin.refuse("an optimizer was closed, or got other parameters or groups")
             try:
                 store.release()
             finally:
@@ -308,10 +308,9 @@ class Session:
     def stepped(self, result: Result, repeated: bool = False) -> None:
         """Notes a new version of a store; see `Rejoin.stepped`."""
         where = self.position.inside
-        if self.rejoin is not None:
-            if where:
-                self.rejoin.refuse(where)
-            self.rejoin.stepped(repeated)
+        if where:
+            self.rejoin.refuse(where)
+        self.rejoin.stepped(repeated)
         self.turns.stepped(where)
         self.statistics.step(result)
         due = self.position.stepped()
@@ -438,8 +437,7 @@ class Session:
         return self._ask(self._collective.gather, data) if self._collective else [data]
 
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
-        if self.rejoin is not None:
-            self.rejoin.find_load()
+        self.rejoin.find_load()
         self.turns.check_present("sum(), mean(), barrier() or another call of all workers")
         self.turns.check("sum(), mean(), barrier() or another call of all workers")
         try:

@@ -37,9 +37,7 @@ class WorkerState:
         saves: dict[str, int],
     ) -> None:
         self._session, self._replicas, self._kept, self._saves = session, replicas, kept, saves
-        if (rejoin := session.rejoin) is not None:
-            rejoin.save, rejoin.load, rejoin.count = self.save, self.load, session.count
-            rejoin.is_between_steps = self.is_between_steps
+        session.rejoin.use(self.save, self.load, session.count, self.is_between_steps)
 
     def save(self) -> dict[str, Any]:
         """Returns the whole state, for `pickle` at once."""
@@ -119,7 +117,6 @@ class WorkerState:
 
     def _find_obstacles(self) -> None:
         rejoin = self._session.rejoin
-        assert rejoin is not None
         for replica in self._replicas:
             if replica.arithmetic.by_worker and self._session.rank == 0:
                 rejoin.refuse("worker 0 makes the steps of an optimizer in its own memory")
@@ -155,7 +152,7 @@ def obstacles(
     session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]
 ) -> tuple[str, str]:
     """Returns why no worker could take over slices, and why none could join; "" if one could."""
-    joining = "nothing is noted" if session.rejoin is None else session.rejoin.obstacle
+    joining = session.rejoin.obstacle
     if not joining and (missing := missing_kept(kept, replicas)):
         joining = f"the script does not track {missing}"
     return obstacle(session, replicas), joining

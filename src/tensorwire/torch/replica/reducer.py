@@ -169,7 +169,7 @@ class Reducer:
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self.samples.gradient_comes()
-        if not self.waits and self._session.rejoin is not None:
+        if not self.waits:
             self.waits, self._waits_since = True, self._session.rejoin.repeated
         state, gradient = self._of[id(parameter)], parameter.grad
         assert gradient is not None
@@ -467,8 +467,7 @@ class Reducer:
                 data = flat_bytes(torch.full_like(now.detach(), math.nan), state.parameter)
             # By its bytes: what goes through `.data` leaves no other trace.
             if now is not gradient or not same_bytes(data, average):
-                if (rejoin := self._session.rejoin) is not None:
-                    rejoin.refuse_twice("it changes averaged gradients")
+                self._session.rejoin.refuse_twice("it changes averaged gradients")
                 count_copied(self._statistics, state, self._store.push_reduced(state.index, data))
 
     # ---- between steps
@@ -504,10 +503,10 @@ class Reducer:
         It computes its last step again. If one optimizer had made it and this one had not, this
         one's gradients were made with new parameters of the other.
         """
-        rejoin = self._session.rejoin
-        if rejoin is None or self._is_back:
+        if self._is_back:
             return False
-        return self.lacks or (self.waits and rejoin.repeated != self._waits_since)
+        repeated = self._session.rejoin.repeated
+        return self.lacks or (self.waits and repeated != self._waits_since)
 
     def check_repeated(self) -> None:
         """Raises RuntimeError if gradients would have to be another process's."""
