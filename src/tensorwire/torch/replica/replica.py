@@ -183,7 +183,7 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
-        own = SlicesInTurn(session, self.store, self.reducer, self.buffers, self._commit)
+        own = SlicesInTurn(session, self.store, self.reducer, self.buffers)
         self._turns: SlicesInTurn = session.turns.of_optimizer(own)
         self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
@@ -283,7 +283,7 @@ class Replica:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
-        self._turns.publish_rest()
+        self._turns.publish_rest(self._commit)
         self.store.wait()
 
     def adopt(self) -> None:
@@ -392,7 +392,7 @@ class Replica:
         self.buffers.push(self.store, slice_index)
         reducer.samples.warn()
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
-        if not self._turns.end(flags, self._averages, spoiled):
+        if not self._turns.end(flags, self._averages, spoiled, self._commit):
             statistics.exposed_s += time.perf_counter() - started
             return
         result = self.store.wait()

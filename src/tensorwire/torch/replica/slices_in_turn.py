@@ -31,18 +31,10 @@ class SlicesInTurn:
         store: of the optimizer.
         reducer: has its gradients.
         buffers: of its model.
-        commit: commits a slice.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        store: Store,
-        reducer: Reducer,
-        buffers: Buffers,
-        commit: CommitSlice,
-    ) -> None:
-        self.session, self.store, self.commit = session, store, commit
+    def __init__(self, session: Session, store: Store, reducer: Reducer, buffers: Buffers) -> None:
+        self.session, self.store = session, store
         self.reducer, self.buffers = reducer, buffers
         self._first_hyper: tuple[Hyper, ...] = ()
 
@@ -63,7 +55,11 @@ class SlicesInTurn:
             )
 
     def end(
-        self, flags: int, averages: dict[int, tuple[torch.Tensor, Bytes]] | None, spoiled: bool
+        self,
+        flags: int,
+        averages: dict[int, tuple[torch.Tensor, Bytes]] | None,
+        spoiled: bool,
+        commit: CommitSlice,
     ) -> bool:
         """Ends the commit of a slice; tells whether all slices of this worker are committed.
 
@@ -71,6 +67,7 @@ class SlicesInTurn:
             flags: of its commit.
             averages: as of `Reducer.push_edited`; None: the script has seen none.
             spoiled: see there.
+            commit: commits a slice. It belongs to the replica, and is not kept: that would keep it.
         """
         complete = self.reducer.slice_committed()
         self.buffers.after_slice(self.reducer.turn or len(self.session.my_slices))
@@ -110,5 +107,5 @@ class SlicesInTurn:
 
     # ---- values that are given
 
-    def publish_rest(self) -> None:
+    def publish_rest(self, commit: CommitSlice) -> None:
         """Commits what else this worker owes to a version of given values."""

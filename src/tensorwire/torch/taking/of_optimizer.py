@@ -14,7 +14,7 @@ from tensorwire.parameters import APPLY, PUBLISH, Bytes
 
 from ..modes import check_averages
 from ..replica.arithmetic import Arithmetic
-from ..replica.slices_in_turn import SlicesInTurn
+from ..replica.slices_in_turn import CommitSlice, SlicesInTurn
 from .slices import TakenTurns
 
 
@@ -27,7 +27,7 @@ class TakenSlices(SlicesInTurn):
     """
 
     def __init__(self, turns: TakenTurns, own: SlicesInTurn) -> None:
-        super().__init__(own.session, own.store, own.reducer, own.buffers, own.commit)
+        super().__init__(own.session, own.store, own.reducer, own.buffers)
         self._turns = turns
 
     def begin(self, who: object) -> None:
@@ -39,7 +39,11 @@ class TakenSlices(SlicesInTurn):
         self._turns.begin_commit(who, self.session.batches)
 
     def end(
-        self, flags: int, averages: dict[int, tuple[torch.Tensor, Bytes]] | None, spoiled: bool
+        self,
+        flags: int,
+        averages: dict[int, tuple[torch.Tensor, Bytes]] | None,
+        spoiled: bool,
+        commit: CommitSlice,
     ) -> bool:
         """See `SlicesInTurn`. A slice whose gradients are in the average is committed at once."""
 
@@ -47,7 +51,7 @@ class TakenSlices(SlicesInTurn):
             if slice_index == 0 and averages is not None:
                 self.reducer.push_edited(averages, spoiled)
             last = self.store.last_commit(slice_index)
-            self.commit(slice_index, APPLY, flags, last.weight, (last.present, tuple(last.blocks)))
+            commit(slice_index, APPLY, flags, last.weight, (last.present, tuple(last.blocks)))
 
         due = self.store.due(again if self.reducer.sealed else None)
         self._next(due)
@@ -93,7 +97,7 @@ class TakenSlices(SlicesInTurn):
         self.session.barrier()
         return {i for i in self.store.layout.trained if any(each.present[i] for each in commits)}
 
-    def publish_rest(self) -> None:
+    def publish_rest(self, commit: CommitSlice) -> None:
         """Commits slices of dead workers, which have nothing to give."""
 
         def again(slice_index: int) -> None:
@@ -104,6 +108,6 @@ class TakenSlices(SlicesInTurn):
                     "checkpoint: job.load"
                 )
             present = bytes(len(self.store.layout.places)), ()
-            self.commit(slice_index, PUBLISH, 0, 1.0, present)
+            commit(slice_index, PUBLISH, 0, 1.0, present)
 
         self.store.due(again)
