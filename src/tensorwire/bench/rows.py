@@ -190,28 +190,28 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON-ready data: summaries, as short as they can be.
 
-        Figures have `DIGITS` digits and lists of numbers `MOST_POINTS` entries. Fields without a
-        value are left out, and figures that are not a number too.
+        Rows, comparisons and verdicts are tables: a list with the names of the columns, then the
+        values of each. Figures have `DIGITS` digits and lists of numbers `MOST_POINTS` entries.
+        Columns without a value are left out.
         """
         return {
             "format": FORMAT,
             "bench": self.bench,
             "settings": _short(self.settings),
             "machine": _short(dict(self.machine)),
-            "rows": [_plain(row, self.bench) for row in self.rows],
-            "comparisons": [_plain(comparison) for comparison in self.comparisons],
-            "verdicts": [_plain(verdict) for verdict in self.verdicts],
+            "rows": _table([_plain(row, self.bench) for row in self.rows]),
+            "comparisons": _table([_plain(comparison) for comparison in self.comparisons]),
+            "verdicts": _table([_plain(verdict) for verdict in self.verdicts]),
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON file in one step: readers see the old file or the whole new one.
 
-        Rows, comparisons and verdicts are tables: a list with the names of the columns, then a
-        line for each.
+        Tables have a line for each row.
         """
         parts = []
         for key, value in self.to_json().items():
-            lines = ",\n  ".join(map(_text, _table(value))) if isinstance(value, list) else ""
+            lines = ",\n  ".join(map(_text, value)) if isinstance(value, list) else ""
             parts.append(f'"{key}": ' + (f"[\n  {lines}\n ]" if lines else _text(value)))
         write_text(path, "{" + ",\n ".join(parts) + "}\n")
 
