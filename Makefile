@@ -45,7 +45,7 @@ help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
-	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ucx-headers ?ip ?tc rig
+	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ucx-headers ?ssl-headers ?ip ?tc rig
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
@@ -102,7 +102,7 @@ test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with 
 
 .PHONY: test-cpp-needs
 test-cpp-needs:
-	@$(NEED) clang clang-rt doctest ?ucx-headers
+	@$(NEED) clang clang-rt doctest ?ucx-headers ?ssl-headers
 
 test-cpp-%: $(VENV)/.with-dev test-cpp-needs FORCE
 	$(CMAKE) -B build/cpp-$* -DTENSORWIRE_TESTS=ON -DTENSORWIRE_SANITIZE=$* >/dev/null
@@ -118,6 +118,7 @@ SLOWER_handshake := 1
 SLOWER_rpc_line := 1
 SLOWER_service := 50
 SLOWER_answers := 50
+SLOWER_tls := 1000
 SLOWER_fuse := 20
 
 # New finds go to build/corpus; a crash leaves its input in build/fuzz. Kept is what reaches a new

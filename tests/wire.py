@@ -29,7 +29,7 @@ Fields = dict[str, tuple[int, int, Any]]  # name: (offset, size, what is there b
 
 HELLO: Fields = {
     "magic": (0, 8, b"TWIREv01"),
-    "version": (8, 2, 2),
+    "version": (8, 2, 3),
     "kind": (10, 1, 1),
     "has_secret": (11, 1, 0),
     "transports": (12, 4, 3),

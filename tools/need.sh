@@ -21,6 +21,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     doctest) echo '#include <doctest/doctest.h>' | c++ -E -xc++ - ;;
     spin) command -v spin ;;
     ucx-headers) echo '#include <ucp/api/ucp.h>' | c++ -E -xc++ - ;;
+    ssl-headers) echo '#include <openssl/ssl.h>' | c++ -E -xc++ - ;;
     ip) command -v ip ;;
     tc) command -v tc ;;
     fio) command -v fio ;;
@@ -48,6 +49,7 @@ packages() {
     doctest) echo doctest-dev ;;
     spin) echo spin ;;
     ucx-headers) echo libucx-dev ;;
+    ssl-headers) echo libssl-dev ;;
     ip | tc) echo iproute2 ;;
     fio) echo fio ;;
     rsync) echo rsync ;;

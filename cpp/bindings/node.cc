@@ -21,7 +21,7 @@ void bind_node(nb::module_& m) {
                        nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,
                        const std::string& rdma_device, uint64_t quota_bytes, uint64_t max_peers,
                        double handshake_timeout_s, double peer_timeout_s, uint64_t incarnation,
-                       int listener) {
+                       int listener, const std::string& tls) {
              NodeOptions options;
              options.name = name;
              options.host = host;
@@ -37,12 +37,13 @@ void bind_node(nb::module_& m) {
              options.peer_timeout_s = peer_timeout_s;
              options.incarnation = incarnation;
              options.listener = listener;
+             options.tls = tls_use(tls);
              WithoutGil release;
              return Node::create(std::move(options));
            }),
            "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "try_rdma"_a, "rdma_device"_a,
            "quota_bytes"_a, "max_peers"_a, "handshake_timeout_s"_a, "peer_timeout_s"_a,
-           "incarnation"_a, "listener"_a)
+           "incarnation"_a, "listener"_a, "tls"_a)
       .def_prop_ro("name", &Node::name)
       .def_prop_ro("port", &Node::port)
       .def_prop_ro("incarnation", &Node::incarnation)

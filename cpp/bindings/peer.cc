@@ -160,6 +160,7 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("transport", &Peer::transport)
       .def_prop_ro("reason", &Peer::reason)
       .def_prop_ro("offered", &Peer::offered)
+      .def_prop_ro("encrypted", &Peer::encrypted)
       .def_prop_ro("wire", &Peer::wire)
       .def_prop_ro("lost", &Peer::lost)
       .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })

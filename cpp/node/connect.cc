@@ -26,29 +26,38 @@ struct TurnedAway {
   Error error;
 };
 
-// One stream in the handshake: blocking reads and writes with a deadline.
+// The other side wants TLS for what seemed to stay on this host.
+struct Encrypts {};
+
+// One link in the handshake: blocking reads and writes with a deadline.
 class Line {
  public:
-  Line(Descriptor socket, std::string where, Deadline deadline, const Interrupted& interrupted)
-      : socket_(std::move(socket)),
+  Line(Link link, std::string where, Deadline deadline, const Interrupted& interrupted)
+      : link_(std::move(link)),
         where_(std::move(where)),
         deadline_(deadline),
         interrupted_(interrupted) {}
 
-  Descriptor& socket() { return socket_; }
+  Link& link() { return link_; }
+  const std::string& where() const { return where_; }
   void wait(short events) {
-    if (wait_ready(socket_.get(), events, deadline_, interrupted_)) return;
+    if (wait_ready(link_.get(), events, deadline_, interrupted_)) return;
     throw Error(Code::kTimeout,
                 "no answer from " + where_ + " in time; is a Node running there, and is it awake?");
   }
   void send(std::span<const uint8_t> bytes) {
     move(bytes, POLLOUT, [this](std::span<const uint8_t> left) {
-      return ::send(socket_.get(), left.data(), left.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      iovec part{const_cast<uint8_t*>(left.data()), left.size()};
+      return link_.send({&part, 1});
     });
+    while (link_.unsent()) {
+      if (link_.send({}) < 0) again(POLLOUT);
+    }
   }
   void receive(std::span<uint8_t> bytes) {
     move(bytes, POLLIN, [this](std::span<uint8_t> left) {
-      return ::recv(socket_.get(), left.data(), left.size(), MSG_DONTWAIT);
+      iovec part{left.data(), left.size()};
+      return link_.receive({&part, 1});
     });
   }
 
@@ -65,25 +74,30 @@ class Line {
                     where_ +
                         " hung up during the handshake; it is not a tensorwire Node, speaks "
                         "another version, is closing, or is out of descriptors (ulimit -n)");
-      } else if (errno == EAGAIN || errno == EINTR) {
-        wait(events);
       } else {
-        throw Error(Code::kPeerLost, system_message("handshake with " + where_, errno));
+        again(events);
       }
     }
   }
+  // Waits for a call that could not go on, or throws what it failed of.
+  void again(short events) {
+    if (errno == EAGAIN || errno == EINTR) return wait(events);
+    std::string call = "handshake with " + where_;
+    throw Error(Code::kPeerLost, link_.encrypted() ? call + ": " + link_.failure("TLS", errno)
+                                                   : system_message(call, errno));
+  }
 
-  Descriptor socket_;
+  Link link_;
   std::string where_;
   Deadline deadline_;
   const Interrupted& interrupted_;
 };
 
-Descriptor dial(const sockaddr* address, socklen_t size, const std::string& where,
-                Deadline deadline, const Interrupted& interrupted) {
+Link dial(const sockaddr* address, socklen_t size, const std::string& where, Deadline deadline,
+          const Interrupted& interrupted) {
   Descriptor fd(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
-  if (::connect(fd.get(), address, size) == 0) return fd;
+  if (::connect(fd.get(), address, size) == 0) return Link(std::move(fd));
   if (errno != EINPROGRESS) {
     throw Error(Code::kPeerLost, system_message("cannot reach " + where, errno));
   }
@@ -91,16 +105,16 @@ Descriptor dial(const sockaddr* address, socklen_t size, const std::string& wher
   line.wait(POLLOUT);
   int error = 0;
   socklen_t length = sizeof error;
-  ::getsockopt(line.socket().get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  ::getsockopt(line.link().get(), SOL_SOCKET, SO_ERROR, &error, &length);
   if (error != 0) {
     throw Error(Code::kPeerLost, system_message("cannot reach " + where, error) +
                                      (error == ECONNREFUSED ? "; is the Node running?" : ""));
   }
-  return std::move(line.socket());
+  return std::move(line.link());
 }
 
-Descriptor dial_tcp(const std::string& host, uint16_t port, const std::string& where,
-                    Deadline deadline, const Interrupted& interrupted) {
+Link dial_tcp(const std::string& host, uint16_t port, const std::string& where, Deadline deadline,
+              const Interrupted& interrupted) {
   Resolved found = resolve(host, port, deadline, interrupted);
   if (found.addresses.empty()) {
     throw Error(Code::kPeerLost, "cannot resolve '" + host + "': " + found.failure);
@@ -128,13 +142,23 @@ std::array<uint8_t, N> receive_message(Line& line, bool greeted) {
   return bytes;
 }
 
+const char* const kSetAlike =
+    "; TENSORWIRE_TLS (off, on or auto) decides it: set the same for every process of a job";
+
 // A Hello is as long as a Welcome, so that it can stand for either.
-void check_room(std::span<const uint8_t, kHelloBytes> bytes, const std::string& where) {
+void check_refusal(std::span<const uint8_t, kHelloBytes> bytes, const std::string& where) {
   Hello hello;
   try {
     hello = Hello::decode(bytes);
   } catch (const Error&) {
     return;  // whoever reads it says what is wrong
+  }
+  if (hello.kind == HelloKind::kEncrypts) throw Encrypts{};
+  if (hello.kind == HelloKind::kPlain) {
+    throw Error(Code::kPermission, where +
+                                       " does not encrypt this connection, which this Node "
+                                       "does not use without" +
+                                       kSetAlike);
   }
   if (hello.kind != HelloKind::kBusy) return;
   throw TurnedAway{
@@ -143,14 +167,51 @@ void check_room(std::span<const uint8_t, kHelloBytes> bytes, const std::string& 
                                  "way, or it has no descriptors left (ulimit -n there)")};
 }
 
+const char* const kSameSecret =
+    "; give every process of a job the same secret (TENSORWIRE_SECRET_FILE, TENSORWIRE_SECRET or "
+    "Node(secret=...))";
+
+// Both sides have proved the secret afterwards, and nobody between them reads what follows.
+void begin_tls(Line& line, const Secret& secret) {
+  Link& link = line.link();
+  const std::string& where = line.where();
+  if (secret.empty()) {
+    throw Error(Code::kPermission,
+                where +
+                    " is on another host, and a connection is encrypted with the secret, of "
+                    "which this Node has none" +
+                    kSameSecret);
+  }
+  Tls& tls = link.encrypt(Tls::Side::kClient, secret);
+  for (bool answered = false;;) {
+    auto step = tls.handshake();
+    if (step == Tls::Step::kDone) return;
+    if (step == Tls::Step::kFailed) {
+      Status status = tls.failure();
+      Error error(status.code, where + ": " + status.message);
+      if (tls.cut()) throw TurnedAway{true, error};
+      if (status.code != Code::kPermission) throw error;
+      throw Error(status.code, where + " refused the connection: " + status.message + kSameSecret);
+    }
+    line.wait(link.unsent() ? POLLIN | POLLOUT : POLLIN);
+    auto first = answered ? Link::First::kNothing : link.first();
+    answered = answered || first == Link::First::kTls;
+    if (first == Link::First::kTls || first == Link::First::kNothing) continue;
+    link.give_up_tls();
+    auto refusal = receive_message<kHelloBytes>(line, false);
+    check_refusal(refusal, where);
+    throw Error(Code::kPeerLost, where + " answered without TLS" + kSetAlike);
+  }
+}
+
 // Everything up to the welcome; both sides have proved the secret afterwards.
 Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string& where) {
   static_assert(kHelloBytes == kWelcomeBytes);
   me.nonce = random_nonce();
   auto mine = me.encode();
   line.send(mine);
-  auto theirs = receive_message<kHelloBytes>(line, false);
-  check_room(theirs, where);
+  auto theirs = receive_message<kHelloBytes>(line, line.link().encrypted());
+  check_refusal(theirs, where);
   Hello server;
   try {
     server = Hello::decode(theirs);
@@ -170,13 +231,10 @@ Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string&
     throw TurnedAway{false, error};
   }
   auto answer = receive_message<kWelcomeBytes>(line, true);
-  check_room(answer, where);
+  check_refusal(answer, where);
   Welcome welcome = Welcome::decode(answer);
   if (!welcome.status.ok()) {
-    std::string advice = welcome.status.code == Code::kPermission
-                             ? "; give every process of a job the same secret "
-                               "(TENSORWIRE_SECRET_FILE, TENSORWIRE_SECRET or Node(secret=...))"
-                             : "";
+    std::string advice = welcome.status.code == Code::kPermission ? kSameSecret : "";
     throw Error(welcome.status.code,
                 where + " refused the connection: " + welcome.status.message + advice);
   }
@@ -211,11 +269,12 @@ std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std
 }
 
 Connection connect_once(const std::string& host, uint16_t port, const std::string& where,
-                        const Hello& me, const Secret& secret, uint32_t require,
+                        const Hello& me, const Secret& secret, TlsUse tls, uint32_t require,
                         const Refused& refused, double peer_timeout_s, Deadline deadline,
                         const Interrupted& interrupted) {
   Line line(dial_tcp(host, port, where, deadline, interrupted), where, deadline, interrupted);
-  tune_tcp(line.socket().get(), peer_timeout_s);
+  tune_tcp(line.link().get(), peer_timeout_s);
+  if (must_encrypt(tls, line.link().get())) begin_tls(line, secret);
   Connection result;
   result.remote = shake_hands(line, me, secret, where);
   result.address = where;
@@ -229,7 +288,7 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
   } else if (no_shm.empty() && (wanted & kShmBit)) {
     result.descriptors = meet(line, where, no_shm);
     if (result.descriptors) {
-      result.socket = std::move(line.socket());
+      result.link = std::move(line.link());
       result.transport = kShmBit;
       result.reason = "the peer is on this host";
       return result;
@@ -255,7 +314,7 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
   }
   result.transport = rdma ? kRdmaBit : kTcpBit;
   line.send(Choice{result.transport, 0}.encode());
-  result.socket = std::move(line.socket());
+  result.link = std::move(line.link());
   if (require != 0) {
     result.reason = std::string(rdma ? "rdma" : "tcp") + " was required";
   } else {
@@ -274,7 +333,7 @@ void pause(double seconds, Deadline deadline, const std::function<void()>& inter
 }  // namespace
 
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, const Refused& refused, double peer_timeout_s,
+                      TlsUse tls, uint32_t require, const Refused& refused, double peer_timeout_s,
                       Deadline deadline, const std::function<void()>& interrupted) {
   std::string where =
       (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
@@ -284,8 +343,16 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
   std::string told;  // why it was turned away last
   for (double pause_s = kLeastPauseS;; pause_s = std::min(2 * pause_s, kMostPauseS)) {
     try {
-      return connect_once(host, port, where, me, secret, require, refused, peer_timeout_s, deadline,
-                          interrupted);
+      return connect_once(host, port, where, me, secret, tls, require, refused, peer_timeout_s,
+                          deadline, interrupted);
+    } catch (const Encrypts&) {
+      if (tls != TlsUse::kAuto) {
+        throw Error(Code::kPermission, where +
+                                           " takes encrypted connections only, and this Node "
+                                           "does not encrypt this one" +
+                                           kSetAlike);
+      }
+      tls = TlsUse::kOn;  // something between us changes addresses, so that it seemed to be here
     } catch (const Error& error) {
       if (error.code() != Code::kTimeout || told.empty()) throw;
       throw Error(Code::kTimeout, told);

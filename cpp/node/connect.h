@@ -17,10 +17,11 @@ struct Refused {
 
 // `me` offers transports; `require` is 0 or the only bit that will do. Comes again until the
 // deadline while the other side has no room for another handshake. Throws kPeerLost (cannot reach,
-// hung up), kPermission (secrets differ), kUnavailable (no common or required path), kTimeout,
+// hung up), kPermission (secrets differ, one side
+// encrypts and the other does not), kUnavailable (no common or required path), kTimeout,
 // kBusy (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, const Refused& refused, double peer_timeout_s,
+                      TlsUse tls, uint32_t require, const Refused& refused, double peer_timeout_s,
                       Deadline deadline, const Interrupted& interrupted);
 
 }  // namespace tensorwire

@@ -101,13 +101,6 @@ constexpr int kMaxUnsentBytes = 1280 << 10;
 // and how long the kernel finds out.
 constexpr int kSameHostSendBytes = 512 << 10;
 
-// Both ends of a connection are this host.
-bool is_same_host(int socket) {
-  SocketAddress here = SocketAddress::of(socket), there = SocketAddress::of(socket, true);
-  if (there.size == 0) return false;
-  return there.text() == here.text() || there.text().starts_with("127.");
-}
-
 // What SO_SNDBUF is cut to (net.core.wmem_max); 0 if that is not known. Shorter than wanted is
 // worse than what the kernel chooses.
 int largest_send_queue() {
@@ -136,12 +129,16 @@ void tune_tcp(int socket, double peer_timeout_s) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
   ::setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &again_ms, sizeof again_ms);
   ::setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
-  if (is_same_host(socket) && largest_send_queue() >= kSameHostSendBytes) {
+  if (both_ends_here(socket) && largest_send_queue() >= kSameHostSendBytes) {
     int queue = kSameHostSendBytes;
     ::setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &queue, sizeof queue);
   }
   // Not TCP_USER_TIMEOUT: it also ends a connection whose other side answers but has no room, such
   // as a process that is stopped.
+}
+
+bool must_encrypt(TlsUse use, int socket) {
+  return use == TlsUse::kOn || (use == TlsUse::kAuto && !both_ends_here(socket));
 }
 
 // A connection in the handshake.
@@ -150,14 +147,14 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   Stranger(Listener& listener, Descriptor socket)
       : listener_(listener.shared_from_this()),
         progress_(listener.progress_),
-        socket_(std::move(socket)),
-        host_(remote_host(socket_.get())) {}
+        link_(std::move(socket)),
+        host_(remote_host(link_.get())) {}
 
   // Most have sent their Hello when they are accepted: it is read at once.
   void start(Clock::time_point deadline) {
     deadline_ = deadline;
     handshake_.emplace(listener_.lock()->context(weak_from_this()));
-    progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
+    progress_->watch(link_.get(), EPOLLIN, shared_from_this());
     on_ready(EPOLLIN);
   }
   Clock::time_point deadline() const { return deadline_; }
@@ -166,9 +163,10 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     auto keep = shared_from_this();
     auto listener = listener_.lock();
     std::array<uint8_t, kHelloBytes> bytes;
-    while (listener && socket_) {
-      ssize_t size = ::recv(socket_.get(), bytes.data(),
-                            std::min(bytes.size(), handshake_->wanted()), MSG_DONTWAIT);
+    while (listener && link_) {
+      if (!opened_ && !open(listener->options_)) return;
+      iovec part{bytes.data(), std::min(bytes.size(), handshake_->wanted())};
+      ssize_t size = link_.receive({&part, 1});
       if (size < 0 && errno == EINTR) continue;
       if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
       if (size <= 0) return end();
@@ -181,24 +179,24 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   }
 
   void end() {
-    if (!socket_) return;
-    progress_->unwatch(socket_.get());
-    socket_.reset();
+    if (!link_) return;
+    progress_->unwatch(link_.get());
+    link_.reset();
     descriptors_.reset();
     if (auto listener = listener_.lock()) listener->forget(*this);
   }
 
-  // Ends it with the advice to come again.
+  // Ends it with the advice to come again, unless it is in the middle of TLS.
   void turn_away() {
-    if (auto listener = listener_.lock()) {
-      Hello busy = listener->options_.me;
-      busy.kind = HelloKind::kBusy;
-      answer(busy.encode());
-    }
+    if (opened_ || !link_.encrypted()) answer(Hello::refusal(HelloKind::kBusy).encode());
     end();
   }
 
   const ServerHandshake& handshake() const { return *handshake_; }
+  // It has begun as a peer would.
+  bool greeted() const {
+    return handshake_->greeted() || (link_.encrypted() && link_.tls()->answered());
+  }
 
   Meeting meet(uint64_t name) {
     // Members can pass descriptors that take long to close, each of which holds a thread.
@@ -212,16 +210,44 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   }
 
  private:
+  // Its first bytes say whether it encrypts. True once that is agreed, and TLS, if any, is there.
+  bool open(const Options& options) {
+    if (!link_.encrypted()) {
+      auto first = link_.first();
+      if (first == Link::First::kNothing) return false;
+      bool plain = first == Link::First::kPlain;
+      if (first == Link::First::kEnd) return refuse();
+      if (plain && must_encrypt(options.tls, link_.get())) return refuse(HelloKind::kEncrypts);
+      if (plain) return opened_ = true;
+      if (options.tls == TlsUse::kOff || options.secret.empty()) return refuse(HelloKind::kPlain);
+      try {
+        link_.encrypt(Tls::Side::kServer, options.secret);
+      } catch (const Error&) {
+        return refuse(HelloKind::kPlain);
+      }
+    }
+    auto step = link_.tls()->handshake();
+    if (step == Tls::Step::kFailed || link_.unsent()) end();
+    return opened_ = link_ && step == Tls::Step::kDone;
+  }
+
+  bool refuse(std::optional<HelloKind> kind = {}) {
+    link_.skip();
+    if (kind) answer(Hello::refusal(*kind).encode());
+    end();
+    return false;
+  }
+
   // A few hundred bytes always fit an empty socket; whoever does not read is not served.
   bool answer(std::span<const uint8_t> bytes) {
-    return ::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
-           static_cast<ssize_t>(bytes.size());
+    iovec part{const_cast<uint8_t*>(bytes.data()), bytes.size()};
+    return link_.send({&part, 1}) == static_cast<ssize_t>(bytes.size()) && !link_.unsent();
   }
 
   void arrive(Listener& listener) {
-    progress_->unwatch(socket_.get());
+    progress_->unwatch(link_.get());
     const Hello& client = handshake_->client();
-    Connection made{.socket = std::move(socket_),
+    Connection made{.link = std::move(link_),
                     .transport = handshake_->chosen(),
                     .descriptors = std::move(descriptors_),
                     .remote = client,
@@ -235,7 +261,8 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
 
   std::weak_ptr<Listener> listener_;
   std::shared_ptr<Progress> progress_;
-  Descriptor socket_;
+  Link link_;
+  bool opened_ = false;
   std::string host_;
   Clock::time_point deadline_;
   std::optional<ServerHandshake> handshake_;
@@ -246,6 +273,8 @@ Listener::Listener(std::shared_ptr<Progress> progress, Descriptor listening)
     : progress_(std::move(progress)), tcp_(std::move(listening)) {
   port_ = SocketAddress::of(tcp_.get()).port();
 }
+
+bool Listener::outside() const { return !SocketAddress::of(tcp_.get()).loopback(); }
 
 void Listener::start(Options options) {
   options_ = std::move(options);
@@ -321,9 +350,7 @@ void Listener::keep_spare() {
 void Listener::refuse_one() {
   spare_.reset();
   if (Descriptor socket{::accept4(tcp_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)}) {
-    Hello busy = options_.me;
-    busy.kind = HelloKind::kBusy;
-    auto bytes = busy.encode();
+    auto bytes = Hello::refusal(HelloKind::kBusy).encode();
     (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
   keep_spare();
@@ -334,7 +361,7 @@ void Listener::make_room() {
   for (const auto& stranger : strangers_) {
     if (stranger->handshake().proven()) continue;
     if (!oldest) oldest = stranger;
-    if (stranger->handshake().greeted()) continue;
+    if (stranger->greeted()) continue;
     oldest = stranger;
     break;
   }

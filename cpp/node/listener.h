@@ -16,6 +16,7 @@
 #include "loop/progress.h"
 #include "wire/descriptors.h"
 #include "wire/handshake.h"
+#include "wire/link.h"
 
 namespace tensorwire {
 
@@ -25,6 +26,10 @@ inline constexpr size_t kMaxHandshakes = 128;
 // host a short queue. The socket is connected.
 void tune_tcp(int socket, double peer_timeout_s);
 
+// Whether nothing may be said on this connected socket before TLS. Both ends find the same, unless
+// something between them changes addresses.
+bool must_encrypt(TlsUse use, int socket);
+
 // A socket that listens at this address. Throws kInvalid or kUnavailable.
 Descriptor listen_at(const std::string& host, uint16_t port);
 // Another descriptor of a TCP socket that listens already, made non-blocking; the first one stays
@@ -33,7 +38,7 @@ Descriptor listen_on(int socket);
 
 // A stream that both sides trust, and what will go over it.
 struct Connection {
-  Descriptor socket;
+  Link link;
   uint32_t transport = kTcpBit;
   std::shared_ptr<DescriptorSocket> descriptors;  // shm
   Hello remote;
@@ -46,6 +51,7 @@ class Listener : public Handler, public std::enable_shared_from_this<Listener> {
   struct Options {
     Hello me;
     Secret secret;
+    TlsUse tls = TlsUse::kAuto;
     double handshake_timeout_s = 10;
     double peer_timeout_s = 10;
     // Given how many were promised a place and have not taken it.
@@ -55,6 +61,8 @@ class Listener : public Handler, public std::enable_shared_from_this<Listener> {
 
   Listener(std::shared_ptr<Progress> progress, Descriptor listening);
   uint16_t port() const { return port_; }
+  // Others than processes of this host may come.
+  bool outside() const;
   // Another descriptor of its socket, which is the caller's; -1 once it is closed. Driving thread.
   // Throws kBusy.
   int duplicate() const;

@@ -112,9 +112,18 @@ void Node::start() {
       fabric_.progress, options_.listener < 0 ? listen_at(options_.host, options_.port)
                                               : listen_on(options_.listener));
   port_ = listener_->port();
+  if (options_.tls == TlsUse::kOn && options_.secret.empty()) {
+    throw Error(Code::kInvalid,
+                "TENSORWIRE_TLS=on encrypts with the secret, and this Node has none: pass secret=, "
+                "or set TENSORWIRE_SECRET_FILE");
+  }
+  if (options_.tls == TlsUse::kOn || (options_.tls == TlsUse::kAuto && listener_->outside())) {
+    require_tls();
+  }
   Listener::Options doors;
   doors.me = hello();
   doors.secret = options_.secret;
+  doors.tls = options_.tls;
   doors.handshake_timeout_s = options_.handshake_timeout_s;
   doors.peer_timeout_s = options_.peer_timeout_s;
   doors.room_for_peer = [this](size_t promised) -> Status {
@@ -240,7 +249,7 @@ PeerPtr Node::adopt(Connection made, bool accepted) {
     fabric_.progress->changed();
   };
   try {
-    peer->start(std::move(made.socket), std::move(made.descriptors), accepted, on_ready,
+    peer->start(std::move(made.link), std::move(made.descriptors), accepted, on_ready,
                 [this](Peer& lost) { forget(lost); });
   } catch (const Error& error) {
     peer->lose(error.status());
@@ -300,7 +309,7 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
     check_open();
     if (interrupted) interrupted();
   };
-  Connection made = connect_to(host, port, hello(), options_.secret, require, refused,
+  Connection made = connect_to(host, port, hello(), options_.secret, options_.tls, require, refused,
                                options_.peer_timeout_s, deadline, closed_or_interrupted);
   transport = made.transport;
   PeerPtr peer;

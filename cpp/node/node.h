@@ -22,6 +22,7 @@ struct NodeOptions {
   int listener = -1;  // a TCP socket that listens, in place of one at host and port; see listen_on
   uint64_t incarnation = 0;  // of the Node that this one goes on as; 0 = random
   Secret secret;             // empty = none
+  TlsUse tls = TlsUse::kAuto;
   uint32_t transports = kShmBit | kTcpBit;
   // rdma is taken up where it can be had. Asked for among `transports`, it is an error not to have
   // it.

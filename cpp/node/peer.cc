@@ -38,15 +38,16 @@ Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32
                fabric_.shareable, id, fabric_.free_region),
       questions_(fabric_.progress, fabric_.mappings, next_id_, transport_, remote_.incarnation) {}
 
-void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
+void Peer::start(Link link, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
                  std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost) {
   on_ready_ = std::move(on_ready);
   on_lost_ = std::move(on_lost);
   accepting_ = accepting;
+  encrypted_ = link.encrypted();
   // The stream keeps the peer until lose() closes it.
   stream_ = std::make_shared<Stream>(
-      fabric_.progress, std::move(socket), *this,
-      [this](Status status) { lose(std::move(status)); }, shared_from_this());
+      fabric_.progress, std::move(link), *this, [this](Status status) { lose(std::move(status)); },
+      shared_from_this());
   service_.attach(stream_, fabric_.gpu_queue);
   questions_.attach(stream_);
   if (transport_ == kShmBit) {

@@ -53,7 +53,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
 
   // Takes over the connected socket, and on shm the one for descriptors; the peer works once it is
   // ready(), on tcp at once. accepting: the other side connected.
-  void start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
+  void start(Link link, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
              std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost);
 
   // This connection was lost, and `successor` is one to the same Node, perhaps in another process.
@@ -79,6 +79,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   // What carries the bytes below the transport: "rc_verbs/rxe0:1"; "" where the name says it all.
   std::string wire() const { return rdma_ ? rdma_->wire() : ""; }
   const std::string& reason() const { return latest()->reason_; }
+  // Frames to and from it travel by TLS.
+  bool encrypted() const { return latest()->encrypted_; }
   uint64_t id() const { return id_; }
   bool ready() const { return ready_.load(std::memory_order_acquire); }
   bool lost() const { return latest()->broken(); }
@@ -165,7 +167,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   const Hello remote_;
   const std::string address_, reason_;
   const uint32_t transport_;
-  bool accepting_ = false, attaching_ = false;
+  bool accepting_ = false, attaching_ = false, encrypted_ = false;
   const uint32_t epoch_;
   std::atomic<uint64_t> next_id_{1};
   std::shared_ptr<Stream> stream_;

@@ -34,6 +34,13 @@ std::array<uint8_t, 32> random_nonce() {
   return nonce;
 }
 
+Hello Hello::refusal(HelloKind kind) {
+  Hello hello;
+  hello.kind = kind;
+  hello.incarnation = 1;  // never 0
+  return hello;
+}
+
 std::array<uint8_t, kHelloBytes> Hello::encode() const {
   std::array<uint8_t, kHelloBytes> bytes{};
   uint8_t* p = bytes.data();
@@ -63,7 +70,7 @@ Hello Hello::decode(std::span<const uint8_t, kHelloBytes> bytes) {
                                     "; install the same tensorwire on both sides");
   }
   Hello hello;
-  if (p[10] < 1 || p[10] > 3 || p[11] > 1 || p[86] > kMaxNodeNameBytes || p[87] != 0 ||
+  if (p[10] < 1 || p[10] > 5 || p[11] > 1 || p[86] > kMaxNodeNameBytes || p[87] != 0 ||
       get<uint64_t>(p + 24) != 0) {
     throw Error(Code::kInvalid, "malformed hello");
   }

@@ -27,8 +27,15 @@
 namespace tensorwire {
 
 enum TransportBit : uint32_t { kShmBit = 1, kTcpBit = 2, kRdmaBit = 4 };
-// kBusy: from a server that takes no more strangers just now; nothing but the kind counts.
-enum class HelloKind : uint8_t { kClient = 1, kBusy = 2, kChallenge = 3 };
+// From a server that refuses a connection, with nothing but the kind in it. kBusy: it takes no more
+// strangers just now; kEncrypts: it wants TLS; kPlain: it does not speak TLS.
+enum class HelloKind : uint8_t {
+  kClient = 1,
+  kBusy = 2,
+  kChallenge = 3,
+  kEncrypts = 4,
+  kPlain = 5
+};
 
 inline constexpr size_t kHelloBytes = 160;
 inline constexpr size_t kProofBytes = 40;
@@ -36,7 +43,7 @@ inline constexpr size_t kWelcomeBytes = 160;
 inline constexpr size_t kChoiceBytes = 16;
 inline constexpr size_t kMeetingBytes = 16;
 inline constexpr size_t kMaxNodeNameBytes = 63;
-inline constexpr uint16_t kWireVersion = 2;
+inline constexpr uint16_t kWireVersion = 3;
 
 struct Hello {
   HelloKind kind = HelloKind::kClient;
@@ -49,6 +56,8 @@ struct Hello {
   uint16_t port = 0;  // where the sender listens
   std::string name;
 
+  // That refuses a connection; it says nothing about its sender.
+  static Hello refusal(HelloKind kind);
   std::array<uint8_t, kHelloBytes> encode() const;
   // Throws kInvalid on bytes that no honest sender makes.
   static Hello decode(std::span<const uint8_t, kHelloBytes> bytes);

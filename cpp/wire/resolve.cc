@@ -81,6 +81,16 @@ std::shared_ptr<Lookup> join_or_start(const std::string& host) {
 
 }  // namespace
 
+bool SocketAddress::loopback() const {
+  std::string shown = text();
+  return shown.starts_with("127.") || shown.starts_with("::ffff:127.") || shown == "::1";
+}
+
+bool both_ends_here(int socket) {
+  SocketAddress here = SocketAddress::of(socket), there = SocketAddress::of(socket, true);
+  return there.size != 0 && (there.text() == here.text() || there.loopback());
+}
+
 SocketAddress SocketAddress::of(int socket, bool other_end) {
   SocketAddress found;
   found.size = sizeof found.storage;

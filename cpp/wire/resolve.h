@@ -22,10 +22,14 @@ struct SocketAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   std::string text() const;  // "127.0.0.1", "::1", "fe80::1%eth0"
   uint16_t port() const;
+  bool loopback() const;
   void set_port(uint16_t port);
   // Of one end of a socket; no size if it has no internet address.
   static SocketAddress of(int socket, bool other_end = false);
 };
+
+// Both ends of a connected socket are addresses of this host, and its bytes do not leave it.
+bool both_ends_here(int socket);
 
 struct Resolved {
   std::vector<SocketAddress> addresses;  // for streams, the best first; with the port

@@ -29,18 +29,19 @@ constexpr uint64_t kFullChunkBytes = 768 << 10;
 
 }  // namespace
 
-Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, FrameSink& sink,
+Stream::Stream(std::shared_ptr<Progress> progress, Link link, FrameSink& sink,
                std::function<void(Status)> on_lost, std::shared_ptr<void> owner)
     : progress_(std::move(progress)),
-      socket_(std::move(socket)),
+      link_(std::move(link)),
       on_lost_(std::move(on_lost)),
       owner_(std::move(owner)),
       parser_(sink) {}
 
 void Stream::start() {
-  progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
-  silence_.emplace(socket_.get());
+  progress_->watch(link_.get(), EPOLLIN, shared_from_this());
+  silence_.emplace(link_.get());
   if (silence_->pause_s() > 0) look_for_silence();
+  if (link_.more()) go_on_receiving();
 }
 
 void Stream::look_for_silence() {
@@ -48,7 +49,7 @@ void Stream::look_for_silence() {
     // A reset, since what is left to send would keep the end of the stream from a peer that still
     // hears us.
     linger abort{1, 0};
-    ::setsockopt(socket_.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof abort);
+    ::setsockopt(link_.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof abort);
     auto keep = owner_;
     lose({Code::kPeerLost, "the link has been silent for too long (peer_timeout_s)"});
     return;
@@ -140,7 +141,6 @@ void Stream::fill() {
 ssize_t Stream::send_some() {
   std::array<iovec, 3 * kMaxSegments> parts;
   size_t count = 0;
-  msghdr message{};
   size_t segments = 0;
   for (auto& segment : wire_) {
     if (segments == kMaxSegments) break;
@@ -159,15 +159,13 @@ ssize_t Stream::send_some() {
     add(segment.payload.data(), segment.payload.size());
     ++segments;
   }
-  message.msg_iov = parts.data();
-  message.msg_iovlen = count;
-  return ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return link_.send({parts.data(), count});
 }
 
 bool Stream::push(uint64_t budget) {
   for (;;) {
     fill();
-    if (wire_.empty()) {
+    if (wire_.empty() && !link_.unsent()) {
       want_output(false);
       return true;
     }
@@ -184,7 +182,7 @@ bool Stream::push(uint64_t budget) {
       }
       // The driver finds out too, from the socket itself, and reports it.
       failed_ = true;
-      failure_ = system_message("send", errno);
+      failure_ = link_.failure("send", errno);
       want_output(true);
       return false;
     }
@@ -206,7 +204,7 @@ bool Stream::push(uint64_t budget) {
 void Stream::want_output(bool want) {
   if (want == waiting_for_room_) return;
   waiting_for_room_ = want;
-  progress_->change(socket_.get(), want ? EPOLLIN | EPOLLOUT : EPOLLIN);
+  progress_->change(link_.get(), want ? EPOLLIN | EPOLLOUT : EPOLLIN);
   progress_->backlog(want ? 1 : -1);
 }
 
@@ -233,20 +231,18 @@ void Stream::on_ready(uint32_t events) {
 void Stream::batch_wakeups() {
   if (closed_) return;
   uint64_t left = parser_.payload_left();
+  left -= std::min<uint64_t>(left, link_.held_bytes());
   uint64_t batch = parser_.payload_bytes() >= kFullChunkBytes ? kHalfChunkBytes : kWakeBytes;
   int want = left >= kBatchAboveBytes ? static_cast<int>(std::min(left, batch)) : 1;
   if (want == wake_bytes_) return;
   wake_bytes_ = want;
-  ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &want, sizeof want);
+  ::setsockopt(link_.get(), SOL_SOCKET, SO_RCVLOWAT, &want, sizeof want);
 }
 
 ssize_t Stream::receive_some(std::span<std::span<std::byte>> spans) {
   std::array<iovec, 2> parts;
   for (size_t i = 0; i < spans.size(); ++i) parts[i] = {spans[i].data(), spans[i].size()};
-  msghdr message{};
-  message.msg_iov = parts.data();
-  message.msg_iovlen = spans.size();
-  return ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+  return link_.receive({parts.data(), spans.size()});
 }
 
 bool Stream::receive() {
@@ -258,7 +254,7 @@ bool Stream::receive() {
     if (size < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
-      lose({Code::kPeerLost, system_message("receive", errno)});
+      lose({Code::kPeerLost, link_.failure("receive", errno)});
       return false;
     }
     if (size == 0) {
@@ -275,9 +271,18 @@ bool Stream::receive() {
     // A short read emptied the socket: the next one would only say so.
     size_t room = 0;
     for (size_t i = 0; i < count; ++i) room += spans[i].size();
-    if (static_cast<size_t>(size) < room) return true;
+    if (static_cast<size_t>(size) < room && !link_.more()) return true;
   }
+  if (!closed_ && link_.more()) go_on_receiving();
   return true;
+}
+
+// The socket does not become readable for what the link has taken from it.
+void Stream::go_on_receiving() {
+  progress_->post([weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->on_ready(EPOLLIN);
+    return false;
+  });
 }
 
 bool Stream::discard_payload_in(const std::byte* begin, const std::byte* end) {
@@ -302,13 +307,13 @@ void Stream::close() {
     want_output(false);
     closed_ = true;
   }
-  progress_->unwatch(socket_.get());
-  ::shutdown(socket_.get(), SHUT_RDWR);
+  progress_->unwatch(link_.get());
+  link_.shut_down();
   std::lock_guard lock(mutex_);
   wire_.clear();
   sources_.clear();
   queued_ = 0;
-  socket_.reset();
+  link_.reset();
   owner_.reset();
 }
 

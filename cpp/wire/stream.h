@@ -1,4 +1,4 @@
-// A Stream: one connected tcp socket that carries frames both ways. Sends without copying payload,
+// A Stream: one link that carries frames both ways. Sends without copying payload,
 // lets large transfers take turns and small frames overtake them, receives payload in place.
 #pragma once
 
@@ -12,10 +12,10 @@
 #include <string>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "base/silence.h"
 #include "loop/progress.h"
 #include "wire/frame.h"
+#include "wire/link.h"
 
 namespace tensorwire {
 
@@ -37,7 +37,7 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
  public:
   // on_lost is called once, by the driving thread, when the stream fails or ends. owner (of sink
   // and on_lost) is kept until close().
-  Stream(std::shared_ptr<Progress> progress, Descriptor socket, FrameSink& sink,
+  Stream(std::shared_ptr<Progress> progress, Link link, FrameSink& sink,
          std::function<void(Status)> on_lost, std::shared_ptr<void> owner);
 
   void start();
@@ -89,11 +89,12 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   void batch_wakeups();
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
+  void go_on_receiving();
   void lose(Status status);
   void look_for_silence();
 
   std::shared_ptr<Progress> progress_;
-  Descriptor socket_;
+  Link link_;
   std::function<void(Status)> on_lost_;
   std::shared_ptr<void> owner_;  // driving thread only
   FrameParser parser_;

@@ -170,6 +170,7 @@ def test_a_reader_is_no_member(capfd: pytest.CaptureFixture[str]) -> None:
         found: dict[str, Any] = read_status(peers[0], early.name)
         assert found["workers"][0] | {"pid": 0, "address": ""} == {
             "rank": 0, "state": "connected", "pid": 0, "address": "", "transport": "shm",
+            "encrypted": False,
         }  # fmt: skip
         peer = late.connect(there.address)
         while not len(member.readers) > 1:

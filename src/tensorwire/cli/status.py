@@ -243,7 +243,8 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
         if worker["state"] in ("taken", "absent"):
             was = "gone" if worker["state"] == "taken" else "none"
             cells[1] = f"{was}; worker {worker['by']} has its slices"
-        table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
+        wire = worker.get("transport", "") + (", TLS" if worker.get("encrypted") else "")
+        table.add_row(*cells, wire, style=_COLOURS[worker["state"]])
     console.print(table)
     durable = any(server["restarts"] is not None for server in job["servers"])
     owners = {m["index"]: m["server"] for m in job.get("members", ()) if "server" in m}

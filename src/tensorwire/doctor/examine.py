@@ -257,7 +257,9 @@ class _Look:
         with warnings.catch_warnings(), Node(name, listen=listen, secret=self.secret) as node:
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
             peer = node.connect(self.address)
-            return peer.path.transport, peer.path.reason, peer.offered
+            path = peer.path
+            encrypted = ", encrypted by TLS 1.3" if path.encrypted else ", not encrypted"
+            return path.transport, path.reason + encrypted, peer.offered
 
     def _listen(self) -> str:
         """Returns the address where a Node of a job would listen, in reach of the peer.

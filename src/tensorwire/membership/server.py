@@ -318,8 +318,9 @@ class ServerMember:
         if peer is None:
             return {"rank": rank, "state": "expected"}
         state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
-        about = {"pid": peer.pid, "address": peer.address, "transport": peer.path.transport}
-        return {"rank": rank, "state": state, **about}
+        path = peer.path
+        about = {"pid": peer.pid, "address": peer.address, "transport": path.transport}
+        return {"rank": rank, "state": state, **about, "encrypted": path.encrypted}
 
     def await_ends(self, timeout_s: float) -> None:
         """Waits until the processes of lost workers are gone, so that their end is seen first.

@@ -5,6 +5,7 @@ Peers and regions are defined elsewhere; this module joins them to the core's No
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from ipaddress import ip_address
@@ -77,10 +78,11 @@ class Node:
 
     Raises:
         ValueError: a malformed address, an unknown transport, a secret that is too short, a
-            timeout that is no number above 0, an address other than loopback without a secret, an
-            incarnation out of range, or a listener that is no listening TCP socket.
-        UnavailableError: a transport is known but not available here, or the address cannot be
-            listened on.
+            TENSORWIRE_TLS that is none or is "on" without a secret, a timeout that is no number
+            above 0, an address other than loopback without a secret, an incarnation out of range,
+            or a listener that is no listening TCP socket.
+        UnavailableError: a transport is known but not available here, the address cannot be
+            listened on, or others than this host may connect and OpenSSL cannot be loaded.
         TimeoutError: the name in `listen` was not resolved in time.
         BusyError: a system limit is reached.
     """
@@ -158,6 +160,7 @@ class Node:
             _choose_peer_timeout(peer_timeout_s),
             incarnation or 0,
             -1 if listener is None else listener,
+            _choose_tls(),
         )
         self.name = self._core.name
         self.transports = tuple(chosen)
@@ -346,7 +349,7 @@ class Node:
         Raises:
             PeerLostError: nobody listens there, or the other side hung up.
             TimeoutError: no answer in time.
-            PermissionError: the secrets differ.
+            PermissionError: the secrets differ, or one side encrypts and the other does not.
             UnavailableError: `require` cannot be had, or no transport is common to both.
             ValueError: malformed address or unknown transport.
             ClosedError: the Node was closed.
@@ -499,6 +502,17 @@ def _choose_transports(transports: Iterable[str] | None) -> tuple[list[str], boo
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"transports names each transport at most once and one at least: {chosen}")
     return chosen, False
+
+
+def _choose_tls() -> str:
+    """Returns what TENSORWIRE_TLS says: "off", "on" or "auto"."""
+    chosen = os.environ.get("TENSORWIRE_TLS", "").strip() or "auto"
+    if chosen != "off":
+        # The core takes the OpenSSL that is loaded. Were another one loaded before Python's own,
+        # Python's ssl could not be imported any more.
+        with contextlib.suppress(ImportError):
+            import _ssl  # noqa: F401
+    return chosen
 
 
 def _choose_peer_timeout(timeout_s: float | None) -> float:

@@ -57,6 +57,7 @@ class Path:
         expected_gb_per_s: what one transfer should come near to: on shm the memcpy speed measured
             in this process, on tcp and rdma what the NIC promises (None for loopback and virtual
             ones).
+        encrypted: the bytes travel by TLS 1.3: nobody on their way can read or change them.
         reason: why this transport was chosen, and what excluded the faster ones.
         gpu: how memory of GPUs gets there, for each pair of kinds of memory.
     """
@@ -64,6 +65,7 @@ class Path:
     transport: str
     wire: str
     copies: int
+    encrypted: bool
     expected_gb_per_s: float | None
     reason: str
     gpu: tuple[MemoryPath, ...] = ()
@@ -74,8 +76,11 @@ def path_to(peer: _core.Peer) -> Path:
     transport, reason = peer.transport, peer.reason
     gpu = memory_paths(transport)
     if transport == "tcp":
-        return Path("tcp", f"TCP to {peer.address}", 2, network_gb_per_s(peer.address), reason, gpu)
+        wire = f"TCP{' with TLS 1.3' if peer.encrypted else ''} to {peer.address}"
+        speed = network_gb_per_s(peer.address)
+        return Path("tcp", wire, 2, peer.encrypted, speed, reason, gpu)
     if transport == "rdma":
-        return Path("rdma", f"RDMA by {peer.wire}", 0, rdma_gb_per_s(peer.wire), reason, gpu)
+        wire, speed = f"RDMA by {peer.wire}, not encrypted", rdma_gb_per_s(peer.wire)
+        return Path("rdma", wire, 0, False, speed, reason, gpu)
     wire = "memory of this host that both processes have mapped"
-    return Path(transport, wire, 1, memory_gb_per_s(), reason, gpu)
+    return Path(transport, wire, 1, False, memory_gb_per_s(), reason, gpu)
