@@ -3,6 +3,7 @@
 import contextlib
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tensorwire import Node, Peer
 from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.membership.colocation import Colocation
-from tensorwire.membership.identity import CONTROL
+from tensorwire.membership.identity import CONTROL, told_of_plain
 from tensorwire.membership.server import ServerMember
 from tensorwire.membership.worker import WorkerMember
 from tensorwire.membership.world import World
@@ -98,6 +99,23 @@ def test_pipelines_are_dealt_equally() -> None:
         World(0, 5, ("127.0.0.1:1",), 5, 2).check()
     with pytest.raises(ValueError, match="3 slices cannot be dealt equally to 2 replicas"):
         World(0, 4, ("127.0.0.1:1",), 3, 2).check()
+
+
+def test_what_is_not_encrypted_is_told_in_one_line() -> None:
+    def peer(address: str, transport: str, encrypted: bool = False) -> Any:
+        return SimpleNamespace(
+            address=address, path=SimpleNamespace(transport=transport, encrypted=encrypted)
+        )
+
+    here = [peer("127.0.0.1:1", "tcp"), peer("10.0.0.1:1", "shm")]
+    told = told_of_plain([*here, peer("10.0.0.2:1", "tcp")], "off")
+    assert "to 10.0.0.2:1 by tcp, as TENSORWIRE_TLS is off" in told
+    assert "127.0.0.1" not in told
+    assert "10.0.0.1" not in told
+    assert "to 10.0.0.3:1, 10.0.0.4:1 by rdma" in told_of_plain(
+        [peer("10.0.0.3:1", "rdma"), peer("10.0.0.4:1", "rdma"), *here], ""
+    )
+    assert told_of_plain([*here, peer("10.0.0.2:1", "tcp", True)], "") == ""
 
 
 def test_a_server_that_is_not_there() -> None:

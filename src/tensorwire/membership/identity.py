@@ -79,10 +79,29 @@ def is_open(address: str) -> bool:
 
 def called(peer: Peer) -> str:
     """Returns a member for messages: "worker 1 (pid 77)", elsewhere "… (pid 77 at 10.0.0.2)"."""
-    host = peer.address.rpartition(":")[0]
-    here = peer.path.transport == "shm" or host.startswith(LOOPBACK)
-    where = "" if here else f" at {host}"
+    where = "" if _is_here(peer) else f" at {peer.address.rpartition(':')[0]}"
     return f"{peer.name.replace('-', ' ')} (pid {peer.pid}{where})"
+
+
+def _is_here(peer: Peer) -> bool:
+    return peer.path.transport == "shm" or peer.address.startswith(LOOPBACK)
+
+
+def told_of_plain(peers: Sequence[Peer], tls: str) -> str:
+    """Returns a line on what is not encrypted on its way to other hosts; "" if all is.
+
+    Args:
+        peers: the servers.
+        tls: the setting, TENSORWIRE_TLS; other than "off", tcp is plain within a host alone.
+    """
+    plain: dict[str, list[str]] = {}
+    for peer in peers:
+        by = peer.path.transport
+        if not (_is_here(peer) or peer.path.encrypted) and (by == "rdma" or tls == "off"):
+            plain.setdefault(by, []).append(peer.address)
+    reasons = {"tcp": "by tcp, as TENSORWIRE_TLS is off", "rdma": "by rdma"}
+    found = "; ".join(f"to {', '.join(where)} {reasons[by]}" for by, where in plain.items())
+    return found and f"tensorwire: not encrypted: what travels {found} (docs/security.md)"
 
 
 def turn_away(peer: Peer, here: str, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from tensorwire.membership.identity import (
     ended_in_order,
     is_open,
     server_name,
+    told_of_plain,
     worker_name,
 )
 from tensorwire.membership.takeovers import Takeovers
@@ -114,6 +116,9 @@ class WorkerMember:
                     raise UnavailableError(
                         f"worker {place.rank} cannot join: server {index} at {address}: {error}"
                     ) from error
+            plain = told_of_plain(peers, os.environ.get("TENSORWIRE_TLS", "").strip())
+            if plain and place.rank == 0:
+                print(plain, file=sys.stderr, flush=True)
             return WorkerMember(place, node, tuple(peers), memory, history, store)
         except BaseException:
             node.close()
