@@ -1,7 +1,11 @@
 #include "wire/openssl.h"
 
 #include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <thread>
 #include <type_traits>
 
 #include "layouts.h"
@@ -55,3 +59,27 @@ struct Same<R (*)(A...), S (*)(B...)>
 TENSORWIRE_OPENSSL_FUNCTIONS(TENSORWIRE_COMPARE)
 #undef TENSORWIRE_COMPARE
 #endif
+
+TEST_CASE("openssl: a process that forks while another thread uses it has it in the child") {
+  using tensorwire::openssl::library;
+  library();
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop) library();
+  });
+  int failed = 0;
+  for (int i = 0; i < 50 && failed == 0; ++i) {
+    pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(5);
+      library();
+      ::_exit(0);
+    }
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    failed += status != 0;
+  }
+  stop = true;
+  busy.join();
+  CHECK(failed == 0);
+}

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -46,11 +47,16 @@ std::unique_ptr<Library> load() {
 }  // namespace
 
 const Library& library() {
+  // Never unloaded: others of this process use it too. A lock would be held for ever in the child
+  // of a process that forks while another thread encrypts.
+  static std::atomic<const Library*> loaded{nullptr};
+  if (const Library* found = loaded.load(std::memory_order_acquire)) return *found;
   static std::mutex mutex;
-  static const Library* loaded = nullptr;  // never unloaded: others of this process use it too
   std::lock_guard lock(mutex);
-  if (loaded == nullptr) loaded = load().release();
-  return *loaded;
+  if (loaded.load(std::memory_order_relaxed) == nullptr) {
+    loaded.store(load().release(), std::memory_order_release);
+  }
+  return *loaded.load(std::memory_order_relaxed);
 }
 
 }  // namespace tensorwire::openssl
