@@ -24,6 +24,12 @@ constexpr unsigned char kSuiteNumber[] = {0x13, 0x01};
 constexpr size_t kReadBytes = 64 << 10;    // received in one system call
 constexpr size_t kBatchBytes = 128 << 10;  // encrypted before one system call sends it
 
+// OpenSSL keeps a queue of errors for each thread, which may also run the TLS of others, such as
+// Python's: an error that is left in it fails their next call. Only calls that fail leave one.
+struct NoErrorLeft {
+  ~NoErrorLeft() { library().ERR_clear_error(); }
+};
+
 std::string reason_of(unsigned long error) {
   const char* text = error != 0 ? library().ERR_reason_error_string(error) : nullptr;
   return text != nullptr ? text : "unknown reason";
@@ -177,6 +183,7 @@ Status Tls::failure() const {
 // Why a call failed that cannot go on.
 Status Tls::explain(int result) {
   const auto& lib = library();
+  NoErrorLeft at_the_end;
   if (socket_error_ != 0) return {Code::kPeerLost, system_message("TLS", socket_error_)};
   if (cut_) {
     return {Code::kPeerLost,
@@ -204,6 +211,7 @@ Tls::Step Tls::handshake() {
   starved_ = false;
   {
     std::lock_guard lock(mutex_);
+    NoErrorLeft at_the_end;
     lib.ERR_clear_error();
     int result = lib.SSL_do_handshake(ssl_);
     if (result == 1) {
@@ -257,13 +265,15 @@ bool Tls::encrypt(std::span<const std::byte> record) {
   const auto& lib = library();
   std::lock_guard lock(mutex_);
   lib.ERR_clear_error();
+  size_t written = 0;
+  int result = 1;
   if (++records_ > records_per_key_) {
-    lib.SSL_key_update(ssl_, openssl::kUpdateNotRequested);
+    result = lib.SSL_key_update(ssl_, openssl::kUpdateNotRequested);
     records_ = 1;
   }
-  size_t written = 0;
-  int result = lib.SSL_write_ex(ssl_, record.data(), record.size(), &written);
+  if (result == 1) result = lib.SSL_write_ex(ssl_, record.data(), record.size(), &written);
   if (result == 1 && written == record.size()) return true;
+  NoErrorLeft at_the_end;
   if (failure_.ok()) failure_ = explain(result);
   return false;
 }
@@ -332,6 +342,7 @@ ssize_t Tls::send(std::span<const iovec> parts) {
 void Tls::end() {
   {
     std::lock_guard lock(mutex_);
+    NoErrorLeft at_the_end;
     library().ERR_clear_error();
     if (failure_.ok()) library().SSL_shutdown(ssl_);
   }

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -225,6 +226,44 @@ def test_without_openssl_only_what_leaves_the_host_is_refused() -> None:
     assert "/nowhere/libssl.so cannot be loaded" in said
     assert "libssl3" in said
     assert "TENSORWIRE_TLS=off" in said
+
+
+def tls_of_others() -> ssl.SSLObject:
+    """Returns one side of a session of Python's own, to which nothing is sent."""
+    pipes, ends = (ssl.MemoryBIO(), ssl.MemoryBIO()), []
+    for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
+        context = ssl.SSLContext(side)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers("AECDH-AES256-SHA:@SECLEVEL=0")  # needs no certificate
+        server = side == ssl.PROTOCOL_TLS_SERVER
+        ends.append(context.wrap_bio(pipes[server], pipes[not server], server_side=server))
+    for end in (*ends, *ends, *ends):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    return ends[0]
+
+
+@pytest.mark.usefixtures("on")
+def test_a_failure_leaves_nothing_to_other_users_of_openssl() -> None:
+    others = tls_of_others()
+    with socket.create_server(("127.0.0.1", 0)) as liar, node("near") as near:
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with liar.accept()[0] as client:
+                        client.recv(4096)
+                        client.sendall(b"\x16\x03\x03")
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        with pytest.raises((PeerLostError, TimeoutError)):
+            near.connect(f"127.0.0.1:{liar.getsockname()[1]}", timeout_s=1)
+        liar.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    with pytest.raises(ssl.SSLWantReadError):
+        others.read(1)
 
 
 # ---- somebody in the middle
