@@ -26,7 +26,7 @@ struct TurnedAway {
   Error error;
 };
 
-// The other side wants TLS for what seemed to stay on this host.
+// What seemed to stay on this host does not, or the other side wants TLS for it.
 struct Encrypts {};
 
 // One link in the handshake: blocking reads and writes with a deadline.
@@ -205,7 +205,8 @@ void begin_tls(Line& line, const Secret& secret) {
 }
 
 // Everything up to the welcome; both sides have proved the secret afterwards.
-Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string& where) {
+Hello shake_hands(Line& line, Hello me, const Secret& secret, TlsUse tls,
+                  const std::string& where) {
   static_assert(kHelloBytes == kWelcomeBytes);
   me.nonce = random_nonce();
   auto mine = me.encode();
@@ -221,6 +222,7 @@ Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string&
   if (server.kind != HelloKind::kChallenge) {
     throw Error(Code::kPeerLost, where + " answered out of turn");
   }
+  if (!line.link().encrypted() && leaves_host(tls, secret, me, server)) throw Encrypts{};
   Keys keys(secret, mine, theirs);
   std::array<uint8_t, kProofBytes> proof{};
   std::memcpy(proof.data(), keys.client.data(), keys.client.size());
@@ -276,7 +278,7 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
   tune_tcp(line.link().get(), peer_timeout_s);
   if (must_encrypt(tls, line.link().get())) begin_tls(line, secret);
   Connection result;
-  result.remote = shake_hands(line, me, secret, where);
+  result.remote = shake_hands(line, me, secret, tls, where);
   result.address = where;
   uint32_t common = me.transports & result.remote.transports;
   uint32_t wanted = require != 0 ? require : (kShmBit | kRdmaBit | kTcpBit);
@@ -352,7 +354,7 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
                                            "does not encrypt this one" +
                                            kSetAlike);
       }
-      tls = TlsUse::kOn;  // something between us changes addresses, so that it seemed to be here
+      tls = TlsUse::kOn;  // something between us passes it on, so that it seemed to be here
     } catch (const Error& error) {
       if (error.code() != Code::kTimeout || told.empty()) throw;
       throw Error(Code::kTimeout, told);

@@ -141,6 +141,10 @@ bool must_encrypt(TlsUse use, int socket) {
   return use == TlsUse::kOn || (use == TlsUse::kAuto && !both_ends_here(socket));
 }
 
+bool leaves_host(TlsUse use, const Secret& secret, const Hello& me, const Hello& other) {
+  return use == TlsUse::kAuto && !secret.empty() && me.host != other.host;
+}
+
 // A connection in the handshake.
 class Listener::Stranger : public Handler, public std::enable_shared_from_this<Stranger> {
  public:
@@ -172,6 +176,10 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
       if (size <= 0) return end();
       std::vector<uint8_t> reply;
       auto state = handshake_->feed({bytes.data(), static_cast<size_t>(size)}, reply);
+      if (state == ServerHandshake::State::kMore && tunnelled(listener->options_)) {
+        refuse(HelloKind::kEncrypts);
+        return;
+      }
       if (!reply.empty() && !answer(reply)) return end();
       if (state == ServerHandshake::State::kFailed) return end();
       if (state == ServerHandshake::State::kDone) return arrive(*listener);
@@ -236,6 +244,12 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     if (kind) answer(Hello::refusal(*kind).encode());
     end();
     return false;
+  }
+
+  // Its Hello is there, came in the clear, and came from another host.
+  bool tunnelled(const Options& options) const {
+    return handshake_->greeted() && !link_.encrypted() &&
+           leaves_host(options.tls, options.secret, options.me, handshake_->client());
   }
 
   // A few hundred bytes always fit an empty socket; whoever does not read is not served.

@@ -30,6 +30,10 @@ void tune_tcp(int socket, double peer_timeout_s);
 // something between them changes addresses.
 bool must_encrypt(TlsUse use, int socket);
 
+// Whether a plain connection goes on to another host all the same, by a tunnel or a proxy, and can
+// be encrypted. The proofs cover what both Hellos say of it.
+bool leaves_host(TlsUse use, const Secret& secret, const Hello& me, const Hello& other);
+
 // A socket that listens at this address. Throws kInvalid or kUnavailable.
 Descriptor listen_at(const std::string& host, uint16_t port);
 // Another descriptor of a TCP socket that listens already, made non-blocking; the first one stays

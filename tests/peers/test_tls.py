@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import hosts
 import numpy as np
 import pytest
+import wire
 from hosts import Hosts, enter
 from middle import CHANGE_CIPHER_SPEC, Act, Middle, Passed, attack, between, pass_on
 from network import SECRET, pair_on
@@ -168,6 +169,30 @@ def test_loopback_is_plain_unless_one_side_asks(monkeypatch: pytest.MonkeyPatch)
         with node("asking") as asking:
             assert asking.connect(far.address).path.encrypted
             assert near.connect(asking.address).path.encrypted
+
+
+def test_what_only_seems_to_stay_within_the_host_is_encrypted() -> None:
+    elsewhere = b"of another host!"  # at the other end of a tunnel to loopback
+    with node("far") as far, wire.dial(far.address) as client:
+        client.send(wire.hello(SECRET, host=elsewhere))
+        assert wire.decode("Hello", client.receive(160))["kind"] == 4
+        assert client.hung_up()
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as tunnel, node("near") as near:
+
+        def answer() -> None:
+            for _ in range(2):
+                with tunnel.accept()[0] as client:
+                    heard.append(client.recv(4096))
+                    client.sendall(wire.hello(SECRET, kind=3, host=elsewhere))
+                    heard.append(client.recv(4096))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises((PeerLostError, PermissionError), match="TENSORWIRE_TLS"):
+            near.connect(f"127.0.0.1:{tunnel.getsockname()[1]}", timeout_s=5)
+        thread.join()
+    assert [bytes_[:1] for bytes_ in heard] == [b"T", b"", b"\x16", b""]
 
 
 def test_a_word_that_is_no_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
