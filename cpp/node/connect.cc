@@ -189,7 +189,7 @@ void begin_tls(Line& line, const Secret& secret) {
     if (step == Tls::Step::kFailed) {
       Status status = tls.failure();
       Error error(status.code, where + ": " + status.message);
-      if (tls.cut()) throw TurnedAway{true, error};
+      if (tls.cut()) throw TurnedAway{!answered, error};
       if (status.code != Code::kPermission) throw error;
       throw Error(status.code, where + " refused the connection: " + status.message + kSameSecret);
     }

@@ -472,6 +472,22 @@ def test_a_server_that_stops_inside_the_handshake_is_left_in_time() -> None:
 
 
 @pytest.mark.usefixtures("on")
+def test_who_is_sent_away_inside_the_handshake_comes_again() -> None:
+    cuts = 0
+
+    def cut(sender: str, number: int, record: bytes) -> Passed:
+        nonlocal cuts
+        if sender == "client" or cuts == 20:
+            return [record]
+        cuts += 1
+        return [record[:50]] if cuts % 2 else None
+
+    with node("far") as far, node("near") as near, between(far.address, cut) as middle:
+        assert near.connect(middle.address, timeout_s=20).path.encrypted
+        assert middle.connections == 11
+
+
+@pytest.mark.usefixtures("on")
 def test_a_flood_of_strangers_does_not_keep_a_member_out() -> None:
     with node("far") as far, node("near") as near, contextlib.ExitStack() as stack:
         hello = hello_of(near)
