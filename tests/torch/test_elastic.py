@@ -232,7 +232,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         job.wait_for("epoch 0 digest")
         for count, drain, why in (
             (0, [], "can have 1 to 4 workers, as many as its slices, and not 0"),
-            (5, [], "tensorwire run --slices L"),
+            (5, [], "tensorwire run --workers W:MAX"),
             (1, [2], "there is no worker 2; those that could leave are 0, 1"),
             (2, [0], "--drain names 1 of the 2 workers, and --workers 2 leaves no room"),
         ):
