@@ -110,7 +110,7 @@ def moved(folder: Path, script: str, *options: str) -> str:
     """Returns the output of a job whose workers touch `begun`, and end with `moved`."""
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / "script.py").write_text(script)
-    job = run(folder, "run", "--servers", "1:4", *options, str(folder / "script.py"), str(folder))
+    job = run(folder, "run", *options, str(folder / "script.py"), str(folder))
     try:
         deadline = time.monotonic() + 60
         while not (folder / "begun").exists():
@@ -159,7 +159,7 @@ def test_moves_where_each_worker_trains_at_its_own_pace(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert script.count(old) == 1, old
         script = script.replace(old, new)
-    said = moved(tmp_path, script, "--workers", "2", "--servers", "2")
+    said = moved(tmp_path, script, "--workers", "2", "--servers", "2:4")
     results = [eval(text) for text in re.findall(r"result (\{.*\})", said)]
     assert [(each["samples"], each["steps"]) for each in results] == [([2.0], [48.0])] * 2
 
@@ -205,5 +205,5 @@ def test_moves_while_a_split_model_trains(tmp_path: Path) -> None:
     job = run(one, "run", "--workers", "2", str(one / "script.py"), str(one))
     said, _ = job.communicate(timeout=100)
     assert job.returncode == 0, said
-    moved(other, SPLIT, "--workers", "2", "--servers", "2")
+    moved(other, SPLIT, "--workers", "2", "--servers", "2:4")
     assert (other / "saved").read_bytes() == (one / "saved").read_bytes()
