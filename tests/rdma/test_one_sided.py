@@ -108,7 +108,7 @@ except tw.UnavailableError as error:
 """
     for name in ("rxe0", "rxe0:1", "eth0"):
         said = python(first, script, name)
-        assert said == "RDMA by rc_verbs/rxe0:1\n"
+        assert said == "RDMA by rc_verbs/rxe0:1, not encrypted\n"
     assert "no RDMA port is called 'mlx5_7'; there are rxe0:1" in python(first, script, "mlx5_7")
     first.run(["ip", "link", "set", "eth0", "down"])
     try:
