@@ -29,6 +29,8 @@ WRONG = [
     ("run -w 1000000000 SCRIPT", "there can be 65536 at most"),
     ("run -w 2 -s 1:3000 SCRIPT", "256 are the most"),
     ("run -w 2:4 --slices 8 SCRIPT", "means 4 slices: leave --slices out"),
+    ("run -w 4:2 SCRIPT", "'--workers' / '-w': 4:2 begins with more than its most, 2"),
+    ("run -w 2 -s 3:1 SCRIPT", "3:1 begins with more than its most, 1"),
     ("run -w 2:x SCRIPT", "is neither a number nor two, such as 2:4"),
     ("run -w 2 --on-death never SCRIPT", "is none of restart, takeover and end"),
     ("run -w 2 --on-death end:3 SCRIPT", "is none of restart, takeover and end"),

@@ -45,10 +45,13 @@ def _count(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
     """Returns a number of processes and the most that there can be, of "2" or "2:4"."""
     first, colon, most = value.partition(":")
     try:
-        return int(first), int(most) if colon else None
+        found = int(first), int(most) if colon else None
     except ValueError:
         text = f"{value!r} is neither a number nor two, such as 2:4"
         raise click.BadParameter(text) from None
+    if found[1] is not None and found[1] < found[0]:
+        raise click.BadParameter(f"{value} begins with more than its most, {found[1]}")
+    return found
 
 
 def _death(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any]:
