@@ -89,7 +89,7 @@ class LaunchedJob:
 
     @property
     def said(self) -> str:
-        """What the job has printed."""
+        """The output of the job so far."""
         return self._output.read_text(errors="replace")
 
     def failed(self, why: str) -> PairError:

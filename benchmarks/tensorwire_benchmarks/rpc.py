@@ -77,7 +77,7 @@ _LEAST_STREAMED = 4096
 _FEW_ROUNDS = 6
 
 _Taken = tuple[list[float], float, float]
-"""Of a block: seconds of each call, and CPU time at both ends by calls."""
+"""Seconds of each call of a block, and CPU time at both ends divided by the calls."""
 
 
 @dataclass(frozen=True, slots=True)
