@@ -33,7 +33,7 @@ WRONG = [
     ("run -w 2 -s 3:1 SCRIPT", "3:1 begins with more than its most, 1"),
     ("run -w 2:x SCRIPT", "is neither a number nor two, such as 2:4"),
     ("run -w 2 --on-death never SCRIPT", "is none of restart, takeover and end"),
-    ("run -w 2 --on-death end:3 SCRIPT", "is none of restart, takeover and end"),
+    ("run -w 2 --on-death end:3 SCRIPT", "'end:3': a number goes with restart or takeover"),
     ("run -w 2 --on-death restart:x SCRIPT", "is no number of deaths, as in restart:3"),
     ("run -w 2 --durable SCRIPT", "--durable is now --on-death restart"),
     ("run -w 2 --no-durable SCRIPT", "--no-durable is now --on-death end"),

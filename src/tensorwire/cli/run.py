@@ -59,8 +59,10 @@ def _death(ctx: click.Context, param: click.Parameter, value: str | None) -> dic
     what, colon, count = (value or "").partition(":")
     known = {"": {}, "end": {"durable": False}, "restart": {"durable": True}}
     found: dict[str, Any] | None = {**known, "takeover": {"restart_workers": False}}.get(what)
-    if found is None or (what in ("", "end") and colon):
+    if found is None:
         raise click.BadParameter(f"{value!r} is none of restart, takeover and end")
+    if colon and what in ("", "end"):
+        raise click.BadParameter(f"{value!r}: a number goes with restart or takeover")
     try:
         return {**found, "restarts": int(count)} if colon else found
     except ValueError:
