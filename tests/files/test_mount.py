@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_tools_read_it(folder: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     job = JobAtWork(folder, "--workers", "1", paused=True, momentum=0.5)

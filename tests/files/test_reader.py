@@ -318,6 +318,7 @@ def test_a_reader_goes_on_when_a_server_is_replaced_and_hears_of_the_end(folder:
         reader.close()
 
 
+@pytest.mark.slow
 def test_a_reader_that_comes_before_the_workers(folder: Path) -> None:
     """Named for a bug: it was told nothing, and that the server "did not tell in time"."""
     ours, theirs = os.pipe()

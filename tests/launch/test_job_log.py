@@ -89,6 +89,7 @@ def test_a_successor_finds_its_term_on_the_disk(place: Place) -> None:
     assert (grant["pid"], grant["term"]) == (pid, term)
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_shown_until_others_have_failed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_killed_at_a_place(
         ("store.through:1", "store.through:1"),
     ],
 )
+@pytest.mark.slow
 def test_a_successor_is_killed_too(
     place: Place, whole: Callable[[int], set[str]], first: str, then: str
 ) -> None:

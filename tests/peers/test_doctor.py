@@ -120,6 +120,7 @@ def check_json(data: dict[str, Any], path: Path) -> None:
 # ---- alone
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     done = run("--seconds", "1", "--json", str(path))
@@ -198,6 +199,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert done.stdout.count("there ") >= 1
 
 
+@pytest.mark.slow
 def test_a_secret_that_both_have() -> None:
     with serving(TENSORWIRE_SECRET=SECRET) as (_, address):
         done = run(address, "--seconds", "0.2", TENSORWIRE_SECRET=SECRET)
@@ -258,6 +260,7 @@ def test_the_peer_is_killed_in_the_middle(tmp_path: Path) -> None:
     assert measured(data), "the rows so far are kept"
 
 
+@pytest.mark.slow
 def test_the_measuring_end_is_killed_in_the_middle() -> None:
     """The serving end goes on, and what was leased is free again."""
     with serving() as (server, address):
@@ -526,6 +529,7 @@ def introduce(node: tw.Node, address: str) -> tuple[Dialogue, tw.RemoteRegion]:
     return dialogue, theirs
 
 
+@pytest.mark.slow
 def test_clients_that_lie_do_not_end_the_doctor() -> None:
     with serving() as (_, address):
         with tw.Node("asks") as node:
@@ -557,6 +561,7 @@ def test_clients_that_lie_do_not_end_the_doctor() -> None:
         assert done.returncode in (0, 1), done.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_lies_is_an_error_not_a_crash() -> None:
     with tw.Node("liar") as node:
         node.allocate(64, name=SERVER_REGION)

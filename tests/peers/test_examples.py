@@ -56,6 +56,7 @@ def test_too_few_steps_fail(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "wire"), [("server", "shm"), ("worker", "tcp")], indirect=["wire"]
 )
+@pytest.mark.slow
 def test_killed_while_training(repository: Path, wire: str, victim: str) -> None:
     pytest.importorskip("sklearn")
     with start(repository / "examples" / "train_by_hand.py", "--steps=1000000") as process:

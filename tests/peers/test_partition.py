@@ -48,6 +48,7 @@ def unplug_far(pair: Hosts) -> None:
 
 
 @pytest.mark.parametrize("break_", [hosts.cut, unplug_far])
+@pytest.mark.slow
 def test_a_short_partition_loses_nothing(pair: Hosts, break_: Callable[[Hosts], None]) -> None:
     """Transfers and waits go on, and the bits are the ones that were sent."""
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:

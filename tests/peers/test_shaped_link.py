@@ -64,6 +64,7 @@ def test_a_large_write_fills_the_link(pair: Hosts) -> None:
         assert median(plain / mine for plain, mine in pairs) >= 0.9, pairs
 
 
+@pytest.mark.slow
 def test_small_transfers_are_not_starved(pair: Hosts) -> None:
     """A small one waits for what is queued before it, never for the rest of the large one."""
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:
@@ -88,6 +89,7 @@ def test_small_transfers_are_not_starved(pair: Hosts) -> None:
         assert max(times) < all_s / 2, times
 
 
+@pytest.mark.slow
 def test_small_transfers_overtake_many_large_ones(pair: Hosts) -> None:
     """More than the window of unanswered transfers has room for."""
     count, size = 700, MIB // 4

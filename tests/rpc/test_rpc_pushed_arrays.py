@@ -457,6 +457,7 @@ def served(wire: str, by_asyncio: bool) -> Iterator[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
+@pytest.mark.slow
 def test_in_event_loops(wire: str, pushed: list[int]) -> None:
     """Both ends are loops, in which arrays are placed first."""
 

@@ -304,6 +304,7 @@ def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
     assert len(list(cache.glob("tensorwire/allocator-*.so"))) == 1
 
 
+@pytest.mark.slow
 def test_why_it_cannot_be_loaded_is_told_where_it_cannot_be_compiled(tmp_path: Path) -> None:
     (tmp_path / library._brought().name).write_bytes(b"\x7fELF of a machine that is not this one")
     (tmp_path / "cache").mkdir(mode=0o700)

@@ -377,6 +377,7 @@ def many(job: tw.Job, make: Make, groups: int, tensors: int) -> None:
 
 
 @pytest.mark.parametrize("make", [nadam, adafactor])
+@pytest.mark.slow
 def test_many_groups_and_tensors(team: Team, make: Make) -> None:
     team.run(many, make, 200, 1000, servers=2)
 
@@ -424,6 +425,7 @@ CHANGES: list[tuple[Make, list[dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize("apply", APPLIES)
+@pytest.mark.slow
 def test_options_change_while_training(team: Team, apply: str) -> None:
     for make, changes in CHANGES:
         team.run(changing, make, changes, apply)

@@ -29,6 +29,7 @@ class Tables(nn.Module):
         self.last = nn.Parameter(torch.randn(300, 1000)) if dense else None
 
 
+@pytest.mark.slow
 def test_servers_do_not_warn_of_sparse_gradients() -> None:
     text = """
 import torch
@@ -173,6 +174,7 @@ def saved(job: tw.Job, make: Make, path: str, load: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize("make", [adagrad_from, sparse_adam])
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_servers(team: Team, make: Make, tmp_path: Any) -> None:
     path = str(tmp_path / "saved")
     wanted = team.run(saved, make, path, False, servers=2)

@@ -48,6 +48,7 @@ def plain(optimizer: Make) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", [rmsprop, adafactor])
+@pytest.mark.slow
 def test_as_the_whole_model(team: Team, optimizer: Make) -> None:
     state, values = team.run(train, optimizer, workers=4, pipeline=2, servers=2)[0]
     wanted, expected = plain(optimizer)

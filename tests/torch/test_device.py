@@ -131,6 +131,7 @@ WAYS = {
 
 @both
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.slow
 def test_every_way_to_train_has_its_bits_for_all_servers_and_paths(
     name: str, kind: str, team: Team, transports: list[str] | None
 ) -> None:

@@ -41,6 +41,7 @@ def edit_much(job: Any, place: str) -> str:
         return digest(model)
 
 
+@pytest.mark.slow
 def test_edited_gradients_that_are_still_on_their_way(team: Team) -> None:
     """Named for a bug: the step took what was there, as their commit goes ahead of them."""
     host = team.run(edit_much, "host", transports=["tcp"])

@@ -99,6 +99,7 @@ def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
         ("--rebalance", "started with --servers S:MAX or --rebalance"),
     ],
 )
+@pytest.mark.slow
 def test_where_members_come_and_go_no_script_may_decline(
     tmp_path: Path, options: str, why: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_where_members_come_and_go_no_script_may_decline(
     assert f"{why}, which needs that a process can be replaced" in said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "True", "--on-death=end")
     assert code == 1

@@ -71,6 +71,7 @@ def joining_first() -> tuple[bool, int]:
     return torch.equal(torch.get_rng_state(), before), job.size
 
 
+@pytest.mark.slow
 def test_the_job_is_joined_and_random_numbers_stay() -> None:
     program = f"import sys; sys.path[:0] = {sys.path!r}; import test_integrations as t"
     command = [sys.executable, "-c", f"{program}; print(t.joining_first())"]

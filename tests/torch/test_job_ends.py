@@ -271,6 +271,7 @@ def run_two(script: Path, text: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_joins(tmp_path: Path) -> None:
     """The worker has ended well, and the others would wait in tw.init() for ever."""
     said = run_two(
@@ -284,6 +285,7 @@ def test_a_worker_that_never_joins(tmp_path: Path) -> None:
     assert "every worker has to call tw.init()" in said
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
     """The worker is reported as lost, not as one that never came."""
     said = run_two(
@@ -304,6 +306,7 @@ def test_a_worker_that_leaves_without_a_word_has_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_says_so_in_one_line(tmp_path: Path, sent: int) -> None:
     """Named for a bug: each server printed that it had lost a worker."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -336,6 +339,7 @@ opt.step()
 """
 
 
+@pytest.mark.slow
 def test_a_pass_that_outlives_torch_ends_without_a_word() -> None:
     """Named for a bug: it drew random numbers of a torch that was gone, and printed a traceback."""
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=100)

@@ -241,6 +241,7 @@ ROWS = {place.replace("cell", "table") for place in REACHED}
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_killed_at_each_place(name: str) -> None:
     """At the first, the second and a later time that a place is reached, one after the other."""
     whole = undisturbed(name, VERSIONS)
@@ -274,6 +275,7 @@ def test_killed_while_it_counts() -> None:
 
 # A momentum is a state as Adam's are, and the numbers of ASGD are as those of NAdam.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("momentum", "ASGD")])
+@pytest.mark.slow
 def test_killed_at_any_moment(name: str) -> None:
     """By a signal from outside, also in the middle of a kernel of torch."""
     whole, chance = undisturbed(name, MORE_VERSIONS), random.Random(name)

@@ -210,6 +210,7 @@ job.barrier()
 PARTS = {"before": "", "first_batch": "", "inside": ""}
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_its_script(tmp_path: Path) -> None:
     digests, said = run(tmp_path / "job", LOOP.format(**PARTS), "")
     assert len(digests) == 1

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ def test_what_shares_no_memory_is_right() -> None:
         check_model(model)
 
 
+@pytest.mark.slow
 def test_what_is_told() -> None:
     """Once each, and only where there are several slices."""
     for slices in (1, 2):

@@ -69,6 +69,7 @@ def digits(value: int, slices: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("servers", "slices"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.slow
 def test_each_commit_counts_once(
     team: Team, servers: int, slices: int, transports: list[str] | None
 ) -> None:
@@ -109,6 +110,7 @@ def count_small(job: tw.Job, steps: int) -> tuple[list[int], int, Any]:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.slow
 def test_nobody_is_further_ahead_than_allowed(
     team: Team, staleness: int, transports: list[str] | None
 ) -> None:
@@ -162,6 +164,7 @@ def rate(job: tw.Job, steps: int, seconds: float) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_a_slow_worker_does_not_hold_up_others(team: Team) -> None:
     """Three times the steps can be made; the bar is two."""
     together = team.run(rate, 12, 0.0, workers=3)[0]

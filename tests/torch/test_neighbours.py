@@ -70,6 +70,7 @@ def test_tables(team: Team) -> None:
     team.run(test_rows.everything, network=True)
 
 
+@pytest.mark.slow
 def test_replicas_share_by_stage(team: Team) -> None:
     options: dict[str, Any] = {"workers": 4, "pipeline": 2, "network": True, "servers": 2}
     pipelines.check(team.run(pipelines.train, "mlp", **options), pipelines.alone("mlp"))

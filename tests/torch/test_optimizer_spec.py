@@ -88,6 +88,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(list(WRONG)), values, max_size=3))
+@pytest.mark.slow
 def test_random_parts_make_a_kernel_or_a_value_error(changes: dict[str, Any]) -> None:
     try:
         kernel = kernel_of(text(**changes))
@@ -153,6 +154,7 @@ def test_nonsense_in_the_environment(named: str, monkeypatch: pytest.MonkeyPatch
     assert permitted_imports() == ("good", "better.best")
 
 
+@pytest.mark.slow
 def test_making_a_step_imports_no_compiler() -> None:
     """Named for a bug: the first step on a server took seconds, for torch's compiler."""
     program = f"""

@@ -111,6 +111,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
 
 @given(cases(), st.booleans())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_where_a_gradient_lies_changes_no_bit(
     case: tuple[list[int], list[list[int]], list[int]], clipped: bool
 ) -> None:

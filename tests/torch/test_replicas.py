@@ -35,6 +35,7 @@ from tensorwire.torch.loader import seed_of
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
+@pytest.mark.slow
 def test_equal_to_plain_torch(team: Team, transports: Any) -> None:
     results = team.run(train, "mlp", workers=4, pipeline=2, transports=transports)
     check(results, alone("mlp"))
@@ -113,6 +114,7 @@ def test_backwards_in_two_parts(
 
 
 @pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.slow
 def test_some_workers_see_the_servers_memory(team: Team, servers: int) -> None:
     """A stand-in for stages of a replica on two hosts, with a server on one of them."""
     options = {"workers": 4, "pipeline": 2, "transports": {1: ["tcp"], 2: ["tcp"]}}

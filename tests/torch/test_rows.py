@@ -88,6 +88,7 @@ def training(job: tw.Job, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["step", "accumulate", "max_norm", "clip"])
+@pytest.mark.slow
 def test_equals_dense_training(team: Team, way: str) -> None:
     found = team.run(training, way)
     for options in {"transports": ["tcp"]}, {"servers": 3}, {"servers": 2, "transports": ["tcp"]}:

@@ -46,6 +46,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("schedule", "size", "stages", "microbatches"), SCHEDULES)
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.slow
 def test_equal_to_the_whole_model(
     crew: Crew,
     transport: str,
@@ -95,6 +96,7 @@ def test_gradients_of_inputs_leave_before_weights_are_computed(crew: Crew) -> No
 
 
 @pytest.mark.parametrize(("bound", "protocol"), [(64, "bounded"), (None, "unbounded")])
+@pytest.mark.slow
 def test_sizes_that_vary(crew: Crew, transport: str, bound: int | None, protocol: str) -> None:
     args = ("transformer", 2, "1F1B", 4, STEPS, bound)
     results = crew.run(2, transport, cases.train, *args)

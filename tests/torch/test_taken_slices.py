@@ -293,6 +293,7 @@ def test_tables_and_slices(tmp_path: Path) -> None:
     assert digests == whole
 
 
+@pytest.mark.slow
 def test_only_a_durable_job(tmp_path: Path) -> None:
     for options, text in (
         ("--workers 2:2 --on-death end", "leave it out"),

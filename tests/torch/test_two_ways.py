@@ -49,6 +49,7 @@ def train(job: tw.Job, max_norm: float | None) -> tuple[float, str]:
     return min(times), hashlib.sha256(b"".join(values)).hexdigest()
 
 
+@pytest.mark.slow
 def test_both_ways_are_used(team: Team, pair: Hosts) -> None:
     """The second worker is across the link. One way after the other would take twice as long."""
     far_s = team.run(train, None, transports=["tcp"], hosts=pair)[1][0]

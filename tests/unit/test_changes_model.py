@@ -14,6 +14,7 @@ MODEL: dict[str, Any] = runpy.run_path(str(FILE))
 
 
 @pytest.mark.parametrize("name", MODEL["SCENARIOS"])
+@pytest.mark.slow
 def test_every_interleaving_with_a_death_holds(name: str) -> None:
     assert MODEL["Change"](MODEL["SCENARIOS"][name]).explore() > 10_000
 

@@ -4,6 +4,7 @@ The two tables are the order; ARCHITECTURE.md draws it. Whatever is not in a tab
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -70,22 +71,25 @@ def ranks(layers: Iterable[tuple[str, ...]]) -> dict[str, int]:
     return {name: rank for rank, row in enumerate(layers) for name in row}
 
 
-def imported_modules(source: str, package: list[str]) -> Iterator[str]:
+@functools.cache
+def imported_modules(source: str, package: tuple[str, ...]) -> tuple[str, ...]:
     """Dotted names that a module of `package` imports, wherever in the module the import stands."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = package[: len(package) + 1 - node.level] if node.level else ()
             stem = ".".join([*base, *filter(None, [node.module])])
-            yield from (f"{stem}.{alias.name}" for alias in node.names)
+            found += (f"{stem}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def layer_imports(source_root: Path) -> Iterator[tuple[Path, str, str]]:
     """(file, its layer, imported layer); the layer of tensorwire/__init__.py is ""."""
     for path in sorted(source_root.rglob("*.py")):
         parts = ["tensorwire", *path.relative_to(source_root).with_suffix("").parts]
-        package, layer = parts[:-1], parts[1] if parts[1] != "__init__" else ""
+        package, layer = tuple(parts[:-1]), parts[1] if parts[1] != "__init__" else ""
         for name in imported_modules(path.read_text(), package):
             top, _, rest = name.partition(".")
             if top == "tensorwire":
@@ -99,7 +103,7 @@ def benchmarks_violations(source_root: Path, benchmarks: Path) -> list[str]:
         if BENCHMARKS in path.read_text() and not path.match(ITS_DOOR)
     ]
     for path in sorted(benchmarks.rglob("*.py")):
-        package = list(path.relative_to(benchmarks).parent.parts)
+        package = path.relative_to(benchmarks).parent.parts
         for name in imported_modules(path.read_text(), package):
             top, _, rest = name.partition(".")
             layer = rest.partition(".")[0]
@@ -134,7 +138,7 @@ def imports_of_files(source_root: Path) -> dict[str, set[str]]:
     modules = {}
     for path in sorted(source_root.rglob("*.py")):
         parts = ["tensorwire", *path.relative_to(source_root).with_suffix("").parts]
-        package = parts[:-1]
+        package = tuple(parts[:-1])
         modules[".".join(package if parts[-1] == "__init__" else parts)] = path, package
     found: dict[str, set[str]] = {}
     for name, (path, package) in modules.items():

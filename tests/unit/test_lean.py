@@ -63,6 +63,7 @@ def test_a_process_of_the_tests_has_no_compiler_and_the_same_results(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
     script = """
 import torch
@@ -77,5 +78,6 @@ assert type(torch.export) is type(torch._meta_registrations) is type(torch)
 
 
 @pytest.mark.whole_torch
+@pytest.mark.slow
 def test_a_test_may_have_the_whole_torch(tmp_path: Path) -> None:
     assert _result(tmp_path, "plain")["compiler"]

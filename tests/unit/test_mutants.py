@@ -73,6 +73,7 @@ def drawn(repository: Path) -> Drawing:
     return Drawing(repository, "suite", 24)
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_faults_again(repository: Path, drawn: Drawing) -> None:
     again = Drawing(repository, "suite", 24)
     assert again.faults == drawn.faults
@@ -94,6 +95,7 @@ def test_the_tests_of_every_room_exist(repository: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_fault_changes_one_line_that_is_code(repository: Path) -> None:
     for path in sorted((repository / "src/tensorwire").rglob("*.py")):
         name, source = str(path.relative_to(repository)), path.read_text()

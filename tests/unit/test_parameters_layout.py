@@ -132,6 +132,7 @@ def test_gradients_of_a_block_come_one_behind_the_other() -> None:
 
 
 @given(specs(), st.data(), st.integers(1, 3))
+@pytest.mark.slow
 def test_a_selection_has_its_tensors_once(spec: Spec, data: st.DataObject, servers: int) -> None:
     """Packed in the order of the layout, whatever range of it is asked for."""
     layout = Layout(spec)
@@ -181,6 +182,7 @@ def test_specs_travel(spec: Spec) -> None:
 
 
 @given(specs(), specs())
+@pytest.mark.slow
 def test_difference_tells_whether_two_are_equal(one: Spec, other: Spec) -> None:
     assert (one.difference(other) is None) == (one == other)
 

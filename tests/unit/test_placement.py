@@ -159,6 +159,7 @@ def test_what_does_not_cross_does_not_matter(
 
 
 @given(graphs(), graphs(), bucket_sizes)
+@pytest.mark.slow
 def test_a_pair_does_not_depend_on_other_machines(
     graph: Graph, other: Graph, bucket_bytes: int
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_pair_does_not_depend_on_other_machines(
 
 
 @given(graphs(), graphs(), bucket_sizes)
+@pytest.mark.slow
 def test_digests_are_equal_if_the_plans_are(graph: Graph, other: Graph, bucket_bytes: int) -> None:
     first, second = (plan(each, bucket_bytes=bucket_bytes) for each in (graph, other))
     assert (first.digest == second.digest) == (first == second)

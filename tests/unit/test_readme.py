@@ -66,6 +66,7 @@ def test_rpc_in_the_readme(repository: Path, tmp_path: Path) -> None:
     assert f"It prints `{printed}`" in (repository / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_rpc_page(repository: Path, tmp_path: Path) -> None:
     """The `python` blocks are one program, which imports the `proto` block; the diff is made."""
     pytest.importorskip("grpc")
