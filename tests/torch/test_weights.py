@@ -231,7 +231,9 @@ def test_a_loss_that_is_scaled_by_hand_is_told(team: Team) -> None:
     told = ["UnevenStepWarning"]
     assert team.run(told_of, None, True, 4) == [told, []]
     assert team.alone(told_of, None, False, 4, slices=2) == []
-    assert team.alone(told_of, "equal", True, 4, slices=2) == []
+    assert team.alone(told_of, "equal", False, 4, slices=2) == []
+    assert team.alone(told_of, "equal", True, 4) == []
+    assert team.alone(told_of, "equal", True, 4, slices=2) == told, "a sum over one slice of two"
     assert team.alone(told_of, tokens, True, 4, slices=2) == []
     assert team.alone(told_of, None, True, 7, slices=3) == []  # all steps are even
 

@@ -321,15 +321,19 @@ class Loader:
     ) -> None:
         """Notes that a batch is given out, with its weight."""
         sizes = plan.sizes(step)
-        weight, uneven = float(sizes[index]), len(set(sizes)) > 1
+        weight = float(sizes[index])
         if of is not None:
             of.mark = plan.mark(step)
             of.is_last = not plan.has(step + 1)
-            if self._weights is not None:
-                weight, uneven = 1.0, False
             if callable(self._weights):
                 weight = checked_weight(self._weights(data))
-        self._session.batch_comes(this, sizes[index], weight, uneven and of is not None)
+            elif self._weights is not None:
+                weight = 1.0
+        batch = self._session.batch_comes(this, sizes[index], weight)
+        if of is not None and self._weights is None:
+            batch.uneven = len(set(sizes)) > 1
+        elif of is not None and not callable(self._weights):
+            batch.partial = index < max(self._session.my_slices)
 
     def _begin_step(self, step: int, of: LoaderPass) -> None:
         """Seeds the numbers that an optimizer draws in the step, the same for all its slices."""

@@ -66,6 +66,7 @@ class GivenBatch:
         samples: in it.
         weight: of it in the mean over the slices of its step.
         uneven: it counts by its samples, and other slices of its step have more or fewer.
+        partial: it counts as every other, and this worker computes more slices of its step.
         has_gradient: a gradient has come of it.
         summed: before that the script has called `Job.sum` or `Job.mean`.
     """
@@ -74,6 +75,7 @@ class GivenBatch:
     samples: int
     weight: float
     uneven: bool = False
+    partial: bool = False
     has_gradient: bool = False
     summed: bool = False
 
@@ -226,13 +228,14 @@ class Session:
         self.position.begin_epoch(epoch)
         seed_all(seed_of(self.seed, epoch, IN_AN_EPOCH))
 
-    def batch_comes(self, iteration: object, samples: int, weight: float, uneven: bool) -> None:
-        """Notes a batch that an iteration over a loader gives out; see `GivenBatch`."""
+    def batch_comes(self, iteration: object, samples: int, weight: float) -> GivenBatch:
+        """Returns what is noted of a batch that an iteration over a loader gives out."""
         self.batches += 1
         self.batch_samples = samples
         self._giver = iteration
         self._present.pop(iteration, None)
-        self._present[iteration] = GivenBatch(self.batches, samples, weight, uneven)
+        batch = self._present[iteration] = GivenBatch(self.batches, samples, weight)
+        return batch
 
     def pass_ends(self, iteration: object, trains: bool) -> None:
         """Ends an iteration; if it `trains`, its last batch is worked on until a version."""

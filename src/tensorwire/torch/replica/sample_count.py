@@ -9,7 +9,7 @@ from ..session import GivenBatch, Session
 
 
 class UnevenStepWarning(UserWarning):
-    """A script seems to scale a loss by a sum over all workers, which `job.loader` weights again.
+    """A script seems to scale a loss by a sum that does not fit the weights of its batches.
 
     The text says what to do. Where the loss is right as it is,
     `warnings.filterwarnings("ignore", category=tw.UnevenStepWarning)`.
@@ -72,11 +72,13 @@ class SampleCount:
     def warn(self) -> None:
         """Gives an `UnevenStepWarning` before a step, once in a job and in worker 0, if need be."""
         session = self._session
-        scaled = any(batch.uneven and batch.summed for batch in self._counted)
-        if scaled and not session.warned_of_weights:
+        scaled = [batch for batch in self._counted if batch.summed]
+        uneven = any(batch.uneven for batch in scaled)
+        if not session.warned_of_weights and (uneven or any(batch.partial for batch in scaled)):
             session.warned_of_weights = True
             if session.rank == 0:
-                warnings.warn(_TEXT, UnevenStepWarning, stacklevel=script_stacklevel())
+                text = (_TWICE if uneven else _PARTIAL) + _SILENCE
+                warnings.warn(text, UnevenStepWarning, stacklevel=script_stacklevel())
 
     def stepped(self) -> None:
         """Begins the next slice."""
@@ -85,10 +87,20 @@ class SampleCount:
         self._before = self._session.batches
 
 
-_TEXT = (
+_TWICE = (
     "the slices of this step have different numbers of samples and count by these, and the script "
     "has called job.sum() or job.mean() between its batch and backward(). If that scales the loss "
     "(local sum / sum of all workers * workers, as for DistributedDataParallel), it is weighted "
-    'twice: say job.loader(…, weights="equal"). If it does not: '
+    'twice: say job.loader(…, weights="equal").'
+)
+_PARTIAL = (
+    'the loader has weights="equal", workers compute several slices of a step, and the script has '
+    "called job.sum() or job.mean() between the batch of one and backward(). That adds up one slice "
+    "of each worker, not all slices of the step. If it scales the loss, the gradient depends on the "
+    "number of workers: let the loss be a mean over the slice, and say job.loader(…, "
+    "weights=lambda batch: …) with what it is a mean of, such as tokens."
+)
+_SILENCE = (
+    " If it does not scale the loss: "
     'warnings.filterwarnings("ignore", category=tw.UnevenStepWarning)'
 )
