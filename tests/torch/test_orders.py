@@ -147,7 +147,17 @@ def test_what_else_works(team: Team) -> None:
 
 
 def shuffled_anew(job: tw.Job) -> list[list[int]]:
-    """Loaders made anew outside of job.epochs, and one that is iterated as often."""
+    """Loaders made anew inside and outside of job.epochs, and one that is iterated as often."""
+    loader, kept, anew = job.loader(range(20), 5, shuffle=True), [], []
+    for _ in job.epochs(2):
+        kept.append([[b.tolist() for b in loader] for _ in range(3)])
+    for _ in job.epochs(2):
+        made = (job.loader(range(20), 5, shuffle=True) for _ in range(3))
+        anew.append([[b.tolist() for b in each] for each in made])
+    assert anew == kept
+    passes = [each for epoch in anew for each in epoch]
+    assert all(one != other for one, other in itertools.combinations(passes, 2))
+    job.session.position.orders.clear()
     anew = [[b.tolist() for b in job.loader(range(20), 5, shuffle=True)] for _ in range(3)]
     job.session.position.orders.clear()
     loader = job.loader(range(20), 5, shuffle=True)
@@ -159,7 +169,7 @@ def shuffled_anew(job: tw.Job) -> list[list[int]]:
 
 
 def test_a_loader_made_anew_goes_on_shuffling(team: Team) -> None:
-    """Named for a bug: in an endless loop each pass had the same order."""
+    """Named for a bug: in a loop that makes a loader for each pass all had the same order."""
     found = team.alone(shuffled_anew)
     assert found[:3] == [list(range(20))] * 3
     assert found[3] != found[4]

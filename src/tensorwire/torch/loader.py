@@ -221,9 +221,8 @@ class Loader:
     def _count_pass(self) -> None:
         """Counts a pass; a look at the first batch alone is none."""
         self._passes += 1
-        position = self._session.position
-        if self._source.is_random and not position.in_epochs:
-            position.orders[self._data] += 1
+        if self._source.is_random:
+            self._session.position.orders[self._data] += 1
 
     def _plan(self, number: int) -> tuple[int, PassPlan]:
         """Returns the number that stands for the epoch in all seeds of a pass, and its plan."""

@@ -48,8 +48,8 @@ class Position:
     Attributes:
         began: how many epochs have begun; passes are counted from each of them.
         made_steps: in the present epoch.
-        orders: how many passes were made outside of `Job.epochs` over data in a random order, by
-            what `LoaderPass.data` says of it.
+        orders: how many passes were made over data in a random order, in the present epoch of
+            `Job.epochs` or outside of it, by what `LoaderPass.data` says of the data.
     """
 
     def __init__(self) -> None:
@@ -70,17 +70,13 @@ class Position:
         self._made = 0
         self.made_steps = False
         self._passes, self._begun, self._taken = {}, {}, set()
+        self.orders.clear()
         if self._from is not None and self._from["epoch"] != epoch:
             self._from = None
 
     def leave_epochs(self) -> None:
         """Ends the epochs of `Job.epochs`."""
         self._epoch = self._from = None
-
-    @property
-    def in_epochs(self) -> bool:
-        """`Job.epochs` counts the epochs."""
-        return self._epoch is not None
 
     def name_of_next_loader(self) -> str:
         """Returns the name of a loader that is being made."""

@@ -94,10 +94,10 @@ _TWICE = (
     'twice: say job.loader(…, weights="equal").'
 )
 _PARTIAL = (
-    'the loader has weights="equal", workers compute several slices of a step, and the script has '
-    "called job.sum() or job.mean() between the batch of one and backward(). That adds up one slice "
-    "of each worker, not all slices of the step. If it scales the loss, the gradient depends on the "
-    "number of workers: let the loss be a mean over the slice, and say job.loader(…, "
+    'the loader has weights="equal", workers compute several slices of a step, and the script '
+    "has called job.sum() or job.mean() between the batch of one and backward(). That adds up one "
+    "slice of each worker, not all slices of the step. If it scales the loss, the gradient depends "
+    "on the number of workers: let the loss be a mean over the slice, and say job.loader(…, "
     "weights=lambda batch: …) with what it is a mean of, such as tokens."
 )
 _SILENCE = (
