@@ -171,6 +171,7 @@ if rank == 0:
     goodbye()  # the server ends when it has had all connections
     while server in children():
         time.sleep(0.01)
+    time.sleep(1.5)  # more than others get to end by themselves
     FAILURE
 goodbye()
 error = RuntimeError("worker 0 was lost")
@@ -195,7 +196,7 @@ def test_a_consequence_that_is_seen_first_is_not_to_blame(
     script = script.replace("goodbye()\nerror =", "FIFO\ngoodbye()\nerror =", 1)
     script = script.replace("FIFO", 'open(f"{os.path.dirname(__file__)}/fifo", "wb").close()')
     environment = {**_fifo(place), "FAKE_SERVER": "consequence"}
-    done = place.run(script, environment=environment, patience={"grace_s": 20}, durable=False)
+    done = place.run(script, environment=environment, durable=False)
     assert done.returncode == code
     first, others, *_ = summary(done.stderr)
     assert first.startswith("worker 0 (pid ")
@@ -205,7 +206,8 @@ def test_a_consequence_that_is_seen_first_is_not_to_blame(
 
 
 def test_a_consequence_without_a_cause(place: Place) -> None:
-    done = place.run("goodbye()\nwait()", environment={"FAKE_SERVER": "consequence"}, durable=False)
+    given = {"environment": {"FAKE_SERVER": "consequence"}, "patience": {"stuck_s": 0.5}}
+    done = place.run("goodbye()\nwait()", durable=False, **given)
     assert done.returncode == 1
     said = next(summary(done.stderr))
     assert "server 0 (pid " in said

@@ -49,7 +49,8 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
-        stuck_s: a worker, to end after an error that nothing has caught.
+        stuck_s: a worker, to end after an error that nothing has caught; all, to end by themselves
+            after one has ended that had lost another, which is then to blame, and may end slowly.
         standby_s: since a standby was used, until there is another one for a server that dies; the
             first one twice as long after all workers have joined: short jobs do not pay for one.
         rebalance_s: how long servers' work is measured before it is compared.

@@ -508,9 +508,9 @@ class Supervisor:
             killed = process.code is not None and process.code < 0
             self._died |= killed or self._restarts.is_successor(process)
         self._log.add("failed", text=text)
-        self._escalation.term_within(
-            self._patience.grace_s if self._has_workers else self._patience.alone_s
-        )
+        patience = self._patience
+        wait_s = patience.stuck_s if consequence else patience.grace_s
+        self._escalation.term_within(wait_s if self._has_workers else patience.alone_s)
 
     def _interrupt(self, number: int) -> None:
         """Handles a signal to end."""
