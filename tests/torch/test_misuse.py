@@ -626,7 +626,7 @@ DISAGREEMENTS: dict[str, str] = {
     "other_rate": "a hyper-parameter (learning rate, …) is 0.1 in worker 0, 1.1 in worker 1",
     "other_call": "synchronize()",
     "fewer_steps": "same number of steps",
-    "mean_for_step": "calls mean(), sum(), barrier() or load() while",
+    "mean_for_step": "has no more data, or calls mean(), sum(), barrier() or load(), while",
     "optimizer_for_step": "makes another optimizer",
     "no_optimizer_here": "left while others make an optimizer",
     "raises": "worker 1",

@@ -282,11 +282,11 @@ def epochs_from(job: tw.Job, path: Path) -> list[Any]:
             of.step(batch)
         job.save(path)
         break
-    for first in (0, 1, 2, -1):
+    for first in (0, 1, 2, -1, "1", None, 1.0, True):
         job.load(path)
         try:
             found.append(list(job.epochs(3, first=first)))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             found.append(str(error))
     return found
 
@@ -297,3 +297,4 @@ def test_epochs_begin_with_the_script_s_own_first(team: Team, tmp_path: Path) ->
     assert found[:4] == [[2, 3], [], [1, 2], [1, 2]]
     assert "job.load goes on with epoch 1, and job.epochs(first=2)" in found[4]
     assert "first is an epoch from 0 up" in found[5]
+    assert all("job.epochs: first is a number of epochs, not " in each for each in found[6:])

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -310,8 +310,12 @@ class Job:
                 has loaded tells it by itself.
 
         Raises:
+            TypeError: one of them is no whole number.
             ValueError: `first` is negative, or other than where `job.load` has gone to.
         """
+        for name, value in (("count", count), ("first", first)):
+            if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+                raise TypeError(f"job.epochs: {name} is a number of epochs, not {value!r}")
         if self._progress:
             self._progress.close()  # of a loop that an error has left, and whose traceback is kept
         progress = self._progress = ProgressLine(count) if self.rank == 0 else None

@@ -247,7 +247,7 @@ class Calls:
         if words[other] < words[rank] < GOODBYE:
             where = "makes another optimizer or changes its parameter groups"
         if self.is_summing(rank):
-            where = "calls mean(), sum(), barrier() or load()"
+            where = "has no more data, or calls mean(), sum(), barrier() or load(),"
         for gatherer in list(self.gatherers):
             if gatherer is not here and (name := gatherer.waits_in(rank, other)):
                 where = f"calls {name} of another optimizer"
