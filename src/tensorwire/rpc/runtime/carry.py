@@ -149,16 +149,20 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         timeout: float | None,
         metadata: Any,
         again: Callable[[Any], Any] | None = None,
+        *,
+        waits: bool = True,
     ) -> RuntimeCall | None:
-        """Begins a call with one request; None: grpcio has to make it, and nothing has been sent.
+        """Begins a call; None: grpcio has to make it, and nothing has been sent.
 
         Args:
             attachment: of the channel, None if there is none.
-            request: the user's.
+            request: the user's, or an iterator of them.
             timeout: in seconds.
             metadata: the user's.
-            again: makes the call by grpcio, for one with one response that no thread waits for;
-                None: its caller waits, and makes the call by grpcio if it was refused.
+            again: makes the call by grpcio, for one with one request and one response that no
+                thread waits for.
+            waits: the caller waits for the only response, and makes the call by grpcio if it was
+                refused.
 
         Raises:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
@@ -167,7 +171,15 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
         if began is None:
             return None
         client, call, entries = began
-        call.waits = attended = again is None and not self._takes_stream
+        if self._sends_stream:
+            sender, link = RequestSender(client, call), call.link()
+            link.goes_on = sender.goes_on
+            if not waits:
+                call.leave_unattended()
+            client.begin(call, self._name, entries, None)
+            THREADS.run(partial(sender.run, request, link, self._serializer, call.traced))
+            return call
+        call.waits = waits
         outgoing: SentMessage | None = None
         data: Any = None
         try:
@@ -194,7 +206,7 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             call.sends_again(partial(again, sent))
         if outgoing is not None:
             call.link().tickets = outgoing.tickets
-        if not attended:
+        if not waits:
             call.leave_unattended()
         client.begin(call, self._name, entries, data)
         if outgoing is not None and outgoing.staging is not None:
@@ -203,34 +215,4 @@ class CarriedMethod(AnyMethod[RuntimeCall]):
             except BaseException:
                 call.end_here(_INTERRUPTED)
                 raise
-        return call
-
-    def begin_stream(
-        self,
-        attachment: RpcAttachment | None,
-        requests: Any,
-        timeout: float | None,
-        metadata: Any,
-        *,
-        waits: bool,
-    ) -> RuntimeCall | None:
-        """Begins a call with a stream of requests; None: grpcio has to make it, see `begin`.
-
-        Args:
-            attachment: of the channel, None if there is none.
-            requests: an iterator of the user's.
-            timeout: in seconds.
-            metadata: the user's.
-            waits: the caller waits for the only response.
-        """
-        began = self._new(attachment, self._method, timeout, metadata)
-        if began is None:
-            return None
-        client, call, entries = began
-        sender, link = RequestSender(client, call), call.link()
-        link.goes_on = sender.goes_on
-        if not waits:
-            call.leave_unattended()
-        client.begin(call, self._name, entries, None)
-        THREADS.run(partial(sender.run, requests, link, self._serializer, call.traced))
         return call

@@ -17,7 +17,6 @@ import grpc
 from .. import logs
 from ..attach.marks import Sender, SmallCall, SmallRequests, call_is_confirmed
 from ..attach.sharing import ChannelShare
-from ..payload.attachment import RpcAttachment
 from ..payload.encode import as_sent
 from ..payload.envelope import MAGIC
 from ..payload.incoming import Reader
@@ -130,7 +129,7 @@ class Method:
     ) -> None:
         self._channel = channel
         self._share: ChannelShare = channel.share
-        streams = arity.endswith("stream")
+        self._sends_stream, streams = arity.startswith("stream"), arity.endswith("stream")
         reader = Reader(response_deserializer, streams=streams)
         self._answers = answers = _Answers(channel, reader)
         self._serializer = request_serializer
@@ -149,18 +148,32 @@ class Method:
             arity, method, request_serializer, answers.read, answers.fail, self._share
         )
 
-    def _carrier(self, credentials: Any, compression: Any) -> RpcAttachment | None:
-        """Returns the attachment by which a call may use the runtime; None: it uses grpcio."""
-        if credentials is not None or compression is not None or not self._share.carries:
-            return None
-        return self._share.current
-
     def _carry(
-        self, request: Any, options: CallOptions, again: Callable[[Any], Any] | None = None
+        self,
+        request: Any,
+        options: CallOptions,
+        again: Callable[[Any], Any] | None = None,
+        *,
+        waits: bool,
     ) -> RuntimeCall | None:
-        """Begins a call with one request by the runtime; None: grpcio has to make it."""
-        attachment = self._carrier(options.credentials, options.compression)
-        return self._carried.begin(attachment, request, options.timeout, options.metadata, again)
+        """Begins a call by the runtime; None: grpcio has to make it, and nothing was sent."""
+        share = self._share
+        if options.credentials is not None or options.compression is not None or not share.carries:
+            return None
+        given = share.current, request, options.timeout, options.metadata, again
+        return self._carried.begin(*given, waits=waits)
+
+    def _outcome(self, request: Any, options: CallOptions) -> Any:
+        """Makes a call and waits for it; returns its response and the call."""
+        call = self._carry(request, options, waits=True)
+        if call is not None and call.wait_blocking():
+            return call.result(), call
+        return self._blocking(request, options, with_call=True)
+
+    def _begun(self, request: Any, options: CallOptions) -> Any:
+        """Begins a call that no thread waits for."""
+        call = self._carry(request, options, waits=False)
+        return self._nowait(request, options) if call is None else call
 
     def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
         """Returns the object for grpcio in the place of the user's request or requests.
@@ -170,6 +183,12 @@ class Method:
             link: of the call.
             waits: the caller waits for the only response.
         """
+        if self._sends_stream:
+            # What was sent cannot be sent again, so payload goes ahead only when the server has
+            # confirmed the call. Any other server gets plain messages.
+            if link.attachment is not None:
+                link.must_confirm, link.window = True, link.attachment.window()
+            return _Requests(request, link)
         if not waits and link.attachment is not None:
             link.never_waits()
         return SentMessage(request, link, last=False, keeps_body=not waits)
@@ -341,11 +360,7 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
         if type(small) is SmallCall:
             _, *taken = options.behind(small.body, small.metadata)
             return self._finish_small(small, True, *taken)
-        request = request if small is None else small
-        call = self._carry(request, options)
-        if call is not None and call.wait_blocking():
-            return call.result(), call
-        return self._blocking(request, options, with_call=True)
+        return self._outcome(request if small is None else small, options)
 
     def future(self, request: Any, *given: Any, **named: Any) -> Any:
         options = CallOptions(*given, **named)
@@ -361,7 +376,8 @@ class UnaryUnary(Method, grpc.UnaryUnaryMultiCallable):
                 return first
             return Resent(first, options.timeout)
         request = request if small is None else small
-        call = self._carry(request, options, lambda sent: self._nowait(sent, options))
+        again = partial(self._nowait, options=options)
+        call = self._carry(request, options, again, waits=False)
         return self._nowait(request, options) if call is None else call
 
 
@@ -369,34 +385,7 @@ class UnaryStream(Method, grpc.UnaryStreamMultiCallable):
     """See `grpc.UnaryStreamMultiCallable`."""
 
     def __call__(self, request: Any, *given: Any, **named: Any) -> Any:
-        options = CallOptions(*given, **named)
-        call = self._carry(request, options)
-        return self._nowait(request, options) if call is None else call
-
-
-class _StreamRequest(Method):
-    """The common part of calls with a stream of requests.
-
-    Requests that were sent cannot be sent again, so payload goes ahead only when the server has
-    confirmed the call. Any other server gets plain messages.
-    """
-
-    def _sent(self, request: Any, link: CallLink, *, waits: bool) -> Any:
-        if link.attachment is not None:
-            link.must_confirm, link.window = True, link.attachment.window()
-        return _Requests(request, link)
-
-    def _carry_all(self, requests: Any, options: CallOptions, *, waits: bool) -> RuntimeCall | None:
-        """Begins a call by the runtime; None: grpcio has to make it, and nothing of it was sent."""
-        attachment = self._carrier(options.credentials, options.compression)
-        return self._carried.begin_stream(
-            attachment, requests, options.timeout, options.metadata, waits=waits
-        )
-
-    def _begun(self, requests: Any, options: CallOptions) -> Any:
-        """Begins a call that no thread waits for."""
-        call = self._carry_all(requests, options, waits=False)
-        return self._nowait(requests, options) if call is None else call
+        return self._begun(request, CallOptions(*given, **named))
 
 
 class _Requests:
@@ -419,7 +408,7 @@ class _Requests:
         return SentMessage(next(self._requests), self._link, last=True)
 
 
-class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
+class StreamUnary(Method, grpc.StreamUnaryMultiCallable):
     """See `grpc.StreamUnaryMultiCallable`."""
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
@@ -428,19 +417,11 @@ class StreamUnary(_StreamRequest, grpc.StreamUnaryMultiCallable):
     def with_call(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         return self._outcome(request_iterator, CallOptions(*given, **named))
 
-    def _outcome(self, requests: Any, options: CallOptions) -> Any:
-        """Returns the response and the call."""
-        call = self._carry_all(requests, options, waits=True)
-        if call is None:
-            return self._blocking(requests, options, with_call=True)
-        call.wait_blocking()
-        return call.result(), call
-
     def future(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
         return self._begun(request_iterator, CallOptions(*given, **named))
 
 
-class StreamStream(_StreamRequest, grpc.StreamStreamMultiCallable):
+class StreamStream(Method, grpc.StreamStreamMultiCallable):
     """See `grpc.StreamStreamMultiCallable`."""
 
     def __call__(self, request_iterator: Any, *given: Any, **named: Any) -> Any:
