@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from typing import Any
 
 from ..payload.attachment import RpcAttachment
 from ..payload.host import descriptors_are_scarce
@@ -23,21 +24,20 @@ _SHARED: dict[Hashable, SharedKeeper] = {}
 _lock = threading.RLock()  # a collector may drop a channel in here
 
 
-class SharedKeeper:
-    """A keeper with the channels that use it.
+class SharedKeeper(AttachmentKeeper):
+    """The keeper of an attachment that channels share.
 
     Args:
         key: of the table.
-        keeper: of the attachment.
         lingers: it stays a while without channels.
+        given: as of `AttachmentKeeper`.
 
     Attributes:
-        keeper: as given.
         users: shares of the channels that are open.
     """
 
-    def __init__(self, key: Hashable, keeper: AttachmentKeeper, lingers: bool) -> None:
-        self.keeper = keeper
+    def __init__(self, key: Hashable, lingers: bool, *given: Any) -> None:
+        super().__init__(*given)
         self.users: set[object] = set()
         self._key = key
         self._lingers = lingers
@@ -53,11 +53,11 @@ class SharedKeeper:
             if self.users:
                 return
             self._idle_since = time.monotonic()
-            at_once = not self._lingers or self.keeper.is_unused
+            at_once = not self._lingers or self.is_unused
             if at_once:
                 self._forget()
         if at_once:
-            self.keeper.close()
+            self.close()
         else:
             JANITOR.watch(self)
 
@@ -70,7 +70,7 @@ class SharedKeeper:
             if not late and not descriptors_are_scarce():
                 return True
             self._forget()
-        self.keeper.close()
+        self.close()
         return False
 
     def _forget(self) -> None:
@@ -82,7 +82,7 @@ class ChannelShare:
     """A channel's share of an attachment. Any thread may use it.
 
     Args:
-        shared: the keeper, which gets this as one of its users.
+        keeper: gets this as one of its users.
 
     Attributes:
         plain: the link of its calls that have no attachment.
@@ -90,14 +90,14 @@ class ChannelShare:
         carries, retries, least_bytes: as of the keeper.
     """
 
-    def __init__(self, shared: SharedKeeper) -> None:
-        self._shared = shared
-        self._keeper = keeper = shared.keeper
-        shared.users.add(self)
+    def __init__(self, keeper: SharedKeeper) -> None:
+        self._keeper = keeper
+        keeper.users.add(self)
         self.closed = False
         self.carries, self.retries = keeper.carries, keeper.retries
         self.least_bytes = keeper.least_bytes
-        self.plain = PlainLink(keeper.notice)
+        self.plain = CallLink(None, (0, 0), no_deadline, always)
+        self.plain.notice = keeper.notice
         self.find = keeper.find
         self.notice = keeper.notice
         self.pause = keeper.pause
@@ -140,44 +140,26 @@ class ChannelShare:
             return
         self.closed = True
         self._keeper.end_calls_of(self)
-        self._shared.leave(self)
+        self._keeper.leave(self)
 
 
-class PlainLink(CallLink):
-    """The link of calls without an attachment, which reports the sizes of their messages.
-
-    Args:
-        notice: told of the size of a message, in bytes.
-    """
-
-    def __init__(self, notice: Callable[[int], None]) -> None:
-        super().__init__(None, (0, 0), no_deadline, always)
-        self._notice = notice
-
-    def notice(self, size_bytes: int) -> None:
-        """See `CallLink`."""
-        self._notice(size_bytes)
-
-
-def share(
-    key: Hashable, make: Callable[[], AttachmentKeeper], lingers: bool = True
-) -> ChannelShare:
+def share(key: Hashable, lingers: bool, *given: Any) -> ChannelShare:
     """Returns a share of the attachment of a key.
 
     Args:
         key: equal for channels that may share: the server, and all options of the channel.
-        make: makes its keeper, if there is none.
         lingers: it stays a while without channels.
+        given: the arguments of its keeper, if there is none yet.
     """
     try:
         hash(key)
     except TypeError:  # an option that cannot be compared
         key = object()
     with _lock:
-        shared = _SHARED.get(key)
-        if shared is None:
-            shared = _SHARED[key] = SharedKeeper(key, make(), lingers)
-        return ChannelShare(shared)
+        keeper = _SHARED.get(key)
+        if keeper is None:
+            keeper = _SHARED[key] = SharedKeeper(key, lingers, *given)
+        return ChannelShare(keeper)
 
 
 def _forked() -> None:

@@ -60,6 +60,7 @@ class CallLink:
         in_loop: it is one of an event loop, which copies payload at once where it can.
         tickets: of the arrays of its only request, if they go with it.
         lease: memory that was taken for its next message.
+        notice: told of the size of a message that travels inside for lack of an attachment.
     """
 
     # First values stand here: a small call takes little longer than setting all of them.
@@ -75,6 +76,7 @@ class CallLink:
     by_runtime = False
     in_loop = False
     window: Window | None = None
+    notice: Callable[[int], object] | None = None
 
     def __init__(
         self,
@@ -103,9 +105,6 @@ class CallLink:
     def awaits_messages(self) -> bool:
         """Returns whether the call goes on, and has time left."""
         return not self.ended and self.left_s(1.0) > 0
-
-    def notice(self, size_bytes: int) -> None:
-        """Learns that a message of this size travels inside, because the call has no attachment."""
 
     def left_s(self, at_most: float) -> float:
         """Returns the seconds to the deadline of the call, and not more than `at_most`."""
@@ -244,7 +243,7 @@ class SentMessage:
         if self.keeps_body:
             self.body = body
         size = sum(each.nbytes for each in arrays.values()) if body is None else len(body)
-        if link.attachment is None:
+        if link.attachment is None and link.notice is not None:
             link.notice(size)
         way = route(
             size,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from ..attach.negotiation import AttachmentKeeper, NewClient
+from ..attach.negotiation import NewClient
 from ..attach.registry import Registry
 from ..attach.sharing import ChannelShare, share
 from ..attach.terms import CONNECT_S, NO_RUNTIME, OPEN, Terms, target_host
@@ -220,7 +220,7 @@ def share_of(
     key: Any = world, name, given, terms
     if _ALONE in named(given[-2]):
         key = object()
-    return share(key, lambda: AttachmentKeeper(terms, explain, ask, new_client), lingers)
+    return share(key, lingers, terms, explain, ask, new_client)
 
 
 def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
