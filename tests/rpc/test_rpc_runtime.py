@@ -33,11 +33,10 @@ from tensorwire import Node, rpc
 from tensorwire.rpc.attach import memory, negotiation, registry
 from tensorwire.rpc.payload import tensors
 from tensorwire.rpc.payload.attachment import LAST_GENERATION
+from tensorwire.rpc.payload.threads import Callbacks, Deadlines
 from tensorwire.rpc.runtime import client as runtime_client
 from tensorwire.rpc.runtime import frames, ring
-from tensorwire.rpc.runtime.callbacks import Callbacks
 from tensorwire.rpc.runtime.context import CallContext
-from tensorwire.rpc.runtime.deadlines import Deadlines
 from tensorwire.rpc.runtime.server import ServerEnd
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}

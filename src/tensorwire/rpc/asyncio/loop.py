@@ -1,4 +1,4 @@
-"""Waits in an event loop instead of a thread: waiters, deadlines and callbacks of calls.
+"""Does in an event loop what blocks a thread: waiters, deadlines and callbacks, and sending.
 
 All of it belongs to one event loop, and is used in its thread, unless it says otherwise.
 """
@@ -9,11 +9,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from ..payload.threads import THREADS
-from ..runtime.callbacks import call_all
+from ..payload import push
+from ..payload.fields import may_have_tensors
+from ..payload.outgoing import SentMessage
+from ..payload.threads import THREADS, call_all
 from ..runtime.flow import Waiter
+from ..runtime.leaving import OfCall, leaving
 
 _Given = TypeVar("_Given")
 _AWAITED: set[LoopWaiter] = set()
@@ -106,3 +110,48 @@ async def in_thread(work: Callable[[], _Given]) -> _Given:
 
     THREADS.run(run)
     return await asyncio.shield(asyncio.wrap_future(done))
+
+
+async def encode(
+    call: OfCall, serializer: Callable[[Any], bytes], message: Any, *, last: bool
+) -> tuple[bytes, SentMessage | None]:
+    """Makes the bytes of a message, as `leaving` does, without waiting in the loop.
+
+    The loop serializes. A thread sends ahead payload that travels over a network and may wait.
+
+    Arrays are copied by the loop, whose other tasks may change them.
+
+    Args:
+        call: that the message leaves in.
+        serializer: a `lenient` one.
+        message: the user's.
+        last: as for `SentMessage`.
+    """
+    if may_have_tensors(type(message)):
+        return leaving(message, call, serializer, last=last)
+    body = serializer(message)
+    encode = partial(leaving, body, call, None, last=last)
+    return await in_thread(encode) if _may_wait(call, len(body)) else encode()
+
+
+def _may_wait(call: OfCall, size_bytes: int) -> bool:
+    """Returns whether sending a message of this size may wait: for new memory, or for room.
+
+    If not, the memory for it is taken already.
+    """
+    attachment = call.attachment
+    if attachment.maps or size_bytes < attachment.runtime_threshold_bytes:
+        return False
+    if size_bytes > push.CHUNK_BYTES:
+        return True
+    if not attachment.may_send(size_bytes):
+        return False
+    link = call.link()
+    link.lease = attachment.leases_there.take_idle(size_bytes, link.call)
+    return link.lease is None
+
+
+async def finish(message: SentMessage | None) -> None:
+    """Copies the rest of a message whose bytes have been sent, in a thread."""
+    if message is not None and message.staging is not None:
+        await in_thread(message.finish)

@@ -23,8 +23,7 @@ from ..runtime.behavior import AnyPerformance, Performance, refuse_payload
 from ..runtime.flow import Waiter
 from ..runtime.leaving import lenient
 from ..runtime.served import Handled, IncomingCall, Receiver
-from .encoding import encode, finish
-from .loop import LoopWaiter, in_thread, taken, wait_each
+from .loop import LoopWaiter, encode, finish, in_thread, taken, wait_each
 from .runtime_context import AioContext
 
 _Code = grpc.StatusCode

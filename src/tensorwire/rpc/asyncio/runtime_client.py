@@ -20,18 +20,18 @@ from .. import logs
 from ..payload.attachment import RpcAttachment
 from ..payload.incoming import may_wait
 from ..payload.outgoing import CallLink, SentMessage
-from ..runtime.carry import NOT_SERIALIZED, AnyMethod
+from ..runtime.carry import NOT_SERIALIZED, AnyMethod, RequestSender
 from ..runtime.client import AnyClient
 from ..runtime.engine import CallState, Ending, StreamState
 from ..runtime.frames import EndBody
 from ..runtime.leaving import lenient
-from ..runtime.requests import RequestSender
-from .encoding import encode, finish
 from .loop import (
     LoopWaiter,
     alarm,
     call_back_in,
     each_of,
+    encode,
+    finish,
     in_loop,
     in_thread,
     taken,

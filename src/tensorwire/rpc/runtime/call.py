@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from ..payload.outgoing import CallLink
+from ..payload.threads import DEADLINES
 from .client import RuntimeClient
-from .deadlines import DEADLINES
 from .engine import CallState, Ending, StreamState, cancelled
 from .flow import Waiter
 from .frames import EndBody

@@ -10,8 +10,8 @@ import grpc
 
 from tensorwire.errors import TensorwireError
 
+from ..payload.threads import CallBack, Callbacks
 from . import frames
-from .callbacks import CallBack, Callbacks
 from .engine import CallState, Ending
 from .frames import Frame, FrameError, Metadata, short_frame
 from .line import Line, SharedReader

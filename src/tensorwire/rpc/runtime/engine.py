@@ -23,9 +23,8 @@ from ..payload.envelope import MAGIC
 from ..payload.inbox import GivenUpError, RefusedError, SenderGoneError
 from ..payload.janitor import JANITOR
 from ..payload.outgoing import CallLink, always, no_deadline
+from ..payload.threads import Alarm, CallBack
 from . import frames
-from .callbacks import CallBack
-from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import MORE, PLAIN_END, WHOLE, EndBody, Frame, FrameError, Metadata, Number
 from .options import MessageLimits

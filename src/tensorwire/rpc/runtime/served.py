@@ -13,9 +13,8 @@ import grpc
 
 from ..payload.attachment import RpcAttachment
 from ..payload.incoming import Reader
+from ..payload.threads import Alarm, CallBack, call_all
 from . import frames
-from .callbacks import CallBack, call_all
-from .deadlines import Alarm
 from .flow import Inflow, Outflow, TooLongError, Waiter
 from .frames import CallBody, Metadata, Number
 from .options import MessageLimits

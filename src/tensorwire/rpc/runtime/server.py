@@ -17,11 +17,10 @@ import grpc
 
 from .. import logs
 from ..payload.attachment import CALLS, RpcAttachment
+from ..payload.threads import DEADLINES, CallBack, Callbacks
 from . import frames
 from .behavior import Performance
-from .callbacks import CallBack, Callbacks
 from .context import CallContext, CallDetails
-from .deadlines import DEADLINES
 from .frames import Frame, FrameError
 from .line import Line
 from .options import MessageLimits

@@ -21,9 +21,8 @@ import grpc
 import grpc.aio
 
 from .. import logs
+from ..payload.threads import DEADLINES, Callbacks, Deadline, call_all
 from ..runtime.call import RuntimeCall
-from ..runtime.callbacks import Callbacks, call_all
-from ..runtime.deadlines import DEADLINES, Deadline
 from ..runtime.engine import OVERDUE, call_weakly
 
 Again = Callable[[Any], Any]
