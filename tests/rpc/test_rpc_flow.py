@@ -1,6 +1,7 @@
 """Windows of streams: messages arrive whole and in order, and never more than fits is under way."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from ends import parse
@@ -75,20 +76,22 @@ def test_messages_arrive_in_order_whoever_is_slow(turns: list[tuple[int, bool]])
 
 def test_frames_with_room_leave_together() -> None:
     out = Outflow()
-    sent = list(frames.message_frames(NUMBER, bytes(2 * flow.WINDOW_BYTES)))
-    lots = out.lots(sent)
-    first = next(lots)
-    assert isinstance(first, list)
-    assert sum(map(len, first)) >= flow.WINDOW_BYTES
-    waiter = next(lots)
-    assert isinstance(waiter, Waiter)
+    sent = list(frames.message_frames(NUMBER, bytes(3 * flow.WINDOW_BYTES)))
+    lots: list[Sequence[bytes]] = []
+    waiters = out.send(sent, lots.append)
+    waiter = next(waiters)
     assert not waiter.finished
+    (first,) = lots
+    assert sum(map(len, first)) >= flow.WINDOW_BYTES
     out.grant(flow.WINDOW_BYTES)
     assert waiter.finished
-    second = next(lots)
-    assert isinstance(second, list)
-    out.close()  # the rest has to wait no more
-    assert [*first, *second, *(each for lot in lots for each in lot)] == sent
+    waiter = next(waiters)
+    first, second = lots
+    assert [*first, *second] == sent[: len(first) + len(second)]
+    out.close()
+    assert waiter.finished
+    assert list(waiters) == []
+    assert len(lots) == 2, "the call is over"
 
 
 def test_whoever_waits_is_woken() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -225,17 +226,10 @@ class LaterCall:
         """See `grpc.aio.Call`."""
         return await self._ask("trailing_metadata", grpc.aio.Metadata())
 
-    async def code(self) -> Any:
-        """See `grpc.aio.Call`."""
-        return await self._ask("code", grpc.StatusCode.CANCELLED)
-
-    async def details(self) -> Any:
-        """See `grpc.aio.Call`."""
-        return await self._ask("details", LOCALLY)
-
-    async def debug_error_string(self) -> Any:
-        """Returns the status once more as text, as grpcio's objects do."""
-        return await self._ask("debug_error_string", "")
+    # See `grpc.aio.Call`; the last one returns the status once more as text.
+    code: Any = partialmethod(_ask, "code", grpc.StatusCode.CANCELLED)
+    details: Any = partialmethod(_ask, "details", LOCALLY)
+    debug_error_string: Any = partialmethod(_ask, "debug_error_string", "")
 
     async def _done(self, name: str, *given: Any) -> Any:
         """Awaits the result of a method of the call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,26 +246,12 @@ class SentMessage:
         size = sum(each.nbytes for each in arrays.values()) if body is None else len(body)
         if link.attachment is None and link.notice is not None:
             link.notice(size)
-        way = route(
-            size,
-            attachment if len(arrays) < MAX_PIECES else None,
-            arrays=body is None,
-            by_runtime=link.by_runtime,
-            in_loop=link.in_loop,
-        )
+        way_of = partial(route, by_runtime=link.by_runtime, in_loop=link.in_loop)
+        way = way_of(size, attachment if len(arrays) < MAX_PIECES else None, arrays=body is None)
         if way is PayloadWay.INSIDE and body is None:
             body = self._whole(arrays, serializer)
             # The rest of the message may be large itself.
-            arrays, way = (
-                {},
-                route(
-                    len(body),
-                    attachment,
-                    arrays=False,
-                    by_runtime=link.by_runtime,
-                    in_loop=link.in_loop,
-                ),
-            )
+            arrays, way = {}, way_of(len(body), attachment, arrays=False)
         data = None
         if attachment is not None and way is not PayloadWay.INSIDE:
             rest = without_arrays(self.message, serializer) if body is None else body
@@ -365,13 +352,9 @@ class SentMessage:
             answer_s = link.left_s(min(link.answer_s, max(patience_s, 1.0)))
             left_s = link.left_s(patience_s)
             lease = pool.take(size, link.call, left_s, link.needed, answer_s)
-        if lease is None:
-            self._tell_full(attachment, size)
+        if lease is None and link.needed():
+            attachment.tell_full(size, pool.failure)
         return lease
-
-    def _tell_full(self, attachment: RpcAttachment, size: int) -> None:
-        if self.link.needed():
-            attachment.tell_full(size, attachment.leases_there.failure)
 
     def _sent(
         self,

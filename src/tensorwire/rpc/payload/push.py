@@ -213,12 +213,21 @@ class Pushing:
             SenderGoneError: the other end is gone.
             RefusedError: the sender does not go on with it.
         """
-        taking = _Taking(envelope, landed, self._chunk_bytes)
+        _, offset, size = envelope.pieces[0]
+        fresh = FreshBytes(size) if size > self._chunk_bytes else None
         with self._abandoning(landed, needed):
-            for value in taking.pieces():
+            data = landed.piece(BODY)
+            for at in range(0, size, self._chunk_bytes):
+                end = min(at + self._chunk_bytes, size)
+                value = _there(envelope.turn, offset + end)
                 wait_word(self._word(envelope), value, self._peer, needed, self._news)
+                if fresh is not None:
+                    fresh.fill(at, data[at:end])
             self._check_turn(envelope)
-        return taking.take()
+        try:
+            return copied(data) if fresh is None else fresh.take()
+        finally:
+            landed.give_back()
 
     def is_short_and_there(self, envelope: Envelope) -> bool:
         """Returns whether all payload of an envelope is there, and is read in a moment."""
@@ -326,40 +335,6 @@ def wait_word(
             elif now > until:
                 text = f"the sender has not come further for {longest_s:.3g} s"
                 raise StalledError(text) from None
-
-
-class _Taking:
-    """Takes a message out of the memory that it is pushed into.
-
-    Args:
-        envelope: of the message, which is its only piece.
-        landed: the memory.
-        chunk_bytes: taken at a time.
-    """
-
-    def __init__(self, envelope: Envelope, landed: Landed, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._turn = envelope.turn
-        _, self._offset, self._size = envelope.pieces[0]
-        self._landed = landed
-        self._fresh = FreshBytes(self._size) if self._size > chunk_bytes else None
-
-    def pieces(self) -> Iterator[int]:
-        """Yields the value of the word to wait for before the next piece is taken."""
-        data = self._landed.piece(BODY)
-        for at in range(0, self._size, self._chunk_bytes):
-            end = min(at + self._chunk_bytes, self._size)
-            yield _there(self._turn, self._offset + end)
-            if self._fresh is not None:
-                self._fresh.fill(at, data[at:end])
-
-    def take(self) -> bytes:
-        """Returns the message, and gives its memory back."""
-        try:
-            data = self._landed.piece(BODY)
-            return copied(data) if self._fresh is None else self._fresh.take()
-        finally:
-            self._landed.give_back()
 
 
 def _end(envelope: Envelope) -> int:

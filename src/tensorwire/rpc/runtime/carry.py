@@ -158,13 +158,7 @@ class RequestSender:
             text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
             self._abort(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
             return
-        for lot in self._outflow.lots(message_frames(self._number, data), new):
-            if isinstance(lot, Waiter):
-                yield lot
-            elif self._outflow.closed:
-                return
-            else:
-                self._client.send(lot)
+        yield from self._outflow.send(message_frames(self._number, data), self._client.send, new)
 
     def goes_on(self) -> bool:
         """Returns whether the call goes on."""

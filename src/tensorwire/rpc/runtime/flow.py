@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..payload.envelope import payload_bytes
 from ..payload.window import WINDOW_BYTES
@@ -169,19 +169,23 @@ class Outflow(_Direction):
                 return
         self._wake()
 
-    def lots(
-        self, frames: Iterable[bytes], new: NewWaiter = Waiter
-    ) -> Iterator[list[bytes] | Waiter]:
-        """Yields frames of a message that may be sent now, as many as there is room for together.
+    def send(
+        self,
+        frames: Iterable[bytes],
+        write: Callable[[Sequence[bytes]], object],
+        new: NewWaiter = Waiter,
+    ) -> Iterator[Waiter]:
+        """Sends a message, as many frames together as there is room for; ends with the call.
 
-        A lot is written at once; each write wakes threads at both ends.
+        Each write wakes threads at both ends.
 
         Args:
             frames: of one message, in order.
+            write: sends some of them.
             new: makes a waiter.
 
         Yields:
-            Frames to send, or a waiter to wait for before going on.
+            Each waiter to wait for before it goes on.
         """
         lot: list[bytes] = []
         for number, frame in enumerate(frames):
@@ -190,12 +194,12 @@ class Outflow(_Direction):
                 size += payload_bytes(frame[HEADER.size :])
             while (waiter := self.reserve(size, new)) is not None:
                 if lot:
-                    yield lot
+                    write(lot)
                     lot = []
                 yield waiter
             lot.append(frame)
-        if lot:
-            yield lot
+        if lot and not self._closed:
+            write(lot)
 
     def close(self) -> None:
         """Wakes every thread that waits, because the call is over."""

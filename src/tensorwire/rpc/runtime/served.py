@@ -282,13 +282,13 @@ class IncomingCall:
             new: makes a waiter.
         """
         assert self._responses is not None
-        for lot in self._responses.lots(frames.message_frames(self.number, message), new):
-            if isinstance(lot, Waiter):
-                yield lot
-            elif not self._token:
-                return
-            else:
-                self._end.send(lot)
+        return self._responses.send(
+            frames.message_frames(self.number, message), self._send_if_active, new
+        )
+
+    def _send_if_active(self, lot: Sequence[bytes]) -> None:
+        if self._token:
+            self._end.send(lot)
 
     def flush(self) -> None:
         """Sends now the frames that are held back: this thread goes on with other work."""

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 import grpc
@@ -209,17 +209,14 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
             pass
         return self._call.initial_metadata()
 
-    def trailing_metadata(self) -> Any:
-        return self._final().trailing_metadata()
+    def _ask_final(self, name: str) -> Any:
+        """Returns a result of the method of this name, of the attempt that counts."""
+        return getattr(self._final(), name)()
 
-    def code(self) -> Any:
-        return self._final().code()
-
-    def details(self) -> Any:
-        return self._final().details()
-
-    def debug_error_string(self) -> Any:
-        return self._final().debug_error_string()
+    trailing_metadata: Any = partialmethod(_ask_final, "trailing_metadata")
+    code: Any = partialmethod(_ask_final, "code")
+    details: Any = partialmethod(_ask_final, "details")
+    debug_error_string: Any = partialmethod(_ask_final, "debug_error_string")
 
     def __repr__(self) -> str:
         return repr(self._call)
@@ -235,23 +232,18 @@ class Resent(grpc.Call, grpc.RpcError, grpc.Future):
     def done(self) -> bool:
         return self._settled.is_set() and bool(self._call.done())
 
-    def result(self, timeout: float | None = None) -> Any:
-        return self._after(timeout).result(timeout)
+    def _ask_in_time(self, name: str, timeout: float | None = None) -> Any:
+        if not self._settled.wait(timeout):
+            raise grpc.FutureTimeoutError()
+        return getattr(self._call, name)(timeout)
 
-    def exception(self, timeout: float | None = None) -> Any:
-        return self._after(timeout).exception(timeout)
-
-    def traceback(self, timeout: float | None = None) -> Any:
-        return self._after(timeout).traceback(timeout)
+    result: Any = partialmethod(_ask_in_time, "result")
+    exception: Any = partialmethod(_ask_in_time, "exception")
+    traceback: Any = partialmethod(_ask_in_time, "traceback")
 
     def add_done_callback(self, fn: Callable[[Any], None]) -> None:
         if not self.add_callback(lambda: fn(self)):
             fn(self)
-
-    def _after(self, timeout: float | None) -> Any:
-        if not self._settled.wait(timeout):
-            raise grpc.FutureTimeoutError()
-        return self._call
 
 
 class ResentStream(Resent):
