@@ -25,7 +25,7 @@ from test_rpc_runtime import TO_CLIENT
 from test_rpc_runtime_streams import TO_SERVER
 
 from tensorwire import rpc
-from tensorwire.rpc.asyncio.runtime_context import AioContext
+from tensorwire.rpc.asyncio.runtime_behavior import AioPerformance
 from tensorwire.rpc.payload import tensors
 from tensorwire.rpc.runtime import client, frames, ring
 
@@ -38,7 +38,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 async def way(request: bytes, context: Any) -> bytes:
-    return b"runtime" if isinstance(context, AioContext) else b"grpcio"
+    return b"runtime" if isinstance(context, AioPerformance) else b"grpcio"
 
 
 async def hang(requests: Any, context: Any) -> AsyncIterator[bytes]:

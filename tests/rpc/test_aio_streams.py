@@ -15,7 +15,7 @@ from test_aio import BIG, FOUR, echo, echo_all, items, run, runner
 from test_rpc_conformance import SS, SU, US, UU, fault
 
 from tensorwire import rpc
-from tensorwire.rpc.asyncio.runtime_context import AioContext, SyncContext
+from tensorwire.rpc.asyncio.runtime_behavior import AioPerformance, SyncPerformance
 
 __all__ = ["run"]  # a fixture
 
@@ -485,7 +485,7 @@ WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 @pytest.mark.parametrize("wire", WIRES)
 def test_which_calls_go_by_the_runtime(wire: str) -> None:
     def way(context: Any) -> bytes:
-        return b"runtime" if isinstance(context, AioContext | SyncContext) else b"grpcio"
+        return b"runtime" if isinstance(context, AioPerformance | SyncPerformance) else b"grpcio"
 
     async def unary(request: bytes, context: Any) -> bytes:
         return way(context)

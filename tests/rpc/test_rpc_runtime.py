@@ -36,7 +36,7 @@ from tensorwire.rpc.payload.attachment import LAST_GENERATION
 from tensorwire.rpc.payload.threads import Callbacks, Deadlines
 from tensorwire.rpc.runtime import client as runtime_client
 from tensorwire.rpc.runtime import frames, ring
-from tensorwire.rpc.runtime.context import CallContext
+from tensorwire.rpc.runtime.behavior import Performance
 from tensorwire.rpc.runtime.server import ServerEnd
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
@@ -56,7 +56,7 @@ def both(wire: str) -> Iterator[Ends]:
 
 def way(request: Any, context: Any) -> bytes:
     """A servicer that says how its call has come."""
-    return b"runtime" if isinstance(context, CallContext) else b"grpcio"
+    return b"runtime" if isinstance(context, Performance) else b"grpcio"
 
 
 def test_which_calls_go_by_it(both: Ends) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import grpc
 
 from .. import logs
-from ..runtime.context import CallDetails
 from ..runtime.line import MOST_BACKLOG
-from ..runtime.served import Handled, IncomingCall
+from ..runtime.served import CallDetails, Handled, IncomingCall
 from ..runtime.server import AnyService, ServerEnd
 from .loop import alarm, call_back_in, in_loop, taken
 from .runtime_behavior import AioPerformance, SyncPerformance
-from .runtime_context import SyncContext
 
 _Code = grpc.StatusCode
 
@@ -118,7 +116,7 @@ class AioService(AnyService):
         if _is_asynchronous(handled.behavior):
             performance = AioPerformance(end, call, handled)
         else:
-            performance = SyncPerformance(end, call, SyncContext(end.caller, call), handled)
+            performance = SyncPerformance(end, call, handled)
         try:
             if not call.is_active():
                 return

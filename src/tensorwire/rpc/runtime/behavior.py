@@ -1,4 +1,4 @@
-"""Runs the servicer of a call, of any arity, in a thread of the user's pool.
+"""Runs the servicer of a call, of any arity, in a thread of the user's pool, and is its context.
 
 The order of steps, the errors and their texts are grpcio's: see its `_server.py`.
 """
@@ -6,7 +6,8 @@ The order of steps, the errors and their texts are grpcio's: see its `_server.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,37 +21,49 @@ from ..payload.incoming import find_only
 from ..payload.outgoing import CallLink, SentMessage, no_deadline
 from ..payload.tensors import Holding, drop
 from . import frames, observed
-from .context import CallContext
 from .flow import Waiter
+from .frames import Metadata, as_metadata
 from .leaving import leaving
 from .served import Handled, IncomingCall, Receiver
 
 _Code = grpc.StatusCode
+_OK = _Code.OK
+_NUMBERS = {code: code.value[0] for code in _Code}
+_END_OF_TIME_S = float((1 << 63) // 10**9)
 _REFUSED_PAYLOAD = frames.Metadatum("tensorwire-refused", "1")
 
 
+class AbortedError(Exception):
+    """The error by which `abort` ends the servicer; grpcio raises a bare Exception."""
+
+
 class AnyPerformance:
-    """One call and its servicer, in a thread or a task.
+    """One call and its servicer, in a thread or a task; the context that the servicer is given.
 
     Args:
         end: of the line that it came by.
         call: the call that came.
-        context: for the servicer.
         handled: the user's handler.
 
     Attributes:
         answered: it has a response.
+        head_sent: initial metadata have left, or would come too late.
+        plain: the servicer has named neither code, details nor trailing metadata.
         attachment: of the line.
         traced: counts messages; None if they are not counted.
     """
 
     answered = False
+    head_sent = False
+    plain = True
+    _code: Any = None
+    _trailing: Any = None
     _own_link: CallLink | None = None
 
-    def __init__(self, end: Receiver, call: IncomingCall, context: Any, handled: Handled) -> None:
+    def __init__(self, end: Receiver, call: IncomingCall, handled: Handled) -> None:
         self.attachment = end.attachment
         self.call = call
-        self.context = context
+        self._end = end
         self.handled = handled
         self._serializer = handled.serializer
         self._most_bytes = end.limits.send_bytes
@@ -69,7 +82,7 @@ class AnyPerformance:
         """Returns the link for payload that travels beside the call, or may."""
         if self._own_link is None:
             call = self.call
-            remaining = no_deadline if call.deadline is None else self.context.time_remaining
+            remaining = no_deadline if call.deadline is None else self.time_remaining
             self._own_link = CallLink(self.attachment, call.number, remaining, call.is_active)
             self._own_link.by_runtime = True
         return self._own_link
@@ -114,10 +127,10 @@ class AnyPerformance:
             message: the only response, None if there is none or it has left.
             rest: sends the rest of the message.
         """
-        number, text = self.context.status(code, details)
+        number, text = self._status(code, details)
         if number == 0:
             text = b""  # as in gRPC, whose client gets none of OK
-        trailing = frames.as_metadata(self.context.trailing_metadata(), reserved=True)
+        trailing = as_metadata(self._trailing, reserved=True)
         if trailing is None:
             number, trailing = _Code.INTERNAL.value[0], ()
             text = b"the trailing metadata of the servicer are not valid"
@@ -128,14 +141,66 @@ class AnyPerformance:
         end = frames.end_frames(self.call.number, number, text, (), trailing, message)
         self.call.finish(end, rest=rest)
 
+    def _status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
+        """Returns the servicer's code and details, or the given ones where it has named none."""
+        raise NotImplementedError
 
-class Performance(AnyPerformance):
+    def time_remaining(self) -> float | None:
+        deadline = self.call.deadline
+        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+    # grpc.ServicerContext, as far as both worlds have it.
+
+    def invocation_metadata(self) -> Metadata:
+        return self.call.metadata
+
+    def peer(self) -> str:
+        return self._end.caller.peer
+
+    def peer_identities(self) -> Any:
+        return self._end.caller.identities
+
+    def peer_identity_key(self) -> Any:
+        return self._end.caller.identity_key
+
+    def auth_context(self) -> Any:
+        return dict(self._end.caller.auth_context)
+
+    def disable_next_message_compression(self) -> None:
+        """Does nothing: messages are not compressed here, because memory is not a network."""
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+    def set_code(self, code: Any) -> None:
+        self._code, self.plain = code, False
+
+    def code(self) -> Any:
+        return self._code
+
+    def _initial(self, metadata: Any) -> Metadata:
+        """Returns initial metadata as they travel; ValueError if they cannot."""
+        entries = as_metadata(metadata, reserved=True)
+        if entries is None:
+            raise ValueError(f"metadata was invalid: {metadata}")
+        return entries
+
+
+class Performance(AnyPerformance, grpc.ServicerContext):  # type: ignore[misc]
     """One call and its servicer. One thread at a time, but for responses that are called back.
 
+    The servicer may use it as its context in any thread.
+
     Args: as of `AnyPerformance`.
+
+    Attributes:
+        aborted: the servicer has called `abort`.
+        given_up: the errors that were raised here because the call does not go on.
     """
 
-    context: CallContext
+    aborted = False
+    given_up: Sequence[BaseException] = ()
+    _details: bytes | None = None
 
     def run(self) -> None:
         """Runs the servicer and ends the call, unless responses are called back."""
@@ -156,7 +221,7 @@ class Performance(AnyPerformance):
             if calls_back:
                 more = (partial(self._respond_in_turn, threading.Lock()),)
         try:
-            response = behavior(request, self.context, *more)
+            response = behavior(request, self, *more)
         except Exception as error:
             self._failed(error, "calling application")
             return
@@ -174,9 +239,9 @@ class Performance(AnyPerformance):
             yield request
 
     def _failed(self, error: Exception, what: str) -> None:
-        if self.context.aborted:
+        if self.aborted:
             self.finish(_Code.UNKNOWN, "RPC Aborted")
-        elif error not in self.context.given_up:
+        elif error not in self.given_up:
             try:
                 details = f"Exception {what}: {error}"
             except Exception:
@@ -237,7 +302,7 @@ class Performance(AnyPerformance):
             self.finish(_Code.OK, "")
         else:
             rest = None if message is None or message.staging is None else message.finish
-            if self.context.plain and len(data) <= frames.PIECE_BYTES:  # as nearly all small ones
+            if self.plain and len(data) <= frames.PIECE_BYTES:  # as nearly all small ones
                 self.call.finish((frames.plain_end_frame(self.call.number, data),), rest=rest)
             else:
                 self.finish(_Code.OK, "", data, rest)
@@ -273,7 +338,7 @@ class Performance(AnyPerformance):
         serialized = self.serialize(response)
         if serialized is not None:
             data, message = serialized
-            self.context.head_sent = True
+            self.head_sent = True
             self._send(data)
             if message is not None:
                 message.finish()
@@ -282,6 +347,66 @@ class Performance(AnyPerformance):
         """Sends one of several responses when there is room, unless the call is over."""
         for waiter in self.call.send_message(data):
             waiter.block()
+
+    # grpc.ServicerContext
+
+    def is_active(self) -> bool:
+        return self.call.is_active()
+
+    def time_remaining(self) -> float | None:
+        left_s = super().time_remaining()
+        return _END_OF_TIME_S - time.time() if left_s is None else left_s
+
+    def cancel(self) -> None:
+        self.call.cancel()
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return self.call.add_callback(callback)
+
+    def set_compression(self, compression: Any) -> None:
+        """Does nothing: messages are not compressed here, because memory is not a network."""
+
+    def send_initial_metadata(self, initial_metadata: Any) -> None:
+        if self.head_sent:
+            raise ValueError("Initial metadata no longer allowed!")
+        if not self.call.send_head(self._initial(initial_metadata)):
+            raise self.give_up()
+        self.head_sent = True
+
+    def give_up(self) -> BaseException:
+        """Returns an error to raise, as the call does not go on."""
+        error: BaseException = grpc.RpcError()
+        self.given_up = *self.given_up, error
+        return error
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self._trailing, self.plain = trailing_metadata, False
+
+    def abort(self, code: Any, details: str) -> None:
+        if code is _OK:
+            logs.OWN.error("abort() called with StatusCode.OK; returning UNKNOWN")
+            code, details = grpc.StatusCode.UNKNOWN, ""
+        self._code = code
+        self.set_details(details)
+        self.aborted = True
+        raise AbortedError()
+
+    def abort_with_status(self, status: Any) -> None:
+        self._trailing = status.trailing_metadata
+        self.abort(status.code, status.details)
+
+    def set_details(self, details: Any) -> None:
+        self._details = details if isinstance(details, bytes) else str(details).encode()
+        self.plain = False
+
+    def details(self) -> Any:
+        return self._details
+
+    def _status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
+        """Returns the servicer's code and details, or the given ones where it has named none."""
+        chosen = code if self._code is None else self._code
+        number = _NUMBERS[chosen] if isinstance(chosen, grpc.StatusCode) else 2
+        return number, details.encode() if self._details is None else self._details
 
 
 def refuse_payload(call: IncomingCall, error: RefusedError) -> None:
@@ -325,6 +450,6 @@ class RequestIterator:
         """Returns the end of the requests; an error if it is not the client that has ended them."""
         if not self._performance.call.cancelled:
             return StopIteration()
-        return self._performance.context.give_up()
+        return self._performance.give_up()
 
     next = __next__

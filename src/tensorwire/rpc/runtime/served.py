@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -92,6 +92,13 @@ class Caller:
             context.peer_identity_key(),
             frames.as_metadata(agent, reserved=True) or (),
         )
+
+
+class CallDetails(NamedTuple):
+    """A `grpc.HandlerCallDetails`, which interceptors and generic handlers are given."""
+
+    method: str
+    invocation_metadata: Metadata
 
 
 class Receiver(Protocol):

@@ -20,13 +20,12 @@ from ..payload.attachment import CALLS, RpcAttachment
 from ..payload.threads import DEADLINES, CallBack, Callbacks
 from . import frames
 from .behavior import Performance
-from .context import CallContext, CallDetails
 from .frames import Frame, FrameError
 from .line import Line
 from .options import MessageLimits
 from .ring import Rings
 from .runner import Runner
-from .served import Caller, Handled, IncomingCall
+from .served import CallDetails, Caller, Handled, IncomingCall
 
 _Code = grpc.StatusCode
 _MOST_KNOWN = 1024
@@ -366,7 +365,7 @@ class Service(AnyService):
 
     def _run(self, end: ServerEnd, call: IncomingCall, handled: Handled) -> None:
         """Runs the servicer of a call, in a thread of the user's."""
-        performance = Performance(end, call, CallContext(end.caller, call), handled)
+        performance = Performance(end, call, handled)
         began = time.monotonic()
         try:
             if call.is_active():
