@@ -50,12 +50,12 @@ class AioServedCall(ServedHandler):
             setattr(self, name, getattr(handler, name, None))
         # A message without a mark that looks like an envelope is a message.
         self.request_deserializer = self._reader.plain if mark is None else self._receive
-        self.response_serializer = self._send
+        self.response_serializer = self._encode
         # A stream has its mark alone.
         streams = self.response_streaming
         self._window = attachment.window() if attachment is not None and streams else None
 
-    def _link(self) -> CallLink:
+    def _link(self, *context: Any) -> CallLink:
         if self._attachment is None:
             return PLAIN
         link = CallLink(self._attachment, self._call, at_once, always)
@@ -70,9 +70,6 @@ class AioServedCall(ServedHandler):
         if not self.request_streaming:
             self.confirm()
         return message
-
-    def _send(self, message: Any) -> bytes:
-        return self._responses.encode(message, self._link)
 
 
 class AioInterceptor(Handlers, grpc.aio.ServerInterceptor):

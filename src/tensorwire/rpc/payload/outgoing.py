@@ -19,7 +19,7 @@ from tensorwire.memory import Transfer
 
 from .. import logs
 from .attachment import RpcAttachment
-from .encode import Encoded, Encoder, Serializer, arrays_of, inside, without_arrays
+from .encode import Encoded, Serializer, arrays_of, inside, without_arrays
 from .envelope import BODY, MAGIC, MAX_PIECES, PUSHED_VERSION, VERSION, Envelope, escape, seal
 from .fields import may_have_tensors, tensors
 from .leases import Lease, place
@@ -456,41 +456,3 @@ class SentMessage:
             except TimeoutError:
                 if not self.link.needed() or self.link.left_s(1) <= 0:
                     return False
-
-
-class Responses:
-    """Encodes the only responses of calls by grpcio, for one serializer and one attachment.
-
-    Args:
-        serializer: the user's.
-        attachment: of the calls, None if they have none.
-    """
-
-    __slots__ = ("_encoder", "_least", "_serializer")
-
-    def __init__(self, serializer: Serializer, attachment: RpcAttachment | None) -> None:
-        self._serializer = serializer
-        self._encoder = Encoder(serializer)
-        self._least = MOST_BYTES if attachment is None else attachment.threshold_bytes
-
-    def travels_as_it_is(self, response: bytes) -> bool:
-        """Returns whether bytes are a response, and a small one, as most are."""
-        small = self._serializer is None and len(response) < self._least
-        return small and not response.startswith(MAGIC)
-
-    def encode(self, response: Any, link: Callable[..., CallLink], *call: Any) -> bytes:
-        """Returns the bytes of a response; raises as `SentMessage.serialize`.
-
-        Args:
-            response: the user's.
-            link: makes the link of the call, for a response that is not small.
-            call: the arguments of `link`.
-        """
-        found = self._encoder.small(response, self._least)
-        if type(found) is bytes:
-            return found
-        if isinstance(found, tuple):
-            delivered(found[1])
-            return found[0]
-        message = response if found is None else found
-        return SentMessage(message, link(*call), last=True).serialize(self._serializer)

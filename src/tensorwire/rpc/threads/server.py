@@ -20,11 +20,12 @@ from .. import logs
 from ..attach.registry import DeclinedError, Registry, may_be_of_a_call
 from ..attach.terms import MARK, OPEN, REFUSED
 from ..payload.attachment import RpcAttachment
+from ..payload.encode import Encoder
 from ..payload.envelope import MAGIC, read_mark
 from ..payload.inbox import RefusedError
 from ..payload.incoming import Reader, find_only
-from ..payload.outgoing import PLAIN, CallLink, Responses, SentMessage
-from ..payload.tensors import Holding, drop
+from ..payload.outgoing import MOST_BYTES, PLAIN, CallLink, SentMessage
+from ..payload.tensors import Holding, delivered, drop
 from ..runtime.served import Caller, arity_of
 from ..runtime.server import AnyService, Service
 
@@ -137,10 +138,27 @@ class ServedHandler(grpc.RpcMethodHandler):
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
         self._reader = reader_of(handler)
-        self._responses = Responses(handler.response_serializer, attachment)
+        self._serializer = handler.response_serializer
+        self._encoder = Encoder(self._serializer)
         self._attachment = attachment
+        self._least_bytes = MOST_BYTES if attachment is None else attachment.threshold_bytes
         found = read_mark(mark)
         self._call = (0, 0) if found is None else found[1:]
+
+    def _link(self, *context: Any) -> CallLink:
+        """Returns the link of a call, whose context is given where threads have calls."""
+        raise NotImplementedError
+
+    def _encode(self, response: Any, *context: Any) -> bytes:
+        """Returns the bytes of a response; raises as `SentMessage.serialize`."""
+        found = self._encoder.small(response, self._least_bytes)
+        if type(found) is bytes:
+            return found
+        if isinstance(found, tuple):
+            delivered(found[1])
+            return found[0]
+        message = response if found is None else found
+        return SentMessage(message, self._link(*context), last=True).serialize(self._serializer)
 
     def confirm(self) -> None:
         """Tells the client that this server has these calls."""
@@ -158,11 +176,10 @@ class ServedCall(ServedHandler):
 
     def __init__(self, handler: Any, attachment: RpcAttachment | None, mark: Any) -> None:
         super().__init__(handler, attachment, mark)
-        self._serializer = handler.response_serializer
         kind = arity_of(handler)
         self._behavior = run = getattr(handler, kind)
         self.request_deserializer = self._reader.plain  # also if the bytes look like an envelope
-        self.response_serializer: Any = self._send_plain
+        self.response_serializer: Any = self._encode  # without a context: it has no attachment
         if mark is not None:
             self.request_deserializer, self.response_serializer = self._receive, self._send
             run = partial(self._run)
@@ -190,8 +207,9 @@ class ServedCall(ServedHandler):
         if type(request) is Arrived:
             return self._run(request, context)
         response = self._behavior(request, context)
-        if type(response) is bytes and self._responses.travels_as_it_is(response):
-            return response
+        if type(response) is bytes and self._serializer is None:
+            if len(response) < self._least_bytes and not response.startswith(MAGIC):
+                return response  # as most are
         return response, context
 
     def _answer(self, answered: bytes | SentMessage | tuple[Any, grpc.ServicerContext]) -> bytes:
@@ -200,18 +218,14 @@ class ServedCall(ServedHandler):
             return answered
         if isinstance(answered, SentMessage):
             return answered.serialize(self._serializer)
-        response, context = answered
-        return self._responses.encode(response, self._link, context)
+        return self._encode(*answered)
 
-    def _send_plain(self, response: Any) -> bytes:
-        """Returns the bytes of a response of a call without a mark."""
-        return self._responses.encode(response, _plain_link)
-
-    def _link(self, context: grpc.ServicerContext) -> CallLink:
+    def _link(self, *context: Any) -> CallLink:
         if self._attachment is None:
             return PLAIN
+        (of_call,) = context
         call = self._call
-        link = CallLink(self._attachment, call, context.time_remaining, context.is_active)
+        link = CallLink(self._attachment, call, of_call.time_remaining, of_call.is_active)
         if self.response_streaming:
             link.window = self._attachment.window()
         return link
@@ -269,10 +283,6 @@ def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
     context.abort(
         grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
     )
-
-
-def _plain_link() -> CallLink:
-    return PLAIN
 
 
 class Arriving:
