@@ -28,7 +28,7 @@ from ..runtime.served import ARITIES, Caller
 from ..threads.factories import chosen_transports, new_server, server_terms
 from ..threads.originals import original
 from ..threads.server import (
-    DRAIN_S,
+    LOOK_S,
     Handlers,
     ServedHandler,
     ServerPorts,
@@ -115,21 +115,11 @@ class AioRpcServer(ServerPorts, grpc.aio.Server):
         self._started = True
 
     async def stop(self, grace: float | None) -> None:
-        service = self._service
         until = time.monotonic() + (grace or 0.0)
-        if service is not None:
-            service.stop()
-            if grace is None:
-                service.cancel_all()
+        self._begin_stop(grace)
         await self.inner.stop(grace)
-        if service is not None:
-            while service.active and time.monotonic() < until:
-                await asyncio.sleep(0.005)
-            service.cancel_all()
-        until = time.monotonic() + DRAIN_S
-        while self._registry.awaited and time.monotonic() < until:
-            await asyncio.sleep(0.005)
-        self._registry.close()
+        for _ in self._end_stop(until, lambda: True):
+            await asyncio.sleep(LOOK_S)
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:
         return bool(await self.inner.wait_for_termination(timeout))

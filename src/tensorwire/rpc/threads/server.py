@@ -29,13 +29,14 @@ from ..payload.tensors import Holding, delivered, drop
 from ..runtime.served import Caller, arity_of
 from ..runtime.server import AnyService, Service
 
-DRAIN_S = 1.0
+_DRAIN_S = 1.0
 """The time that a stopped server waits for clients to read payload that they were sent."""
 
 OF_BEHAVIORS = "experimental_non_blocking", "experimental_thread_pool"
 """The attributes that grpcio looks for at the behavior of a handler."""
 
-_LOOK_S = 0.005
+LOOK_S = 0.005
+"""The time between two looks at what a server that stops waits for."""
 _MOST_KNOWN = 1024
 
 
@@ -403,6 +404,32 @@ class ServerPorts:
         port: int = self.inner.add_secure_port(address, server_credentials)
         return port
 
+    def _begin_stop(self, grace: float | None) -> None:
+        """Lets no more calls begin, and without a grace ends all."""
+        if self._service is not None:
+            self._service.stop()
+            if grace is None:
+                self._service.cancel_all()
+
+    def _end_stop(self, until: float, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Ends calls and attachments; yields as long as it has to wait for something.
+
+        Args:
+            until: of time.monotonic; the end of the grace.
+            stopped: whether grpcio's server has.
+        """
+        service = self._service
+        if service is not None:
+            while service.active and time.monotonic() < until:
+                yield
+            service.cancel_all()
+        while not stopped():
+            yield
+        until = time.monotonic() + _DRAIN_S
+        while self._registry.awaited and time.monotonic() < until:
+            yield
+        self._registry.close()
+
 
 class RpcServer(ServerPorts, grpc.Server):
     """A `grpc.Server`; made by `server`.
@@ -423,29 +450,18 @@ class RpcServer(ServerPorts, grpc.Server):
 
     def stop(self, grace: float | None) -> Any:
         self._stopping = True
-        service = self._service
-        if service is not None:
-            service.stop()
-            if grace is None:
-                service.cancel_all()
+        until = time.monotonic() + (grace or 0.0)
+        self._begin_stop(grace)
         stopped = self.inner.stop(grace)
         closed = threading.Event()
 
         def close() -> None:
-            if service is not None:
-                until = time.monotonic() + (grace or 0.0)
-                while service.active and time.monotonic() < until:
-                    time.sleep(_LOOK_S)
-                service.cancel_all()
-            stopped.wait()
-            until = time.monotonic() + DRAIN_S
-            while self._registry.awaited and time.monotonic() < until:
-                time.sleep(_LOOK_S)
-            self._registry.close()
+            for _ in self._end_stop(until, stopped.is_set):
+                time.sleep(LOOK_S)
             closed.set()
             self._closed.set()
 
-        if stopped.is_set() and (service is None or not service.active):
+        if stopped.is_set() and (self._service is None or not self._service.active):
             close()
         else:
             threading.Thread(target=close, name="tensorwire-rpc-stop", daemon=True).start()
