@@ -271,9 +271,9 @@ def test_memory_of_a_later_turn_is_not_taken_for_that_of_an_earlier_one(
     step = push.Push._step
 
     def half(arrays: Any, most_bytes: int) -> None:
-        if arrays._sources[0][0] == 1:
+        if arrays.sources[0][0] == 1:
             step(arrays, 1 << 20)
-            arrays._sources = []
+            arrays.sources = []
         else:
             step(arrays, most_bytes)
 

@@ -7,6 +7,7 @@ Calls of a client with one small request share a number, and so their mark; see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,30 +27,28 @@ from .sharing import ChannelShare
 from .terms import MARK, REFUSED
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SmallCall:
     """A call with a small request, as grpcio takes it.
 
     Attributes:
         body: the bytes of the request.
         metadata: the user's, with the mark if there is an attachment.
+        tickets: of the arrays in it.
+        shared: its number, None if it has no mark.
     """
 
-    __slots__ = ("_shared", "_tickets", "body", "metadata")
-
-    def __init__(
-        self, body: bytes, metadata: Any, tickets: Sequence[int], shared: SharedNumber | None
-    ) -> None:
-        self.body = body
-        self.metadata = metadata
-        self._tickets = tickets
-        self._shared = shared
+    body: bytes
+    metadata: Any
+    tickets: Sequence[int]
+    shared: SharedNumber | None
 
     def end(self, ok: bool) -> None:
         """Takes note of the end of the call; to be called once."""
-        if self._shared is not None:
-            self._shared.end(ok)
-        if ok and self._tickets:
-            delivered(self._tickets)
+        if self.shared is not None:
+            self.shared.end(ok)
+        if ok and self.tickets:
+            delivered(self.tickets)
 
 
 class SmallRequests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,26 +21,24 @@ from .tensors import sources_of, without_held
 Serializer = Callable[[Any], bytes] | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Encoded:
     """A request of the user's whose bytes were made before it was known how it travels.
 
-    Args:
+    Attributes:
         message: the user's.
         serializer: has made them.
-        body: its bytes.
+        body: its bytes, None once they were taken.
     """
 
-    __slots__ = ("_body", "_message", "_serializer")
-
-    def __init__(self, message: Any, serializer: Callable[[Any], bytes], body: bytes) -> None:
-        self._message = message
-        self._serializer = serializer
-        self._body: bytes | None = body
+    message: Any
+    serializer: Callable[[Any], bytes]
+    body: bytes | None
 
     def take(self) -> bytes:
         """Returns its bytes, and keeps them no longer; makes them once more if they were taken."""
-        body, self._body = self._body, None
-        return self._serializer(self._message) if body is None else body
+        body, self.body = self.body, None
+        return self.serializer(self.message) if body is None else body
 
 
 def as_sent(request: Any, body: bytes | None) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -39,6 +40,7 @@ it was waited for, of which one second counts at most.
 """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """Memory, and the use that is made of it. Its pool's lock guards it.
 
@@ -51,15 +53,12 @@ class Lease:
         seen: its turn when `LeasePool.free_idle` first found it idle after that, and when that was.
     """
 
-    __slots__ = ("call", "memory", "seen", "serial", "slot", "turn")
-
-    def __init__(self, slot: int, serial: int, memory: RemoteRegion) -> None:
-        self.slot = slot
-        self.serial = serial
-        self.memory = memory
-        self.turn = 0
-        self.call: tuple[int, int] | None = None
-        self.seen = (-1, 0.0)
+    slot: int
+    serial: int
+    memory: RemoteRegion
+    turn: int = 0
+    call: tuple[int, int] | None = None
+    seen: tuple[int, float] = (-1, 0.0)
 
 
 class LeasePool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,7 @@ def is_kept(data: Any) -> bool:
     return isinstance(data, bytes) and len(data) > _IN_ONE_GO_BYTES
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SentMessage:
     """A message that is handed to grpcio in the place of the user's.
 
@@ -158,38 +160,19 @@ class SentMessage:
         kept: keeps the memory of its arrays, where they are those of a request.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_begun",
-        "_made",
-        "ahead",
-        "body",
-        "is_kept",
-        "keeps_body",
-        "kept",
-        "last",
-        "link",
-        "message",
-        "staging",
-        "tickets",
-    )
-
-    def __init__(
-        self, message: Any, link: CallLink, *, last: bool, keeps_body: bool = False
-    ) -> None:
-        self.keeps_body = keeps_body
-        self.message = message
-        self.link = link
-        self.last = last
-        self.ahead = False
-        self.tickets: list[int] = []
-        self.staging: Push | None = None
-        self.is_kept = False
-        self.kept: Any = None
-        self.body: bytes | None = None
-        self._arrays: dict[int, NDArray[np.uint8]] | None = None
-        self._made: bytes | Exception | None = None
-        self._begun = False
+    message: Any
+    link: CallLink
+    last: bool
+    keeps_body: bool = False
+    ahead: bool = field(default=False, init=False)
+    tickets: list[int] = field(default_factory=list, init=False)
+    staging: Push | None = field(default=None, init=False)
+    is_kept: bool = field(default=False, init=False)
+    kept: Any = field(default=None, init=False)
+    body: bytes | None = field(default=None, init=False)
+    _arrays: dict[int, NDArray[np.uint8]] | None = field(default=None, init=False)
+    _made: bytes | Exception | None = field(default=None, init=False)
+    _begun: bool = field(default=False, init=False)
 
     def __del__(self) -> None:
         # grpcio drops it where the call has ended before it was asked for its bytes.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ _LEAST_BYTES_PER_S = 100e6
 """The least speed of a copy of arrays; a slower one is taken for stopped."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Push:
     """Payload on its way into memory of the receiver.
 
@@ -47,7 +49,7 @@ class Push:
     has returned, and the receiver never takes half of one. Where it is not mapped, the payload is a
     message, which cannot change, and no thread waits until it is written.
 
-    Args:
+    Attributes:
         memory: of the receiver.
         sources: the payload, as bytes.
         offsets: where each goes in the memory; they rise.
@@ -55,41 +57,29 @@ class Push:
         turn: of the slot.
         maps: the memory is mapped here.
         chunk_bytes: of one message, that the receiver takes at a time; 0: the payload is arrays.
+        left_bytes: that are not written yet.
     """
 
-    __slots__ = (
-        "_chunk_bytes", "_maps", "_memory", "_offsets", "_sources", "_turn", "_under_way", "_word",
-        "left_bytes",
-    )  # fmt: skip
+    memory: RemoteRegion
+    sources: list[NDArray[np.uint8]]
+    offsets: list[int]
+    word: RemoteWord
+    turn: int
+    maps: bool
+    chunk_bytes: int
+    left_bytes: int = field(init=False)
+    _under_way: deque[Transfer] = field(default_factory=deque, init=False)  # words
 
-    def __init__(
-        self,
-        memory: RemoteRegion,
-        sources: list[NDArray[np.uint8]],
-        offsets: list[int],
-        word: RemoteWord,
-        turn: int,
-        *,
-        maps: bool,
-        chunk_bytes: int,
-    ) -> None:
-        self._memory = memory
-        self._sources = sources
-        self._offsets = offsets
-        self._word = word
-        self._turn = turn
-        self._maps = maps
-        self._chunk_bytes = chunk_bytes
-        self._under_way: deque[Transfer] = deque()  # words
-        self.left_bytes = sum(each.nbytes for each in sources)
+    def __post_init__(self) -> None:
+        self.left_bytes = sum(each.nbytes for each in self.sources)
 
     def _step(self, most_bytes: int) -> None:
         """Writes a part, and raises the word where the receiver waits for that."""
         now: list[NDArray[np.uint8]] = []
         places: list[int] = []
         end = 0
-        while self._sources and most_bytes > 0:
-            source, offset = self._sources[0], self._offsets[0]
+        while self.sources and most_bytes > 0:
+            source, offset = self.sources[0], self.offsets[0]
             size = min(source.nbytes, most_bytes)
             now.append(source[:size])
             places.append(offset)
@@ -97,21 +87,21 @@ class Push:
             most_bytes -= size
             self.left_bytes -= size
             if size < source.nbytes:
-                self._sources[0], self._offsets[0] = source[size:], end
+                self.sources[0], self.offsets[0] = source[size:], end
             else:
-                del self._sources[0], self._offsets[0]
-        said = _there(self._turn, end)
-        if self._maps:
-            heard = self._chunk_bytes or self.left_bytes <= _LAST_BYTES
-            signal = (self._word, said) if heard else None
-            self._memory.write_at(now, places, signal=signal).wait()
+                del self.sources[0], self.offsets[0]
+        said = _there(self.turn, end)
+        if self.maps:
+            heard = self.chunk_bytes or self.left_bytes <= _LAST_BYTES
+            signal = (self.word, said) if heard else None
+            self.memory.write_at(now, places, signal=signal).wait()
             return
         if not self.left_bytes and not self._under_way:  # it is the only one
-            self._memory.write_at(now, places, signal=(self._word, said))
+            self.memory.write_at(now, places, signal=(self.word, said))
             return
         # Two writes may overtake each other, so each is said after all before it.
-        written = self._memory.write_at(now, places)
-        self._under_way.append(self._word.set(said, after=(written, *self._under_way)))
+        written = self.memory.write_at(now, places)
+        self._under_way.append(self.word.set(said, after=(written, *self._under_way)))
 
     def _settle(self, needed: Callable[[], bool]) -> None:
         """Waits until only a few writes are under way."""
@@ -129,12 +119,12 @@ class Push:
             needed: asked now and then; False ends it.
         """
         try:
-            while self._sources and needed():
+            while self.sources and needed():
                 most = min(max(self.left_bytes - _LAST_BYTES, _LAST_BYTES), _AT_A_TIME_BYTES)
-                self._step(self._chunk_bytes or most)
+                self._step(self.chunk_bytes or most)
                 self._settle(needed)
         except TensorwireError:
-            self._sources.clear()
+            self.sources.clear()
 
 
 def _there(turn: int, end: int) -> int:
@@ -190,8 +180,7 @@ class Pushing:
         """
         word = self._other_board.word(8 * lease.slot)
         push = Push(
-            *(lease.memory, sources, offsets, word, lease.turn),
-            maps=self.maps,
+            *(lease.memory, sources, offsets, word, lease.turn, self.maps),
             chunk_bytes=self._chunk_bytes if chunked else 0,
         )
         if self.maps or push.left_bytes > self._chunk_bytes:

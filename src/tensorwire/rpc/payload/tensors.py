@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from sys import getrefcount, modules
 from typing import Any
@@ -35,6 +36,7 @@ HOLD_S = 600.0
 """The seconds that an array without an owner waits to be sent."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LentArray:
     """An array that a Tensor stands for until it is sent.
 
@@ -44,12 +46,9 @@ class LentArray:
         since: of time.monotonic; it is dropped `HOLD_S` later, unless it is owned.
     """
 
-    __slots__ = ("owned", "since", "source")
-
-    def __init__(self, source: NDArray[np.uint8], owned: bool, since: float) -> None:
-        self.source = source
-        self.owned = owned
-        self.since = since
+    source: NDArray[np.uint8]
+    owned: bool
+    since: float
 
 
 class Holding:
