@@ -107,7 +107,7 @@ def test_a_response_that_is_too_long_ends_the_call() -> None:
 def test_a_call_that_is_refused_has_not_ended() -> None:
     call, ended = begun(Call, Client())
     call.answered(Frame(END, REFUSED, NUMBER, b""))
-    assert (call.refused, call.finished, call.done(), ended) == (True, True, False, [None])
+    assert (call.finished, call.done(), ended) == (True, False, [None])
     call, ended = begun(Call, Client(), outflow=Outflow())
     call.answered(Frame(END, REFUSED, NUMBER, end().body))
     assert ended == [grpc.StatusCode.UNAVAILABLE]

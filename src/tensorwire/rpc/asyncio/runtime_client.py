@@ -102,7 +102,7 @@ class AioCall(LoopWaiter, CallState):
         except asyncio.CancelledError:
             self.cancel()
             raise
-        return not self.refused
+        return self.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self.settled().__await__()

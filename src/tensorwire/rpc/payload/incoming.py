@@ -150,8 +150,9 @@ def _opened(
             raise ValueError("an envelope of an attachment that is not known here")
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    if envelope.pieces:
-        _check_length(envelope, attachment)
+    size = len(envelope.body) + sum(piece[2] for piece in envelope.pieces)
+    if envelope.pieces and 0 <= attachment.taken_bytes < size:  # its sender was told
+        raise RefusedError(f"a message larger than max ({size} vs. {attachment.taken_bytes})")
     return envelope, attachment
 
 
@@ -183,14 +184,6 @@ def _body(
 
 def _never() -> bool:
     return False
-
-
-def _check_length(envelope: Envelope, attachment: RpcAttachment) -> None:
-    """Refuses a message that is longer than its sender was told to send beside."""
-    most = attachment.taken_bytes
-    size = len(envelope.body) + sum(piece[2] for piece in envelope.pieces)
-    if 0 <= most < size:
-        raise RefusedError(f"a message larger than max ({size} vs. {most})")
 
 
 def _redeem(message: Any, arrival: Landed) -> Holding | None:

@@ -100,7 +100,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
     def sends_again(self, again: Callable[[], Any]) -> None:
         """Arranges that grpcio makes the call if the server refuses to carry it out here.
 
-        To be called before the call begins, and if no thread waits for it; others read `refused`.
+        To be called before the call begins, and if no thread waits for it.
 
         Args:
             again: makes the call by grpcio, and gives back its future.
@@ -139,7 +139,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         except BaseException:
             self.end_here(cancelled("the caller was interrupted"))
             raise
-        return not self.refused
+        return self._ending.code is not None
 
     # grpc.RpcContext, grpc.Call
 

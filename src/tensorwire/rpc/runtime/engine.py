@@ -45,7 +45,7 @@ class Ending(NamedTuple):
     """How a call ends, as its client sees it.
 
     Attributes:
-        code: None while it goes on.
+        code: None while it goes on, and of one that the server refuses to carry out here.
         details: of the status.
         initial, trailing: metadata; initial ones that came ahead of the end count.
         response: the user's, of a call that has one.
@@ -116,7 +116,6 @@ class CallState(Waiter):
         streams: it takes any number of responses.
         owner: the channel that has begun it.
         kept: its client keeps it, until it has ended.
-        refused: it has ended because the server refuses to carry it out here.
         unparsed: the response in the place of one that cannot be deserialized; an `Ending` ends the
             call.
         traced, began_ns: count its messages, and when it began; None if calls are not counted.
@@ -129,7 +128,6 @@ class CallState(Waiter):
     finished = False
     owner: object = None
     kept = False
-    refused = False
     unparsed: Any = _NOT_READ
     attachment: RpcAttachment
     traced: Any = None
@@ -360,16 +358,7 @@ class CallState(Waiter):
         if self.outflow is not None:  # requests cannot be sent again
             self.conclude(Ending(_Code.UNAVAILABLE, "the server refuses the call"))
             return
-        mine = object()
-        if self._endings.setdefault(0, mine) is not mine:
-            return
-        self._client.forget(self)
-        self._let_go()
-        self._tell(None)
-        self.refused = True
-        self.finish()
-        if self.kept:
-            self._client.unkeep(self)
+        self.conclude(Ending(None, ""))
 
     def end_here(self, ending: Ending) -> bool:
         """Ends the call at this end, and tells the server; False if it had ended."""
@@ -405,7 +394,7 @@ class CallState(Waiter):
         return self.end_here(cancelled(LOCALLY))
 
     def done(self) -> bool:
-        """Returns whether the call has ended."""
+        """Returns whether the call has ended; False too if it was refused."""
         return self._ending.code is not None
 
     def time_remaining(self) -> float | None:
