@@ -88,10 +88,7 @@ class AioPerformance(_Unexpected, grpc.aio.ServicerContext):  # type: ignore[mis
         self._rest: asyncio.Task[None] | None = None
 
     def link(self) -> CallLink:
-        link = super().link()
-        link.patience_s = 0.0  # the event loop must not wait
-        link.in_loop = True
-        return link
+        return super().link().never_blocks()
 
     async def run(self) -> None:
         """Runs the servicer and ends the call, whether the servicer returns or raises."""

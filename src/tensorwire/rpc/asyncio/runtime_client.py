@@ -62,10 +62,7 @@ class AioCall(LoopWaiter, CallState):
         self._turn: asyncio.Lock | None = None
 
     def link(self) -> CallLink:
-        link = super().link()
-        link.patience_s = 0.0  # the event loop must not wait
-        link.in_loop = True
-        return link
+        return super().link().never_blocks()
 
     def head(self, initial: Any) -> None:
         super().head(initial)

@@ -8,10 +8,8 @@ docs/internals/rpc-wire.md has the messages.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from tensorwire.errors import TensorwireError, UnavailableError
@@ -183,7 +181,6 @@ class AttachmentKeeper:
             self._reason = "no call was made yet"
         if not terms.transports:
             self._reason = "transports= and TENSORWIRE_TRANSPORTS leave none"
-        _KEEPERS.add(self)
 
     @property
     def carried_reason(self) -> str:
@@ -328,16 +325,3 @@ class AttachmentKeeper:
             attachment.end_line()
             JANITOR.soon(attachment.close)
         self._by_id.clear()
-
-
-_KEEPERS: weakref.WeakSet[AttachmentKeeper] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Replaces locks in a forked child, where a thread that does not run may have one."""
-    for each in list(_KEEPERS):
-        each._lock = threading.RLock()
-        each._opening = None
-
-
-os.register_at_fork(after_in_child=_forked)

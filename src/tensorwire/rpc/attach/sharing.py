@@ -163,9 +163,11 @@ def share(key: Hashable, lingers: bool, *given: Any) -> ChannelShare:
 
 
 def _forked() -> None:
-    """Replaces the lock in a forked child, where the thread that may have it does not run."""
+    """Replaces locks in a forked child, where a thread that does not run may have one."""
     global _lock
     _lock = threading.RLock()
+    for each in list(_SHARED.values()):
+        each._lock, each._opening = threading.RLock(), None
 
 
 os.register_at_fork(after_in_child=_forked)

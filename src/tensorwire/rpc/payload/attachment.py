@@ -316,7 +316,7 @@ class RpcAttachment:
                 may be about to give memory back, so it is given a moment for that.
         """
         if not complete:
-            self._raise(call)
+            self.confirm(call)
             self.retire(leases, call)
         elif leases:
             self._late.append((time.monotonic() + _GRACE_S, leases, call))
@@ -344,8 +344,11 @@ class RpcAttachment:
                 self._shared = SharedNumber(self, number)
 
     def confirm(self, call: tuple[int, int]) -> None:
-        """Tells the client that this server has the call."""
-        self._raise(call)
+        """Tells the client that this server has the call, or the server that it has ended."""
+        try:
+            self._other_board.word(_place(call)).set(call[1])
+        except TensorwireError:
+            pass  # the other end is gone
 
     def confirmed(self, call: tuple[int, int], timeout_s: float = 0) -> bool:
         """Returns, at the client, whether the server of this attachment has the call.
@@ -369,12 +372,6 @@ class RpcAttachment:
         except TensorwireError:
             return False
         return True
-
-    def _raise(self, call: tuple[int, int]) -> None:
-        try:
-            self._other_board.word(_place(call)).set(call[1])
-        except TensorwireError:
-            pass  # the other end is gone
 
     def _call_ended(self, call: tuple[int, int]) -> bool:
         return call[0] < CALLS and self._board.word(_place(call)).value >= call[1]

@@ -104,6 +104,11 @@ class CallLink:
         """Keeps the caller from waiting for memory; without it the message travels inside."""
         self.patience_s, self.answer_s = 0.0, _AT_ONCE_S
 
+    def never_blocks(self) -> CallLink:
+        """Returns itself, as the link of a call of an event loop, which must not wait."""
+        self.patience_s, self.in_loop = 0.0, True
+        return self
+
     def awaits_messages(self) -> bool:
         """Returns whether the call goes on, and has time left."""
         return not self.ended and self.left_s(1.0) > 0

@@ -23,16 +23,13 @@ class Threads:
     """Threads for work that may block, each used again if there is more within two seconds."""
 
     def __init__(self) -> None:
-        self._begin()
+        self.forked()
 
-    def _begin(self) -> None:
+    def forked(self) -> None:
+        """Resets the state; again in a forked child, where the threads do not run."""
         self._lock = threading.RLock()  # a handler of a signal may have work in here
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._idle = 0
-
-    def forked(self) -> None:
-        """Resets the state in a forked child, where the threads do not run."""
-        self._begin()
 
     def run(self, work: Callable[[], object]) -> None:
         """Runs work in a thread of its own."""

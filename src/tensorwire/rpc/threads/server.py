@@ -266,7 +266,10 @@ class ServedCall(ServedHandler):
         try:
             return self._reader.read(arrived.data, partial(find_only, self._attachment), holdings)
         except RefusedError as error:
-            refuse(context, error)
+            trailing = *(context.trailing_metadata() or ()), (REFUSED, "1")
+            context.set_trailing_metadata(trailing)
+            text = f"payload that is not where the message says: {error}"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         except Exception:
             logs.OWN.exception("a request could not be deserialized")
             context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
@@ -276,14 +279,6 @@ class ServedCall(ServedHandler):
 def _leave(link: CallLink, respond: Any, response: Any) -> None:
     """Gives grpcio one of several responses; None: there are no more."""
     respond(None if response is None else SentMessage(response, link, last=True))
-
-
-def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
-    """Ends a call whose request names memory that is not there; the servicer has not run."""
-    context.set_trailing_metadata((*(context.trailing_metadata() or ()), (REFUSED, "1")))
-    context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
-    )
 
 
 class Arriving:
