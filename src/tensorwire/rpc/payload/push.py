@@ -151,13 +151,12 @@ class Pushing:
     def __init__(self, node: Node, peer: Peer, board: Region, other_board: RemoteRegion) -> None:
         self.maps = peer.path.transport == "shm"
         self._chunk_bytes = MAPPED_CHUNK_BYTES if self.maps else CHUNK_BYTES
-        self._node = node
         self._peer = peer
         self._board = board
         self._other_board = other_board
         self._last_pace = Pace()
         # Where memory is mapped, the word alone shows that the sender goes on.
-        self._news = (lambda: 0) if self.maps else self._received
+        self._news = lambda: 0 if self.maps else node.stats()["bytes_received"]
 
     def push(
         self,
@@ -186,7 +185,7 @@ class Pushing:
         if self.maps or push.left_bytes > self._chunk_bytes:
             return push
         # Its envelope would only go by the same connection, ahead of it.
-        push.run(_always)
+        push.run(lambda: True)
         return None
 
     def read(self, envelope: Envelope, landed: Landed, needed: Callable[[], bool]) -> bytes:
@@ -239,7 +238,7 @@ class Pushing:
         word, end = self._word(envelope), _end(envelope)
         if word.value == _there(envelope.turn, end):
             return
-        soon, longest_s = max(end - _LAST_BYTES, 1), self._longest_s(end)
+        soon, longest_s = max(end - _LAST_BYTES, 1), STALLED_S + end / _LEAST_BYTES_PER_S
         with self._abandoning(landed, needed):
             value = _there(envelope.turn, soon)
             wait_word(word, value, self._peer, needed, self._news, longest_s)
@@ -273,13 +272,6 @@ class Pushing:
         """
         if self._word(envelope).value > _there(envelope.turn, _end(envelope)):
             raise GivenUpError(_GIVEN_UP)
-
-    def _longest_s(self, size_bytes: int) -> float:
-        """Returns the seconds that arrays may take until they are nearly there."""
-        return STALLED_S + size_bytes / _LEAST_BYTES_PER_S
-
-    def _received(self) -> int:
-        return self._node.stats()["bytes_received"]
 
     def _word(self, envelope: Envelope) -> Word:
         return self._board.word(8 * envelope.slot)
@@ -329,7 +321,3 @@ def wait_word(
 def _end(envelope: Envelope) -> int:
     """Returns the offset of the end of an envelope's payload in its memory."""
     return max((offset + size for _, offset, size in envelope.pieces), default=0)
-
-
-def _always() -> bool:
-    return True

@@ -293,8 +293,10 @@ class CallState(Waiter):
                     lambda data: self._deserialize(data, self), data, protocol="runtime"
                 )
         except Exception as error:
-            if (failure := failure_of(error)) is not None:
-                return failure
+            if isinstance(error, GivenUpError):  # unless the call has ended already
+                return OVERDUE
+            if isinstance(error, SenderGoneError):
+                return Ending(_Code.UNAVAILABLE, str(error))
             logs.COMMON.exception("Exception deserializing message!")
             if isinstance(error, RefusedError):
                 return _NOT_READ
@@ -491,15 +493,6 @@ def call_weakly(method: weakref.WeakMethod[Callable[[], Any]]) -> None:
     """Calls a method of an object that is still there."""
     if (strong := method()) is not None:
         strong()
-
-
-def failure_of(error: Exception) -> Ending | None:
-    """Returns the ending of a call whose response is lost; None if it just cannot be parsed."""
-    if isinstance(error, GivenUpError):  # unless the call has ended already
-        return OVERDUE
-    if isinstance(error, SenderGoneError):
-        return Ending(_Code.UNAVAILABLE, str(error))
-    return None
 
 
 def status_of(body: EndBody) -> tuple[grpc.StatusCode, str]:

@@ -141,13 +141,12 @@ def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes | memoryv
     return b"".join((HEADER.pack(size, kind, flags, 0, *number), *body))
 
 
-def _pieces(message: bytes) -> tuple[bytes | memoryview, Sequence[memoryview]]:
-    """Returns the first piece of a message, and the others; copies nothing."""
-    if len(message) <= PIECE_BYTES:
-        return message, ()
-    starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
+def _pieces(message: bytes) -> Sequence[bytes | memoryview]:
+    """Returns the pieces of a message, at least one; copies nothing."""
+    if len(message) <= PIECE_BYTES:  # as nearly always
+        return (message,)
     view = memoryview(message)
-    return view[:PIECE_BYTES], [view[at : at + PIECE_BYTES] for at in starts]
+    return [view[at : at + PIECE_BYTES] for at in range(0, len(message), PIECE_BYTES)]
 
 
 def call_frames(
@@ -169,16 +168,10 @@ def call_frames(
         message: its only request; None: they come in MESSAGEs.
         streams: the client takes any number of responses.
     """
-    others: Sequence[memoryview] = ()
-    first: bytes | memoryview = b""
-    flags = 0
-    if message is not None and len(message) <= PIECE_BYTES:  # as nearly always
-        first, flags = message, WHOLE
-    elif message is not None:
-        first, others = _pieces(message)
-        flags = MORE
-    if streams:
-        flags |= STREAM
+    flags = STREAM if streams else 0
+    first, *others = (b"",) if message is None else _pieces(message)
+    if message is not None:
+        flags |= MORE if others else WHOLE
     block = _encoded(metadata) if metadata else b""
     size = _CALL_HEADER.size + len(method) + len(block) + len(first)
     head = _CALL_HEADER.pack(size, CALL, flags, 0, *number, timeout_us, len(method), len(metadata))
@@ -193,8 +186,7 @@ def _message_frames(number: Number, pieces: Sequence[bytes | memoryview]) -> Ite
 
 def message_frames(number: Number, message: bytes) -> Iterator[bytes]:
     """Yields the frames of one message of a stream."""
-    first, others = _pieces(message)
-    return _message_frames(number, (first, *others))
+    return _message_frames(number, _pieces(message))
 
 
 def last_frame(number: Number) -> bytes:
@@ -226,13 +218,9 @@ def end_frames(
     refused: bool = False,
 ) -> list[bytes]:
     """Returns the frames that end a call, with its response if it has one."""
-    frames, flags = [], REFUSED if refused else 0
-    last: bytes | memoryview = b""
-    if message is not None:
-        flags |= WHOLE
-        first, others = _pieces(message)
-        *before, last = first, *others
-        frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
+    flags = (REFUSED if refused else 0) | (0 if message is None else WHOLE)
+    *before, last = (b"",) if message is None else _pieces(message)
+    frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
     blocks = _encoded(initial) + _encoded(trailing) if initial or trailing else b""
     size = _END_HEADER.size + len(details) + len(blocks) + len(last)
     head = _END_HEADER.pack(
