@@ -102,16 +102,12 @@ def agreed(own: MessageLimits, values: dict[str, Any]) -> dict[str, int]:
         ValueError: a value is no number, or out of range.
     """
     beside = _number(values, "beside_bytes", -1) if "beside_bytes" in values else -1
+    most = own.send_bytes, beside
     return {
         "lent_bytes": _number(values, "pool_bytes", 0),
-        "sent_bytes": least_limit(own.send_bytes, beside),
+        "sent_bytes": max(most) if min(most) < 0 else min(most),  # negative for no limit
         "taken_bytes": own.receive_bytes,
     }
-
-
-def least_limit(one: int, other: int) -> int:
-    """Returns the lower one of two limits, each negative for none."""
-    return max(one, other) if one < 0 or other < 0 else min(one, other)
 
 
 def as_list(value: Any) -> list[Any]:

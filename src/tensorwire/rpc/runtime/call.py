@@ -113,15 +113,10 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
         self._client.reader.watch()
         self.set_alarm(DEADLINES.add)
 
-    def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
-        """Waits until it has ended; True if it has.
-
-        Args:
-            timeout_s: None waits for ever.
-            blocking: this is the only thread that has the call.
-        """
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it has ended, or for some seconds; True if it has ended."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        return self._client.reader.wait(self, until, whole=blocking)
+        return self._client.reader.wait(self, until)
 
     def wait_blocking(self) -> bool:
         """Waits for a call that no other thread has, until its deadline at most.

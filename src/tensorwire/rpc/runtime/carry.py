@@ -66,10 +66,8 @@ class AnyMethod(Generic[_Call]):
         self._serializer = serializer
         self._deserialize = deserialize
         self._failed = failed
-        self._sends_stream, self._takes_stream = (
-            arity.startswith("stream"),
-            arity.endswith("stream"),
-        )
+        self._sends_stream = arity.startswith("stream")
+        self._takes_stream = arity.endswith("stream")
 
     def _new(
         self,

@@ -185,7 +185,7 @@ class AnyService:
         self._interceptors = interceptors
         self.limits = limits
         self.pool = pool
-        self._generic = list(handlers)
+        self._generic: list[Any] = []
         self._registered: dict[str, Any] = {}
         self._most = most
         self._lock = threading.Lock()
@@ -193,7 +193,8 @@ class AnyService:
         self._stopping = False
         self._running = 0
         self._known: dict[str, Handled] = {}
-        self._static = not interceptors and all(type(each) is _OF_GRPCIO for each in handlers)
+        self._static = not interceptors
+        self.add_generic(handlers)
 
     def add_generic(self, handlers: Sequence[Any]) -> None:
         """See `grpc.Server`."""

@@ -48,7 +48,7 @@ class Overdue(RuntimeCall):
     def __init__(self) -> None:
         """Makes one without a client, which a call that is over does not need."""
 
-    def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """See `RuntimeCall`."""
         return True
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -100,13 +100,10 @@ class Handlers:
         return made
 
 
-class Arrived:
+class Arrived(NamedTuple):
     """A request as it came; it becomes the user's in the thread of the servicer."""
 
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    data: bytes
 
 
 def is_encrypted(context: Any) -> bool:
