@@ -23,23 +23,6 @@ from ..runtime.served import ARITIES
 from ..threads.calls import GRACE_S
 
 
-class Unreadable:
-    """A stand-in for a response whose payload is gone. grpcio gives None if a deserializer raises.
-
-    Args:
-        error: says why.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def as_error(self) -> grpc.aio.AioRpcError:
-        """Returns the error for the user."""
-        none = grpc.aio.Metadata()
-        text = f"the payload of a response is gone: {self._error}"
-        return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, text)
-
-
 class LaterCall:
     """The common part of the four kinds of calls.
 
@@ -248,11 +231,24 @@ class LaterCall:
         return f"<{type(self).__name__} of {self._made or self._task}>"
 
 
+def ended_by(code: grpc.StatusCode, details: str, more: str | None = None) -> grpc.aio.AioRpcError:
+    """Returns the error of a call that ends here.
+
+    One takes the place of a response whose payload is gone: grpcio gives None if a deserializer
+    raises.
+
+    Args:
+        code: of the call.
+        details: of the call.
+        more: for `debug_error_string`.
+    """
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details, more)
+
+
 def late_error() -> grpc.aio.AioRpcError:
     """Returns the error of a call whose deadline has passed."""
-    none = grpc.aio.Metadata()
-    said = f"tensorwire: {TIME_IS_OVER}"
-    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none, TIME_IS_OVER, said)
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    return ended_by(code, TIME_IS_OVER, f"tensorwire: {TIME_IS_OVER}")
 
 
 def _look_at(task: asyncio.Future[Any]) -> None:
@@ -296,9 +292,9 @@ class _LaterResponses(LaterCall):
 
     def _readable(self, response: Any) -> Any:
         """Returns a response; ends the call with an error if its payload is gone."""
-        if isinstance(response, Unreadable):
+        if isinstance(response, grpc.aio.AioRpcError):
             self.cancel()
-            raise response.as_error()
+            raise response
         return response
 
 

@@ -36,7 +36,7 @@ from ..threads.factories import (
     share_of,
 )
 from ..threads.originals import make, original
-from .calls import LATER, LaterCall, Unreadable, of_grpcio
+from .calls import LATER, LaterCall, ended_by, of_grpcio
 from .runtime_client import METHOD, AioCall, AioClient, AioMethod
 from .sending import AioSender, chained
 
@@ -123,7 +123,8 @@ def _of_grpcio(channel: AioRpcChannel, reader: Reader, *, streams: bool) -> Call
             return reader.read(data, channel.share.find)
         except (RefusedError, TensorwireError) as error:
             if streams:
-                return Unreadable(error)
+                text = f"the payload of a response is gone: {error}"
+                return ended_by(grpc.StatusCode.INTERNAL, text)
             logs.OWN.error("the payload of a response is gone: %s", error)
             return grpc.aio.EOF  # which fails the call; grpcio would give None if this raised
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -120,6 +121,7 @@ class Alarm(Protocol):
         """Takes the action back."""
 
 
+@dataclass(slots=True, eq=False)
 class Deadline:
     """A deadline, until it has passed or is taken back.
 
@@ -127,10 +129,7 @@ class Deadline:
         action: runs then; None once it is taken back.
     """
 
-    __slots__ = ("action",)
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.action: Callable[[], object] | None = action
+    action: Callable[[], object] | None
 
     def cancel(self) -> None:
         """Takes it back."""
