@@ -73,6 +73,10 @@ class _Method:
             read = partial(_read, channel, reader)
             given = arity, serializer, read, channel.sender.fail, channel.share
             self._carried = AioMethod(*given)
+        self._streams = arity.startswith("stream")
+        self._later = LATER[arity]
+        self._make = getattr(channel.sender, "stream" if self._streams else arity)
+        self._is_intercepted = arity in channel.intercepted
 
     def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
         """Begins a call.
@@ -85,13 +89,48 @@ class _Method:
         finally:
             METHOD.reset(token)
 
+    def _call(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        given = self._method, timeout, metadata, credentials, wait_for_ready
+        details = grpc.aio.ClientCallDetails(*given)
+        if self._is_intercepted:  # it is grpcio's
+            begin = partial(self._inner, request, **_named(details, compression))
+            return self._told(compression, begin)
+        return self._begin(request, details, compression)
 
-class _Intercepted(_Method):
-    """Its calls are seen by interceptors of the user's: they are grpcio's."""
+    def _begin(self, request: Any, details: Any, compression: Any) -> Any:
+        if self._channel.is_plain(details.credentials):
+            return self._plain(request, details, compression)
+        making = self._make(partial(self._of_grpcio, compression), details, request)
+        call = self._told(compression, partial(self._later, making, details.timeout))
+        self._channel.live.add(call)
+        return call
 
-    def __call__(self, *given: Any, compression: Any = None, **named: Any) -> Any:
-        begin = partial(self._inner, *given, compression=compression, **named)
-        return self._told(compression, begin)
+    def _plain(self, request: Any, details: Any, compression: Any) -> Any:
+        outgoing, plain = None, self._channel.share.plain
+        if not self._streams:
+            outgoing = SentMessage(request, plain, last=False).with_arrays()
+        call = self._inner(outgoing or request, **_named(details, compression))
+        self._channel.sender.watch(call, plain, outgoing)
+        return self._in_time(call, details.timeout)
+
+    def _in_time(self, call: Any, timeout: float | None) -> Any:
+        """Returns a call for one of grpcio that has begun: it ends when its deadline has passed."""
+        if timeout is None:
+            return call
+        made = asyncio.get_running_loop().create_future()
+        made.set_result(call)
+        return self._later(made, timeout)
+
+    async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
+        return self._inner(request, **_named(details, compression))
 
 
 def _read(channel: AioRpcChannel, reader: Reader, data: bytes, call: AioCall) -> Any:
@@ -131,58 +170,6 @@ def _of_grpcio(channel: AioRpcChannel, reader: Reader, *, streams: bool) -> Call
     return deserialize
 
 
-class _Direct(_Method):
-    """The methods whose calls no interceptor of the user's sees.
-
-    Args: as of `_Method`.
-    """
-
-    def __init__(self, channel: AioRpcChannel, arity: str, *given: Any) -> None:
-        super().__init__(channel, arity, *given)
-        self._streams = arity.startswith("stream")
-        self._later = LATER[arity]
-        self._make = getattr(channel.sender, "stream" if self._streams else arity)
-
-    def _call(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: Any = None,
-        compression: Any = None,
-    ) -> Any:
-        given = self._method, timeout, metadata, credentials, wait_for_ready
-        return self._begin(request, grpc.aio.ClientCallDetails(*given), compression)
-
-    def _begin(self, request: Any, details: Any, compression: Any) -> Any:
-        if self._channel.is_plain(details.credentials):
-            return self._plain(request, details, compression)
-        making = self._make(partial(self._of_grpcio, compression), details, request)
-        call = self._told(compression, partial(self._later, making, details.timeout))
-        self._channel.live.add(call)
-        return call
-
-    def _plain(self, request: Any, details: Any, compression: Any) -> Any:
-        outgoing, plain = None, self._channel.share.plain
-        if not self._streams:
-            outgoing = SentMessage(request, plain, last=False).with_arrays()
-        call = self._inner(outgoing or request, **_named(details, compression))
-        self._channel.sender.watch(call, plain, outgoing)
-        return self._in_time(call, details.timeout)
-
-    def _in_time(self, call: Any, timeout: float | None) -> Any:
-        """Returns a call for one of grpcio that has begun: it ends when its deadline has passed."""
-        if timeout is None:
-            return call
-        made = asyncio.get_running_loop().create_future()
-        made.set_result(call)
-        return self._later(made, timeout)
-
-    async def _of_grpcio(self, compression: Any, details: Any, request: Any) -> Any:
-        return self._inner(request, **_named(details, compression))
-
-
 def _named(details: Any, compression: Any) -> dict[str, Any]:
     """Returns the arguments of grpcio's methods besides the request."""
     named = {**details._asdict(), "compression": compression}
@@ -190,12 +177,12 @@ def _named(details: Any, compression: Any) -> dict[str, Any]:
     return named
 
 
-class _OneRequest(_Direct):
+class _OneRequest(_Method):
     def __call__(self, request: Any, **named: Any) -> Any:
         return self._call(request, **named)
 
 
-class _ManyRequests(_Direct):
+class _ManyRequests(_Method):
     def __call__(self, request_iterator: Any = None, *given: Any, **named: Any) -> Any:
         return self._call(request_iterator, *given, **named)
 
@@ -230,21 +217,16 @@ class _Small(_OneRequest):
         return self._in_time(call, details.timeout) if is_kept(small.body) else call
 
 
-def _of(arity: str, kind: type[_Method]) -> Any:
-    """Makes a class of methods of an arity, which is one of grpc.aio's for that."""
-    return type(kind.__name__, (kind, of_grpcio(arity, "MultiCallable")), {})
-
-
-_METHODS = {
-    arity: (_of(arity, direct), _of(arity, _Intercepted))
-    for arity, direct in (
+_METHODS: dict[str, Any] = {
+    arity: type(kind.__name__, (kind, of_grpcio(arity, "MultiCallable")), {})
+    for arity, kind in (
         ("unary_unary", _Small),
         ("unary_stream", _OneRequest),
         ("stream_unary", _ManyRequests),
         ("stream_stream", _ManyRequests),
     )
 }
-"""The methods by arity, each for calls that no interceptor of the user's sees, and for others."""
+"""The classes of methods by arity; each is one of grpc.aio's for that."""
 
 
 class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
@@ -261,6 +243,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         inner: of grpcio.
         sender: sends its calls.
         live: calls that end with the channel.
+        intercepted: the arities whose calls interceptors of the user's see.
     """
 
     def __init__(
@@ -281,7 +264,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         share = share_of(terms, name, *given, world=world, new_client=AioClient, lingers=lingers)
         super().__init__(share)
         self.sender = AioSender(share)
-        chain, self._intercepted = chained(interceptors or (), self.sender)
+        chain, self.intercepted = chained(interceptors or (), self.sender)
         self.inner = self.sender.inner = make("aio." + name, *given, chain or None)
         self.live: weakref.WeakSet[LaterCall] = weakref.WeakSet()
         self._encrypted = encrypted
@@ -304,7 +287,7 @@ class AioRpcChannel(AttachedChannel, grpc.aio.Channel):
         return True
 
     def _kind_of(self, arity: str) -> Any:
-        return _METHODS[arity][arity in self._intercepted]
+        return _METHODS[arity]
 
     async def attach(self, timeout_s: float = 5.0) -> bool:
         """Opens the attachment now, and waits until it is there; see `RpcChannel.attach`."""
