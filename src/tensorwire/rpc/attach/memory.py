@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tensorwire.errors import UnavailableError
 from tensorwire.memory import Node, Peer
 
 from ..payload.attachment import RpcAttachment, make_board
-from ..runtime.ring import RING, Rings, checked, make_ring
+from ..runtime.ring import RING, Rings, make_ring
 from .terms import Terms
 
 
@@ -57,6 +58,8 @@ class OwnMemory:
         """
         if self._ring is None:
             return None
-        other = checked(attachment.peer.wait_region(RING, timeout_s=timeout_s))
+        other = attachment.peer.wait_region(RING, timeout_s=timeout_s)
+        if other.size_bytes != self._ring.size_bytes:
+            raise UnavailableError(f"the other end has a ring of {other.size_bytes} bytes")
         attachment.add_pushing()
         return Rings(self.node, self._ring, other, attachment.peer)

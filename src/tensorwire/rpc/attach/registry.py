@@ -13,7 +13,6 @@ from ..payload.attachment import CALLS, LAST_GENERATION, RpcAttachment
 from ..payload.envelope import read_mark
 from ..payload.host import descriptors_are_scarce, host_id, no_way
 from ..payload.janitor import JANITOR
-from ..payload.limits import Limits
 from ..runtime.served import Caller
 from ..runtime.server import AnyService
 from .memory import OwnMemory
@@ -56,11 +55,6 @@ class Registry:
     def find(self, id: bytes) -> RpcAttachment | None:
         """Returns the attachment of an id."""
         return self._attachments.get(id)
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of the server."""
-        return self._terms.limits
 
     @property
     def attachments(self) -> list[RpcAttachment]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tensorwire._core import rpc as core
-from tensorwire.errors import UnavailableError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from tensorwire.memory.core import core_of
 
@@ -22,17 +21,6 @@ RING = "ring"
 def make_ring(node: Node) -> Region:
     """Allocates the memory that the other end writes into."""
     return node.allocate(core.RING_BYTES, name=RING)
-
-
-def checked(other: RemoteRegion) -> RemoteRegion:
-    """Returns the ring that the other end has made, after checking its size.
-
-    Raises:
-        UnavailableError: it does not have the size of a ring.
-    """
-    if other.size_bytes != core.RING_BYTES:
-        raise UnavailableError(f"the other end has a ring of {other.size_bytes} bytes")
-    return other
 
 
 class Rings(NamedTuple):
