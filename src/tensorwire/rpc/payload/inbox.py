@@ -84,15 +84,12 @@ class Landed:
         self._disowned = True
         self._give_back = None
 
-    def give_back(self) -> None:
-        """Lets the sender use the memory again; calling it again does nothing."""
-        self._let_go(reusable=True)
+    def give_back(self, *, reusable: bool = True) -> None:
+        """Lets the sender use the memory again; calling it again does nothing.
 
-    def abandon(self) -> None:
-        """Lets go of memory that the sender may still write into, and frees with the call."""
-        self._let_go(reusable=False)
-
-    def _let_go(self, *, reusable: bool) -> None:
+        Args:
+            reusable: False: the sender may still write into it, and frees it with the call.
+        """
         give_back, self._give_back = self._give_back, None
         if give_back is None:
             return

@@ -113,7 +113,7 @@ class Reader:
                 raise
             except BaseException:
                 if pushing is not None:
-                    landed.abandon()
+                    landed.give_back(reusable=False)
                 raise
             wait()
             if holding is not None:

@@ -255,7 +255,7 @@ class Pushing:
         try:
             yield
         except BaseException as error:
-            landed.abandon()
+            landed.give_back(reusable=False)
             if not isinstance(error, TensorwireError):
                 raise
             if not needed():  # the sender gives up its memory when it is told so

@@ -253,31 +253,29 @@ class Line:
 
     def _fail(self, error: Exception) -> None:
         logs.OWN.warning("a peer sent what cannot be, and is left: %s", error)
-        self._end_with_node(f"the other end sent what cannot be: {error}")
+        self.end(f"the other end sent what cannot be: {error}", closes_node=True)
 
     def _give_up(self, error: BaseException) -> None:
         """Ends the line: this thread was interrupted, perhaps with frames of other threads."""
-        self._end_with_node(f"a thread was interrupted that read or wrote for all: {error!r}")
+        reason = f"a thread was interrupted that read or wrote for all: {error!r}"
+        self.end(reason, closes_node=True)
 
-    def _end_with_node(self, reason: str) -> None:
-        """Ends the line, and closes the node, which is all that the two ends share."""
-        is_first = self._is_first_to_end()
-        # First: a thread that learns of the end must not send calls and payload by this node.
-        try:
-            self._node.close()
-        finally:
-            if is_first:
-                self._end.over(reason)
+    def end(self, reason: str, *, closes_node: bool = False) -> None:
+        """Tells this end that nothing arrives any more; once.
 
-    def end(self, reason: str) -> None:
-        """Tells this end that nothing arrives any more; calling it again does nothing."""
-        if self._is_first_to_end():
-            self._end.over(reason)
-
-    def _is_first_to_end(self) -> bool:
+        Args:
+            reason: for its calls.
+            closes_node: closes the node too, which is all that the two ends share.
+        """
         with self._ending:
             before, self.is_over = self.is_over, True
-        return not before
+        # First: a thread that learns of the end must not send calls and payload by this node.
+        try:
+            if closes_node:
+                self._node.close()
+        finally:
+            if not before:
+                self._end.over(reason)
 
 
 class SharedReader:
