@@ -6,6 +6,7 @@ with two workers, and alone. The addresses of the gradients tell which were in p
 
 import copy
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -82,6 +83,26 @@ def by_address(opt: Any) -> list[bool]:
 # ---- cases: each returns a digest of the result, and what was in place in the last step
 
 
+def steps(make: Callable[[], nn.Module] = net, count: int = STEPS, **options: Any) -> Any:
+    """Makes a case of a function that computes gradients: `backward(job, model, opt, step)`."""
+
+    def case_of(backward: Callable[[tw.Job, Any, Any, int], None]) -> Case:
+        @functools.wraps(backward)
+        def case(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+            torch.manual_seed(3)
+            model = make()
+            opt = wrap(model, placement, **options)
+            for step in range(count):
+                backward(job, model, opt, step)
+                opt.step()
+                opt.zero_grad()
+            return digest(model), in_place(opt)
+
+        return case
+
+    return case_of
+
+
 def plain(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     model = net()
     opt = wrap(model, placement)
@@ -105,75 +126,55 @@ def set_to_zero(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return digest(model), in_place(opt)
 
 
-def accumulated(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        with opt.accumulate():
-            loss_of(model, batch(job, step)).backward()
-        loss_of(model, batch(job, step + 100)).backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
-
-
-def clipped(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    model = net()
-    opt = wrap(model, placement, max_norm=0.1)
-    train(job, model, opt)
-    return digest(model), in_place(opt)
-
-
-def synchronized(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    """`.grad` becomes the average, where it lies, and is edited there."""
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(STEPS):
+@steps()
+def accumulated(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    with opt.accumulate():
         loss_of(model, batch(job, step)).backward()
-        opt.synchronize()
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.5)
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    loss_of(model, batch(job, step + 100)).backward()
 
 
-def changing_hooks(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    """Hooks on tensors replace the gradient before it is accumulated."""
+@steps(max_norm=0.1)
+def clipped(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    loss_of(model, batch(job, step)).backward()
+
+
+@steps()
+def synchronized(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    """`.grad` becomes the average, where it lies, and is edited there."""
+    loss_of(model, batch(job, step)).backward()
+    opt.synchronize()
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def halved() -> nn.Sequential:
     model = net()
-    opt = wrap(model, placement)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.5)
-    train(job, model, opt)
-    return digest(model), in_place(opt)
+    return model
 
 
-def retained(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(halved)
+def changing_hooks(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    """Hooks on tensors replace the gradient before it is accumulated."""
+    loss_of(model, batch(job, step)).backward()
+
+
+@steps()
+def retained(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """Two backwards through one graph before a step."""
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        loss = loss_of(model, batch(job, step))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    loss = loss_of(model, batch(job, step))
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-def double_backward(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+def double_backward(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """A penalty on the gradient with respect to the input, and gradients of gradients."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        x = batch(job, step)[:, 0, 0].requires_grad_()
-        value = model(x).square().mean()
-        (inner,) = torch.autograd.grad(value, x, create_graph=True)
-        (value + inner.square().sum()).backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    x = batch(job, step)[:, 0, 0].requires_grad_()
+    value = model(x).square().mean()
+    (inner,) = torch.autograd.grad(value, x, create_graph=True)
+    (value + inner.square().sum()).backward()
 
 
 def grad_between(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
@@ -203,10 +204,7 @@ def kept_gradients(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
         opt.zero_grad()
         assert all(torch.equal(now, then) for now, then in kept), step
     kept.clear()
-    for step in range(3):  # their slots are free again
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt, 3)  # their slots are free again
     return digest(model), in_place(opt)
 
 
@@ -228,47 +226,35 @@ def gan(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return digest(nn.ModuleList([generator, critic])), in_place(first) + in_place(second)
 
 
-def shared_weight(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    torch.manual_seed(3)
+def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False))
     model[2].weight = model[0].weight
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(10 * step + job.rank)
-        words = torch.randint(11, (5,), generator=generator)
-        F.cross_entropy(model(words), words).backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    return model
 
 
-def unfrozen(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(tied)
+def shared_weight(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + job.rank)
+    words = torch.randint(11, (5,), generator=generator)
+    F.cross_entropy(model(words), words).backward()
+
+
+@steps(count=3 * STEPS)
+def unfrozen(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """A layer is frozen and trained again: planned anew each time."""
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(3 * STEPS):
-        if step and step % STEPS == 0:
-            with tw.edit(model):
-                model[4].weight.requires_grad_(step == 2 * STEPS)
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    if step and step % STEPS == 0:
+        with tw.edit(model):
+            model[4].weight.requires_grad_(step == 2 * STEPS)
+    loss_of(model, batch(job, step)).backward()
 
 
-def unused(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(lambda: nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), 2 * STEPS)
+def unused(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """A layer takes part in every second step only, on one worker in others than on the other."""
-    torch.manual_seed(3)
-    model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-    opt = wrap(model, placement)
-    for step in range(2 * STEPS):
-        x = model[0](batch(job, step)[:, 0, 0])
-        if (step + job.rank) % 2:
-            x = model[1](x)
-        x.square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    x = model[0](batch(job, step)[:, 0, 0])
+    if (step + job.rank) % 2:
+        x = model[1](x)
+    x.square().mean().backward()
 
 
 def group_added(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
@@ -291,29 +277,17 @@ def group_added(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return digest(model), in_place(opt)
 
 
-def transposed(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(lambda: nn.ParameterList([torch.randn(6, 6), torch.randn(6, 6), torch.randn(3, 6)]))
+def transposed(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """Backward makes gradients whose elements are in another order, and parts of larger ones."""
-    torch.manual_seed(3)
-    model = nn.ParameterList([torch.randn(6, 6), torch.randn(6, 6), torch.randn(3, 6)])
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        x = batch(job, step)[:, 0, 0]
-        whole = torch.cat([model[2], model[2]]).t()
-        (x @ model[0].t() @ model[1].permute(1, 0) @ whole).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    x = batch(job, step)[:, 0, 0]
+    whole = torch.cat([model[2], model[2]]).t()
+    (x @ model[0].t() @ model[1].permute(1, 0) @ whole).square().mean().backward()
 
 
-def channels_last(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    model = net().to(memory_format=torch.channels_last)
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        x = batch(job, step).to(memory_format=torch.channels_last)
-        loss_of(model, x).backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+@steps(lambda: net().to(memory_format=torch.channels_last))
+def channels_last(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    loss_of(model, batch(job, step).to(memory_format=torch.channels_last)).backward()
 
 
 def raising(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
@@ -338,37 +312,28 @@ def raising(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return digest(model), in_place(opt)
 
 
-def checkpointed(reentrant: bool, job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        x = batch(job, step).requires_grad_()
-        x = checkpoint(model[:3], x, use_reentrant=reentrant)
-        model[3:](x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+def checkpointed(reentrant: bool, job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    x = batch(job, step).requires_grad_()
+    x = checkpoint(model[:3], x, use_reentrant=reentrant)
+    model[3:](x).square().mean().backward()
 
 
-def reentrant(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    return checkpointed(True, job, placement)
+@steps()
+def reentrant(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    checkpointed(True, job, model, opt, step)
 
 
-def not_reentrant(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
-    return checkpointed(False, job, placement)
+@steps()
+def not_reentrant(job: tw.Job, model: Any, opt: Any, step: int) -> None:
+    checkpointed(False, job, model, opt, step)
 
 
-def other_thread(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps()
+def other_thread(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """Backward runs in a thread of its own, another one in every step."""
-    model = net()
-    opt = wrap(model, placement)
-    for step in range(STEPS):
-        thread = threading.Thread(target=loss_of(model, batch(job, step)).backward)
-        thread.start()
-        thread.join()
-        opt.step()
-        opt.zero_grad()
-    return digest(model), in_place(opt)
+    thread = threading.Thread(target=loss_of(model, batch(job, step)).backward)
+    thread.start()
+    thread.join()
 
 
 def threads_beside(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
@@ -386,10 +351,7 @@ def threads_beside(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     for thread in threads:
         thread.start()
     try:
-        for step in range(STEPS):
-            loss_of(model, batch(job, step)).backward()
-            opt.step()
-            opt.zero_grad()
+        train(job, model, opt)
     finally:
         over.set()
         for thread in threads:
@@ -451,12 +413,10 @@ def two_large_heads(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return in_turns(job, placement, 160)
 
 
-def applied_by_worker(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+@steps(count=2 * STEPS, apply="worker")
+def applied_by_worker(job: tw.Job, model: Any, opt: Any, step: int) -> None:
     """Worker 0 reads the average after a step: its memory is not given back before."""
-    model = net()
-    opt = wrap(model, placement, apply="worker")
-    train(job, model, opt, 2 * STEPS)
-    return digest(model), in_place(opt)
+    loss_of(model, batch(job, step)).backward()
 
 
 ALL = (
@@ -475,22 +435,17 @@ NOT_IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"], indirect=True)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
-def test_same_bits_as_with_copies(team: Team, case: Case, transports: list[str] | None) -> None:
-    planned = team.run(case, "plan", transports=transports)
+def test_same_bits_as_with_copies(team: Team, case: Case) -> None:
     copied = team.run(case, "copy")
-    assert [bits for bits, _ in planned] == [bits for bits, _ in copied]
     assert all(not any(places) for _, places in copied)
-    for _, places in planned:
+    alone, (bits, _) = team.alone(case, "plan"), team.alone(case, "copy")
+    assert alone[0] == bits
+    planned = team.run(case, "plan"), team.run(case, "plan", transports=["tcp"])
+    for each in planned:
+        assert [bits for bits, _ in each] == [bits for bits, _ in copied]
+    for _, places in (alone, *planned[0], *planned[1]):
         assert places.count(False) <= NOT_IN_PLACE.get(case.__name__, 0), places
-
-
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
-def test_same_bits_alone(team: Team, case: Case) -> None:
-    (planned, places), (copied, _) = team.alone(case, "plan"), team.alone(case, "copy")
-    assert planned == copied
-    assert places.count(False) <= NOT_IN_PLACE.get(case.__name__, 0), places
 
 
 # ---- reasons
