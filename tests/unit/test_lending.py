@@ -1,39 +1,17 @@
 """The memory that a server lends readers, at a door where they may do what they like."""
 
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
+from lent import make_lending
 
 from tensorwire import Node
 from tensorwire.files.lease import DoorLease
-from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.reading import BELL, Ask, AskKind, lease_name
 from tensorwire.parameters.server.lending.budget import CopyBudget
 from tensorwire.parameters.server.lending.door import ReaderLease
-from tensorwire.parameters.server.lending.lending import Lending
 from tensorwire.parameters.snapshot import RequestOutcome
 
-
-@pytest.fixture
-def door() -> Iterator[Node]:
-    with Node("door", quota_bytes=1 << 20) as node:
-        yield node
-
-
-def make_lending(door: Node, budget: CopyBudget, store: int = 0) -> Lending:
-    layout = Layout(SPEC)
-    share = layout.deal(1)[0]
-    regions: Any = SimpleNamespace(share=share, server=0, servers=1)
-    master = np.zeros(share.size_bytes, np.uint8)
-    memory: Any = SimpleNamespace(states=(), average=None, master=master)
-    return Lending(door, store, regions, memory, dict, {}, {}, lambda: None, budget)
-
-
-SPEC = Spec("sgd", (), 1, 1, (TensorSpec("t", "float32", (1000,), "trained"),))
 READER, OTHER = object(), object()
 
 

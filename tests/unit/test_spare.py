@@ -1,20 +1,16 @@
 """Memory that is made ahead for the next snapshot."""
 
 import os
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from lent import make_lending
 
 from tensorwire import Node
-from tensorwire.parameters import Layout, Spec, TensorSpec
 from tensorwire.parameters.reading import Ask, AskKind
 from tensorwire.parameters.server.lending import lending as lending_module
 from tensorwire.parameters.server.lending import spare as spare_module
 from tensorwire.parameters.server.lending.budget import CopyBudget
-from tensorwire.parameters.server.lending.lending import Lending
 from tensorwire.parameters.server.lending.spare import SpareMemory, whole_pages
 from tensorwire.parameters.snapshot import RequestOutcome
 
@@ -65,12 +61,6 @@ def test_it_is_none_where_the_host_has_no_room_for_it(monkeypatch: pytest.Monkey
     assert spare.take() is None
 
 
-@pytest.fixture
-def door() -> Iterator[Node]:
-    with Node("door", quota_bytes=1 << 20) as node:
-        yield node
-
-
 class Spares(list[SpareMemory]):
     """Spare memory that remembers what was made."""
 
@@ -84,12 +74,7 @@ def test_who_takes_snapshots_again_and_again_gets_memory_that_is_there(
 ) -> None:
     made = Spares()
     monkeypatch.setattr(lending_module, "SpareMemory", made)
-    layout = Layout(Spec("sgd", (), 1, 1, (TensorSpec("t", "float32", (1000,), "trained"),)))
-    share = layout.deal(1)[0]
-    regions: Any = SimpleNamespace(share=share, server=0, servers=1)
-    master = np.zeros(share.size_bytes, np.uint8)
-    memory: Any = SimpleNamespace(states=(), average=None, master=master)
-    lending = Lending(door, 0, regions, memory, dict, {}, {}, lambda: None, CopyBudget())
+    lending = make_lending(door, CopyBudget())
     lending.open(5, settled=True)
 
     def take() -> None:
