@@ -116,17 +116,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, mapped: bool) -> None:
         load(path, mapped)
 
 
-def write_nothing(path: Path) -> None:
-    path.touch()
-
-
-def write_text(path: Path) -> None:
-    path.write_text("learning_rate: 0.1 # für alle\n" * 9, encoding="utf-8")
-
-
-def write_safetensors(path: Path) -> None:
-    head = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+HEAD = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 
 
 def write_older_form(path: Path) -> None:
@@ -138,45 +128,36 @@ def write_zip(path: Path) -> None:
         file.writestr("readme", "nothing")
 
 
-def write_state(path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, path)
-
-
-def write_tensor(path: Path) -> None:
-    torch.save(torch.ones(2), path)
-
-
-def write_objects(path: Path) -> None:
-    torch.save({"w": Kept()}, path)
-
-
-def write_later(path: Path) -> None:
-    torch.save({"tensorwire": {"format": 9}}, path)
-
-
-def write_other(path: Path) -> None:
-    path.write_bytes(bytes(range(128, 256)))
-
-
 @pytest.mark.parametrize(
-    ("write", "words"),
+    ("content", "words"),
     [
-        (write_nothing, "is empty; a checkpoint is a file that job.save wrote"),
-        (write_text, "is a text that begins with 'learning_rate: 0.1 #"),
-        (write_safetensors, "is a safetensors file; a checkpoint is"),
+        (b"", "is empty; a checkpoint is a file that job.save wrote"),
+        (
+            "learning_rate: 0.1 # für alle\n".encode() * 9,
+            "is a text that begins with 'learning_rate: 0.1 #",
+        ),
+        (
+            len(HEAD).to_bytes(8, "little") + HEAD + bytes(4),
+            "is a safetensors file; a checkpoint is",
+        ),
         (write_older_form, "torch.save wrote in its older form"),
         (write_zip, "is a zip archive that torch.save did not write"),
-        (write_state, "something else that torch.save wrote: with 'w'; a checkpoint is"),
-        (write_tensor, "something else that torch.save wrote: Tensor"),
-        (write_objects, "holds other Python objects than tensors"),
-        (write_later, "it has the format 9, this version reads 1"),
-        (write_other, "is something unknown that begins with b'\\x80\\x81"),
+        ({"w": torch.ones(2)}, "something else that torch.save wrote: with 'w'; a checkpoint is"),
+        (torch.ones(2), "something else that torch.save wrote: Tensor"),
+        ({"w": Kept()}, "holds other Python objects than tensors"),
+        ({"tensorwire": {"format": 9}}, "it has the format 9, this version reads 1"),
+        (bytes(range(128, 256)), "is something unknown that begins with b'\\x80\\x81"),
         (os.mkfifo, "is no regular file"),
     ],
 )
-def test_a_file_that_is_no_checkpoint(tmp_path: Path, write: Any, words: str) -> None:
+def test_a_file_that_is_no_checkpoint(tmp_path: Path, content: Any, words: str) -> None:
     path = tmp_path / "thing"
-    write(path)
+    if callable(content):
+        content(path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         load(path)
     assert str(path) in str(caught.value)
