@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,15 @@ class Place:
         self, text: str, *arguments: str, environment: dict[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Runs a job to its end."""
-        return subprocess.run(
-            self.command(self.script(text), *arguments, **options),
-            env=self.environment(**(environment or {})),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-        )
+        command = self.command(self.script(text), *arguments, **options)
+        return self.call(command, env=self.environment(**(environment or {})))
+
+    def call(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end; `options` are those of subprocess."""
+        given = {"env": self.environment(), "timeout": 60, **options}
+        if "input" not in given:
+            given["stdin"] = subprocess.DEVNULL
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", **given)
 
     def start(
         self, text: str, *arguments: str, environment: dict[str, str] | None = None, **options: Any

@@ -3,7 +3,6 @@
 import json
 import resource
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,17 +125,10 @@ def test_a_server_listens_where_it_is_told(place: Place) -> None:
 
 def test_servers_are_told_what_they_may_import(place: Place) -> None:
     """From the folder of the script, too, or where a module is run."""
-    options = place.environment()
     script = place.script("print(os.environ['TENSORWIRE_IMPORT'])", "some_module.py")
     for command in (["-m", "some_module"], [str(script)]):
-        done = subprocess.run(
-            place.command(*command, workers=1, imports=["one.two", "three"]),
-            env=options,
-            cwd=place.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        started = place.command(*command, workers=1, imports=["one.two", "three"])
+        done = place.call(started, cwd=place.folder)
         assert done.returncode == 0, done.stderr
         assert f"imports one.two,three from {str(place.folder)!r}" in done.stdout
         assert "[worker 0] one.two,three" in done.stdout
@@ -149,27 +141,14 @@ def test_nothing_is_imported_unless_it_is_asked_for(place: Place) -> None:
 def test_arguments_and_modules(place: Place) -> None:
     place.script("print(__name__, sys.argv[1:])", "some_module.py")
     for command in (["-m", "some_module"], ["some_module.py"]):
-        done = subprocess.run(
-            place.command(*command, "--lr", "0.1", "-h", "--", "x", workers=1),
-            env=place.environment(),
-            cwd=place.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        started = place.command(*command, "--lr", "0.1", "-h", "--", "x", workers=1)
+        done = place.call(started, cwd=place.folder)
         assert "[worker 0] __main__ ['--lr', '0.1', '-h', '--', 'x']" in done.stdout, done.stderr
 
 
 def test_worker_0_has_our_stdin(place: Place) -> None:
-    done = subprocess.run(
-        place.command(place.script("print(rank, repr(sys.stdin.read()))")),
-        env=place.environment(),
-        input="from outside",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    script = place.script("print(rank, repr(sys.stdin.read()))")
+    done = place.call(place.command(script), input="from outside")
     assert "[worker 0] 0 'from outside'" in done.stdout
     assert "[worker 1] 1 ''" in done.stdout
 
@@ -216,14 +195,8 @@ def test_too_few_descriptors_for_all_processes(place: Place) -> None:
         + ("run_name='__main__')")
     )
     python, *command = place.command(place.script("wait()"), workers=16)
-    done = subprocess.run(
-        [python, "-c", code, *command],
-        env=place.environment(PYTHONPATH=str(Path(__file__).parent)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environment = place.environment(PYTHONPATH=str(Path(__file__).parent))
+    done = place.call([python, "-c", code, *command], env=environment)
     assert done.returncode == 1
     assert "a process cannot be started" in done.stderr
     assert "Too many open files" in done.stderr
@@ -287,14 +260,6 @@ def test_the_command_passes_everything_on(place: Place, monkeypatch: pytest.Monk
         "from tensorwire.cli import main; main(prog_name='tensorwire')"
     )
     arguments = ["--workers", "2", "--slices", "4", "--no-prefix", "script.py", "--workers", "9"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "run", *arguments],
-        env=place.environment(),
-        cwd=place.folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = place.call([sys.executable, "-c", code, "run", *arguments], cwd=place.folder)
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines().count("['--workers', '9'] 4") == 2

@@ -167,10 +167,8 @@ def test_deaths_for_memory_end_the_job_despite_progress(place: Place, memory: bo
     with small_group(400 << 20) as group:
         into = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
         options = {"workers": 1, "durable": True, "patience": WARM, "restarts": 2}
-        done = subprocess.run(
-            ["sh", "-c", into, group, *place.command(place.script(KEPT + text), **options)],
-            env=place.environment(), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        command = place.command(place.script(KEPT + text), **options)
+        done = place.call(["sh", "-c", into, str(group), *command])
     if not memory:  # somebody has sent SIGKILL: progress begins the count again
         assert done.returncode == 0, done.stderr
         assert "memory" not in done.stderr
@@ -241,22 +239,10 @@ def test_nobody_holds_the_socket_of_one_that_is_not_replaced(place: Place) -> No
 
 def test_the_first_worker_gets_the_input_again(place: Place) -> None:
     """Its successor goes on to read where it was."""
-    launched = place.command(
-        place.script(
-            KEPT + "become()\nprint('read', sys.stdin.buffer.raw.read(4))\nterm or die()\ngoodbye()"
-        ),
-        workers=1,
-        durable=True,
-        patience=WARM,
-    )
-    done = subprocess.run(
-        launched,
-        env=place.environment(),
-        input="one\ntwo\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    text = "become()\nprint('read', sys.stdin.buffer.raw.read(4))\nterm or die()\ngoodbye()"
+    options: dict[str, Any] = {"workers": 1, "durable": True, "patience": WARM}
+    launched = place.command(place.script(KEPT + text), **options)
+    done = place.call(launched, input="one\ntwo\n")
     assert done.returncode == 0, done.stderr
     assert "read b'one\\n'" in done.stdout
     assert "read b'two\\n'" in done.stdout

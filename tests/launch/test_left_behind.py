@@ -56,15 +56,7 @@ def test_a_folder_that_became_read_only_is_told_and_the_outcome_stays(
         goodbye()
         sys.exit({code} if rank == 0 else 0)
     """)
-    done = subprocess.run(
-        [*bounded, *place.command(script)],
-        env=place.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = place.call([*bounded, *place.command(script)])
     assert done.returncode == code, done.stderr
     told = [line for line in done.stderr.splitlines() if "cannot be removed and stays" in line]
     names = sorted(path.name.partition("-")[0] for path in read_only.iterdir())

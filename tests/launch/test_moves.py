@@ -34,14 +34,7 @@ class Job:
         self._place, self._launched, self._folder = place, launched, folder
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tensorwire", *arguments],
-            env=self._place.environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return self._place.call([sys.executable, "-m", "tensorwire", *arguments])
 
     def scale(self, servers: int) -> dict[str, Any]:
         done = self.command("scale", "--servers", str(servers), "--json")
