@@ -712,20 +712,6 @@ def test_a_part_that_is_moved_too_late_is_an_error(team: Team) -> None:
     assert said.startswith("parameter '1.bias' has other memory since the model was moved")
 
 
-def other_device(job: Any) -> str:
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    try:
-        tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    except UnavailableError as error:
-        return str(error)
-    return ""
-
-
-def test_parameters_on_another_kind_of_device_are_an_error(team: Team) -> None:
-    assert "is on meta; only parameters on the CPU and on CUDA" in team.alone(other_device)
-
-
 class Slow(torch.autograd.Function):
     """Its gradient comes late on the device, long after the CPU has gone on."""
 

@@ -4,7 +4,6 @@ Every case trains with `placement="plan"` and with "copy" and gives the same bit
 with two workers, and alone. The addresses of the gradients tell which were in place.
 """
 
-import copy
 import ctypes
 import functools
 import gc
@@ -674,45 +673,6 @@ def failing_twice(job: tw.Job) -> str:
 
 def test_an_edited_gradient_is_an_error_also_in_place(team: Team) -> None:
     assert "'4.weight'" in team.alone(failing_twice)
-
-
-def other_model(job: tw.Job, change: str) -> str:
-    model = net()
-    opt = wrap(model, "plan")
-    train(job, model, opt, 3)
-    if change == "assign":
-        model.load_state_dict(net().state_dict(), assign=True)
-    elif change == "dtype":
-        model.to(torch.bfloat16)
-    else:
-        twin = copy.deepcopy(model)
-        loss_of(twin, batch(job, 9)).backward()
-        twin[4].weight.grad.zero_()
-        with torch.no_grad():
-            twin[4].weight.zero_()
-        loss_of(model, batch(job, 3)).backward()
-        opt.step()
-        opt.zero_grad()
-        return digest(model)
-    loss_of(model, batch(job, 3).to(model[4].weight.dtype)).backward()
-    opt.step()
-    return digest(model)
-
-
-@pytest.mark.parametrize("change", ["assign", "dtype"])
-def test_parameters_that_were_replaced_are_an_error(team: Team, change: str) -> None:
-    text = team.failure_alone(other_model, change).text
-    what = (
-        "torch.float32 on cpu, and is torch.bfloat16"
-        if change == "dtype"
-        else "replaced in the model"
-    )
-    assert f"parameter '0.weight' was {what}" in text
-
-
-def test_a_deep_copy_shares_nothing(team: Team) -> None:
-    first, second = team.run(other_model, "deepcopy")
-    assert first == second
 
 
 @pytest.mark.parametrize("name", [each.name for each in WORKLOADS])

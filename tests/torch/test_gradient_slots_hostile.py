@@ -264,7 +264,8 @@ REPLACED = {
 def test_parameters_that_were_replaced(
     team: Team, transports: list[str] | None, change: str
 ) -> None:
-    for text in same(team, changing, change, 3, transports=transports):
+    alone = team.alone(changing, "plan", change, 3)
+    for text in (alone, *same(team, changing, change, 3, transports=transports)):
         assert f"parameter '0.weight' was {REPLACED[change]}" in text
 
 

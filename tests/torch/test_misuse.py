@@ -301,7 +301,7 @@ def no_optimizer(job: tw.Job) -> None:
     tw.DistributedOptimizer(model, model)  # type: ignore[arg-type]
 
 
-@case("UnavailableError", "'weight' is on meta")
+@case("UnavailableError", "'weight' is on meta; only parameters on the CPU and on CUDA")
 def on_a_device(job: tw.Job) -> None:
     model = nn.Linear(2, 2, device="meta")
     tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
