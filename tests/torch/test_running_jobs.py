@@ -91,6 +91,12 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
     text = status()
     for word in ("script.py", "connected", "SGD", found["servers"][1]["address"], found["log"]):
         assert word in text
+    with pytest.MonkeyPatch.context() as monkeypatch:  # a stranger sees nothing
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "another"))
+        (folder / "another").mkdir(mode=0o700)
+        monkeypatch.setenv("TENSORWIRE_SECRET", "this is not the secret of that job")
+        (error,) = json.loads(status("--json", found["address"], code=1))
+        assert "secret" in error["error"]
     (folder / "go").touch()
     assert job.wait(60) == 0
     assert jobs() == []
@@ -109,16 +115,3 @@ def test_a_server_that_was_killed_is_not_shown(folder: Path) -> None:
     (error,) = json.loads(status("--json", found["address"], code=1))
     assert error["address"] == found["address"]
     assert error["error"]
-
-
-@pytest.mark.slow
-def test_a_stranger_sees_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = started(folder, "--workers", "2")
-    (found,) = jobs()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "another"))
-    (folder / "another").mkdir(mode=0o700)
-    monkeypatch.setenv("TENSORWIRE_SECRET", "this is not the secret of that job")
-    (error,) = json.loads(status("--json", found["address"], code=1))
-    assert "secret" in error["error"]
-    (folder / "go").touch()
-    assert job.wait(60) == 0
