@@ -38,6 +38,7 @@ while True:
     if pause:
         time.sleep(pause)
     while pathlib.Path("pause").exists() and not pathlib.Path("go").exists():
+        pathlib.Path("waits").touch()
         time.sleep(0.01)
     over = pathlib.Path("go").exists()
     if over if mode == "async" else job.mean(float(over)) > 0:
@@ -98,6 +99,12 @@ class JobAtWork:
 
     def pause(self) -> None:
         (self.folder / "pause").touch()
+
+    def stop(self) -> None:
+        """Returns when it waits after a step, until `go_on`."""
+        (self.folder / "waits").unlink(missing_ok=True)
+        self.pause()
+        self.await_file("waits")
 
     def go_on(self) -> None:
         (self.folder / "pause").unlink()

@@ -9,6 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+MARKS = [
+    pytest.mark.timeout(240),
+    pytest.mark.fuse,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
+]
+
 
 class Mounted:
     """A mount process; what it prints goes to `output`, a descriptor, if there is one."""

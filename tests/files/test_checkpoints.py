@@ -471,7 +471,6 @@ def test_savers_that_are_killed_at_random_instants(
         assert {name.rpartition("/")[2] for name in names} == {".metadata", "__0_0.distcp"}
         files.pipe("checkpoints/rest", bytes(2 * size - (1 << 20)))
         files.close()
-    TensorwireFileSystem.clear_instance_cache()
 
 
 @pytest.mark.slow
@@ -512,4 +511,3 @@ def test_files_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert not files.exists("checkpoints/c")
         for each in (far, files):
             each.close()
-    TensorwireFileSystem.clear_instance_cache()

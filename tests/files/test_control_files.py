@@ -1,6 +1,7 @@
 """`control/…`: a job is paused, its parameters are written, and only by its own user."""
 
 import concurrent.futures
+import contextlib
 import errno
 import io
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +98,15 @@ class Job:
         found: dict[str, Any] = torch.load(self.folder / "model.pt")
         return found
 
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        TensorwireFileSystem.clear_instance_cache()
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str, edit: int = 0) -> Iterator[Job]:
+    job = Job(folder, *arguments, edit=edit)
+    try:
+        yield job
+    finally:
+        job.process.terminate()
+        job.process.wait(30)
 
 
 def array(files: TensorwireFileSystem, path: str) -> Any:
@@ -123,11 +130,8 @@ def reference(folder: Path, version: int, workers: int) -> dict[str, Any]:
     """The result if the script itself edits its parameters when a version is in place."""
     inner = folder / "reference"
     inner.mkdir()
-    job = Job(inner, "--workers", str(workers), edit=version - 2)
-    try:
+    with running(inner, "--workers", str(workers), edit=version - 2) as job:
         return job.model()
-    finally:
-        job.end()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -138,14 +142,12 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(("--servers", "2"), id="servers"),
         pytest.param(("--transports", "tcp"), id="tcp"),
-        pytest.param(("--on-death=end",), id="not-durable"),
+        pytest.param(("--servers", "2", "--on-death=end"), id="not-durable"),
     ],
 )
 def test_written_parameters_are_an_edit(folder: Path, arguments: tuple[str, ...]) -> None:
-    job = Job(folder, "--workers", "2", *arguments)
-    try:
+    with running(folder, "--workers", "2", *arguments) as job:
         version = job.pause()
         time.sleep(0.2)
         assert int(job.files.cat("status/version")) == version
@@ -159,15 +161,12 @@ def test_written_parameters_are_an_edit(folder: Path, arguments: tuple[str, ...]
         wait_until(lambda: int(job.files.cat("status/version")) > version)
         assert job.files.cat("control/state").startswith(b"running")
         found = job.model()
-    finally:
-        job.end()
     assert same(found, reference(folder, version, 2))
 
 
 @pytest.mark.slow
 def test_what_is_refused(folder: Path) -> None:
-    job = Job(folder, "--workers", "1")
-    try:
+    with running(folder, "--workers", "1") as job:
         files = job.files
         bias = npy(np.zeros(3, np.float32))
         assert code_of(lambda: files.pipe("params/2.bias.npy", bias)) == errno.EROFS
@@ -225,39 +224,33 @@ def test_what_is_refused(folder: Path) -> None:
         files.pipe("control/commit", b"discard")
         job.go_on()
         wait_until(lambda: np.isnan(array(files, "params/2.bias.npy")).all())
-    finally:
-        job.end()
 
 
 @pytest.mark.slow
-def test_only_the_owner_controls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_owner_controls(
+    job: JobAtWork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process with the secret for reading sees the files, and takes snapshots."""
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
-    try:
-        door, secret = job.servers[0].door, job.servers[0].reading_secret
-        elsewhere = folder / "elsewhere"
-        elsewhere.mkdir(mode=0o700)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(elsewhere))
-        files = TensorwireFileSystem(door, secret=secret)
-        assert files.cat("control/state").startswith(b"running ")
-        assert files.cat("control/scale") == b"workers 1\nservers 1\n"
-        assert code_of(lambda: files.pipe("control/pause", b"1")) == errno.EACCES
-        assert code_of(lambda: files.pipe("control/pause", b"0")) == errno.EACCES
-        assert code_of(lambda: files.pipe("control/scale", b"workers 2")) == errno.EACCES
-        files.pipe("control/snapshot", b"take")
-        files.pipe("control/snapshot", b"take values")
-        held = [line.split()[1] for line in files.cat("control/snapshot").splitlines()]
-        assert 1 <= len(held) <= 2
-        assert files.exists(f"snapshots/{held[0].decode()}/params/a.npy")
-        for _ in range(2):  # as often as it was taken: both may be of one version
-            version = files.cat("control/snapshot").split()[1]
-            files.pipe("control/snapshot", b"release " + version)
-        assert files.cat("control/snapshot") == b""
-        files.close()
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    finally:
-        job.end()
-        TensorwireFileSystem.clear_instance_cache()
+    door, secret = job.servers[0].door, job.servers[0].reading_secret
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(elsewhere))
+    files = TensorwireFileSystem(door, secret=secret)
+    assert files.cat("control/state").startswith(b"running ")
+    assert files.cat("control/scale") == b"workers 1\nservers 1\n"
+    assert code_of(lambda: files.pipe("control/pause", b"1")) == errno.EACCES
+    assert code_of(lambda: files.pipe("control/pause", b"0")) == errno.EACCES
+    assert code_of(lambda: files.pipe("control/scale", b"workers 2")) == errno.EACCES
+    files.pipe("control/snapshot", b"take")
+    files.pipe("control/snapshot", b"take values")
+    held = [line.split()[1] for line in files.cat("control/snapshot").splitlines()]
+    assert 1 <= len(held) <= 2
+    assert files.exists(f"snapshots/{held[0].decode()}/params/a.npy")
+    for _ in range(2):  # as often as it was taken: both may be of one version
+        version = files.cat("control/snapshot").split()[1]
+        files.pipe("control/snapshot", b"release " + version)
+    assert files.cat("control/snapshot") == b""
+    files.close()
 
 
 @pytest.mark.slow
@@ -270,25 +263,21 @@ def test_other_modes_are_not_paused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_makes_no_step_is_not_paused(folder: Path) -> None:
-    job = JobAtWork(folder, "--workers", "1", paused=True)
-    try:
-        files = TensorwireFileSystem(job.address)
-        assert code_of(lambda: files.pipe("control/pause", b"1 0.3")) == errno.ETIMEDOUT
-        assert files.cat("control/state").startswith(b"running ")
-        job.go_on()
-        before = int(files.cat("status/version"))
-        wait_until(lambda: int(files.cat("status/version")) > before)
-        files.close()
-    finally:
-        job.end()
+def test_a_job_that_makes_no_step_is_not_paused(job: JobAtWork) -> None:
+    job.stop()
+    files = TensorwireFileSystem(job.address)
+    assert code_of(lambda: files.pipe("control/pause", b"1 0.3")) == errno.ETIMEDOUT
+    assert files.cat("control/state").startswith(b"running ")
+    job.go_on()
+    before = int(files.cat("status/version"))
+    wait_until(lambda: int(files.cat("status/version")) > before)
+    files.close()
 
 
 @pytest.mark.slow
 def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
     """Afterwards all of it is there, or nothing; a share's new owner knows the next version."""
-    job = Job(folder, "--workers", "1", "--servers", "2:2")
-    try:
+    with running(folder, "--workers", "1", "--servers", "2:2") as job:
         files, version = job.files, job.pause()
         files.pipe("params/2.bias.npy", npy(np.full(3, 7, np.float32)))
         assert files.cat("control/scale") == b"workers 1\nservers 2\n"
@@ -309,14 +298,12 @@ def test_servers_that_leave_take_nothing_that_is_written(folder: Path) -> None:
         job.pause()
         assert abs(array(files, "params/2.bias.npy") - 7).max() < 2  # a few steps later
         job.go_on()
-    finally:
-        job.end()
 
 
 @pytest.mark.slow
-def test_several_wait_for_a_pause(folder: Path) -> None:
+def test_several_wait_for_a_pause(job: JobAtWork) -> None:
     """A process that stops waiting takes nothing from others; ending the pause waits for none."""
-    job = JobAtWork(folder, "--workers", "1", paused=True)
+    job.stop()
     files = [TensorwireFileSystem(job.address, skip_instance_cache=True) for _ in range(2)]
     threads = concurrent.futures.ThreadPoolExecutor(2)
 
@@ -344,8 +331,6 @@ def test_several_wait_for_a_pause(folder: Path) -> None:
         threads.shutdown()
         for each in files:
             each.close()
-        job.end()
-        TensorwireFileSystem.clear_instance_cache()
 
 
 def _pause_word(files: TensorwireFileSystem) -> int:
@@ -376,8 +361,7 @@ files.pipe("control/commit", b"version " + sys.argv[2].encode())
 
 @pytest.mark.slow
 def test_a_dying_writer_changes_nothing(folder: Path) -> None:
-    job = Job(folder, "--workers", "2")
-    try:
+    with running(folder, "--workers", "2") as job:
         version = job.pause()
         process = subprocess.run(
             [sys.executable, "-c", DYING, job.servers[0].address, str(version)], check=False
@@ -387,8 +371,6 @@ def test_a_dying_writer_changes_nothing(folder: Path) -> None:
         job.files.pipe("control/commit", f"version {version}\n".encode())
         job.go_on()
         found = job.model()
-    finally:
-        job.end()
     assert same(found, reference(folder, version, 2))
 
 
@@ -396,8 +378,7 @@ def test_a_dying_writer_changes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("who", ["server-0", "server-1", "worker"])
 def test_killed_while_paused(folder: Path, who: str) -> None:
     """A replaced process finds the pause, and the written values."""
-    job = Job(folder, "--workers", "2", "--servers", "2", "--on-death=restart")
-    try:
+    with running(folder, "--workers", "2", "--servers", "2", "--on-death=restart") as job:
         version = job.pause()
         write_edit(job.files)
         job.files.pipe("control/commit", f"version {version}\n".encode())
@@ -419,15 +400,12 @@ def test_killed_while_paused(folder: Path, who: str) -> None:
         assert is_paused()
         wait_until(lambda: code_of(job.go_on) is None)
         found = job.model()
-    finally:
-        job.end()
     assert same(found, reference(folder, version, 2))
 
 
 @pytest.mark.slow
 def test_workers_come_and_go_by_a_file(folder: Path) -> None:
-    job = Job(folder, "--workers", "2:2")
-    try:
+    with running(folder, "--workers", "2:2") as job:
         files = job.files
         assert code_of(lambda: files.pipe("control/scale", b"workers 0")) == errno.EPERM
         wait_until(lambda: code_of(lambda: files.pipe("control/scale", b"workers 1")) is None)
@@ -437,6 +415,4 @@ def test_workers_come_and_go_by_a_file(folder: Path) -> None:
         files.pipe("control/commit", f"version {version}\n".encode())
         job.go_on()
         found = job.model()
-    finally:
-        job.end()
     assert same(found, reference(folder, version, 2))

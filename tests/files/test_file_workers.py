@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -40,16 +41,6 @@ def refused_with(*codes: int) -> Iterator[None]:
 def train(job: FileJob, client: Client, first: int = 0, version: int = 1) -> None:
     for step in range(first, STEPS):
         version = client.step(step, version)
-
-
-@pytest.mark.slow
-def test_bits_are_those_of_a_python_worker(folder: Path) -> None:
-    with running(folder, "--workers", "1", "--file-workers", "1") as job:
-        client = Client(job, 1)
-        train(job, client)
-        client.close()
-        found = job.model()
-    assert same(found, reference(folder, 2))
 
 
 @pytest.mark.slow
@@ -102,56 +93,14 @@ def test_steps_of_two_versions(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_refused_and_goes_on(folder: Path) -> None:
+    """Whatever was refused, the bits are those of a Python worker."""
     with running(folder, "--workers", "1", "--file-workers", "1") as job:
         client = Client(job, 1)
         worker = client.worker
         version = worker.wait(1, 60)
-        right = client.gradients(0)
-
-        def refused(code: int, *, at: int = version, **options: object) -> None:
-            with refused_with(code):
-                worker.commit(at, **options)  # type: ignore[arg-type]
-
-        def raw(name: str, data: bytes) -> None:
-            memory, index = worker.memory, worker.memory.index(name)
-            memory.truncate(index, 0, name)
-            memory.write(index, 0, data, name)
-
-        header = npy_header("float32", (3, 5))
-        refused(errno.ENODATA)  # nothing was written
-        worker.write("bias", right["bias"])
-        refused(errno.ENODATA)  # half of it
-        raw("weight", header + bytes(59))
-        refused(errno.ENODATA)
-        raw("weight", header + bytes(61))
-        refused(errno.EFBIG)
-        with refused_with(errno.EFBIG):
-            raw("weight", header + bytes(10_000))
-        raw("weight", npy_header("float64", (3, 5)) + bytes(60))
-        refused(errno.EINVAL)
-        raw("weight", npy_header("float32", (5, 3)) + bytes(60))
-        refused(errno.EINVAL)
-        raw("weight", b"not an array at all" + bytes(100))
-        refused(errno.EINVAL)
-        raw("weight", b"\x93NUMPY\x01\x00" + b"\x20\x00" + b"[" * 32)
-        refused(errno.EINVAL)
-        worker.write("weight", np.full((3, 5), np.nan))
-        refused(errno.EDOM)
-        worker.write("weight", right["weight"])
-        refused(errno.ESTALE, at=version - 1)
-        refused(errno.ESTALE, at=version + 1)
-        refused(errno.EINVAL, absent=("weight",))
-        refused(errno.EINVAL, absent=("nobody",))
-        for text in ("", "version", "version x", f"version {version}\nsamples 0", "rubbish"):
-            with refused_with(errno.EINVAL):
-                worker.commit_text(text)
-        with pytest.raises(ValueError, match="shape"):
-            worker.write("weight", right["weight"].T)
-        with pytest.raises(LookupError, match="no tensor 'nobody' gets gradients"):
-            worker.write("nobody", right["weight"])
-        worker.commit(version)
-        with refused_with(errno.EBUSY, errno.ESTALE):
-            worker.commit(version)
+        check_late_answers(worker, version)
+        check_more_programs(job)
+        check_refusals(worker, version, client.gradients(0))
         train(job, client, 1, version)
         client.close()
         found = job.model()
@@ -160,32 +109,86 @@ def test_what_is_refused_and_goes_on(folder: Path) -> None:
     assert same(found, reference(folder, 2))
 
 
-@pytest.mark.slow
-def test_an_answer_that_comes_too_late_is_none_to_the_next_request(folder: Path) -> None:
-    with running(folder, "--workers", "1", "--file-workers", "1") as job:
-        client = Client(job, 1)
-        worker = client.worker
-        version = worker.wait(1, 60)
-        process = next(each.pid for each in running_file_workers())
-        os.kill(process, signal.SIGSTOP)
-        wake = threading.Timer(0.5, os.kill, (process, signal.SIGCONT))
-        try:
-            assert worker._channel is not None
-            worker._channel.settimeout(0.2)
-            with refused_with(errno.ETIMEDOUT):
-                worker.commit(version - 1)
-            wake.start()
-            with refused_with(errno.EINVAL):
-                worker.commit_text("rubbish")
-            with refused_with(errno.EINVAL):
-                worker.commit_text("absent " + 30_000 * "é")
-        finally:
-            wake.cancel()
-            os.kill(process, signal.SIGCONT)
-        train(job, client, 0, 1)
-        client.close()
-        found = job.model()
-    assert same(found, reference(folder, 2))
+def check_late_answers(worker: FileWorker, version: int) -> None:
+    """Makes an answer come too late, which is none to the next request."""
+    process = next(each.pid for each in running_file_workers())
+    assert worker._channel is not None
+    os.kill(process, signal.SIGSTOP)
+    wake = threading.Timer(0.5, os.kill, (process, signal.SIGCONT))
+    try:
+        worker._channel.settimeout(0.2)
+        with refused_with(errno.ETIMEDOUT):
+            worker.commit(version - 1)
+        wake.start()
+        with refused_with(errno.EINVAL):
+            worker.commit_text("rubbish")
+        with refused_with(errno.EINVAL):
+            worker.commit_text("absent " + 30_000 * "é")
+    finally:
+        wake.cancel()
+        os.kill(process, signal.SIGCONT)
+
+
+def check_more_programs(job: FileJob) -> None:
+    """Connects more programs than a worker lets in."""
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(job.worker(1)) for _ in range(63)]
+        for _ in range(70):  # nor is anything left of those that were refused
+            with refused_with(errno.EBUSY):
+                FileWorker(job.address(), 1)
+        others[0].close()
+        stack.enter_context(job.worker(1))
+        with refused_with(errno.EBUSY):
+            FileWorker(job.address(), 1)
+
+
+def check_refusals(worker: FileWorker, version: int, right: dict[str, Any]) -> None:
+    """Commits what is refused, and then the right gradients."""
+
+    def refused(code: int, *, at: int = version, **options: object) -> None:
+        with refused_with(code):
+            worker.commit(at, **options)  # type: ignore[arg-type]
+
+    def raw(name: str, data: bytes) -> None:
+        memory, index = worker.memory, worker.memory.index(name)
+        memory.truncate(index, 0, name)
+        memory.write(index, 0, data, name)
+
+    header = npy_header("float32", (3, 5))
+    refused(errno.ENODATA)  # nothing was written
+    worker.write("bias", right["bias"])
+    refused(errno.ENODATA)  # half of it
+    raw("weight", header + bytes(59))
+    refused(errno.ENODATA)
+    raw("weight", header + bytes(61))
+    refused(errno.EFBIG)
+    with refused_with(errno.EFBIG):
+        raw("weight", header + bytes(10_000))
+    raw("weight", npy_header("float64", (3, 5)) + bytes(60))
+    refused(errno.EINVAL)
+    raw("weight", npy_header("float32", (5, 3)) + bytes(60))
+    refused(errno.EINVAL)
+    raw("weight", b"not an array at all" + bytes(100))
+    refused(errno.EINVAL)
+    raw("weight", b"\x93NUMPY\x01\x00" + b"\x20\x00" + b"[" * 32)
+    refused(errno.EINVAL)
+    worker.write("weight", np.full((3, 5), np.nan))
+    refused(errno.EDOM)
+    worker.write("weight", right["weight"])
+    refused(errno.ESTALE, at=version - 1)
+    refused(errno.ESTALE, at=version + 1)
+    refused(errno.EINVAL, absent=("weight",))
+    refused(errno.EINVAL, absent=("nobody",))
+    for text in ("", "version", "version x", f"version {version}\nsamples 0", "rubbish"):
+        with refused_with(errno.EINVAL):
+            worker.commit_text(text)
+    with pytest.raises(ValueError, match="shape"):
+        worker.write("weight", right["weight"].T)
+    with pytest.raises(LookupError, match="no tensor 'nobody' gets gradients"):
+        worker.write("nobody", right["weight"])
+    worker.commit(version)
+    with refused_with(errno.EBUSY, errno.ESTALE):
+        worker.commit(version)
 
 
 @pytest.mark.slow
@@ -217,33 +220,15 @@ def test_by_fsspec(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_programs_than_a_worker_lets_in(folder: Path) -> None:
-    with running(folder, "--workers", "1", "--file-workers", "1") as job:
-        client = Client(job, 1)
-        with contextlib.ExitStack() as stack:
-            others = [stack.enter_context(job.worker(1)) for _ in range(63)]
-            for _ in range(70):  # nor is anything left of those that were refused
-                with refused_with(errno.EBUSY):
-                    FileWorker(job.address(), 1)
-            others[0].close()
-            stack.enter_context(job.worker(1))
-            with refused_with(errno.EBUSY):
-                FileWorker(job.address(), 1)
-        train(job, client)
-        client.close()
-        found = job.model()
-    assert same(found, reference(folder, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("committed", [True, False])
-def test_the_process_is_killed(folder: Path, committed: bool) -> None:
+def test_the_process_is_killed(folder: Path) -> None:
+    """Twice each, after it has committed and before."""
     # Worker 0 waits if it is early, so that what was committed lies there at the kill.
     hold = "while pathlib.Path('hold').exists(): pass"
     with running(folder, "--workers", "1", "--file-workers", "1", before=hold) as job:
         client, version = Client(job, 1), 1
         for step in range(STEPS):
-            if step in (2, 3):
+            committed = step < 3
+            if 0 < step < 5:
                 version = client.worker.wait(version, 60)
                 (folder / "hold").touch()
                 for name, gradient in client.gradients(step).items():

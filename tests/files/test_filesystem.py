@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,12 +310,6 @@ def check_safetensors(address: str) -> None:
         other.cat_file(f"{held}/params/b.npy")
     other.close()
     fs.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_instance_stays() -> Iterator[None]:
-    yield
-    TensorwireFileSystem.clear_instance_cache()
 
 
 MODEL = """

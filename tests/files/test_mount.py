@@ -17,79 +17,72 @@ import numpy as np
 import pytest
 from files.file_workers import STEPS, Client, FileJob, reference, same
 from files.jobs import JobAtWork
-from files.mounts import Mounted, mounted, run
+from files.mounts import MARKS, Mounted, mounted, run
 from files.outcomes import code_of, wait_until
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.fuse,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
-]
+pytestmark = MARKS
+JOB = {"momentum": 0.5}
 
 
 @pytest.mark.slow
-def test_tools_read_it(folder: Path) -> None:
+def test_tools_read_it(job: JobAtWork, made: Mounted, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
-    job = JobAtWork(folder, "--workers", "1", paused=True, momentum=0.5)
-    try:
-        with mounted(folder, job.address) as made:
-            at = made.path
-            assert {each.name for each in at.iterdir()} == {
-                "checkpoints", "control", "model.safetensors", "optimizer", "params", "snapshots",
-                "status",
-            }  # fmt: skip
-            version = int((at / "status/version").read_text())
-            weight = np.load(at / "params/a.npy", mmap_mode="r")
-            assert weight.shape == (300, 1000)
-            value = float(weight[0, 0])
-            assert (weight == value).all()
-            with safetensors.safe_open(at / "model.safetensors", framework="np") as file:
-                assert (file.get_tensor("a") == value).all()
-            run("cp", "-r", str(at), str(folder / "copy"))
-            assert (np.load(folder / "copy/params/a.npy") == value).all()
-            run("tar", "-cf", str(folder / "all.tar"), "-C", str(at), "params", "status")
-            assert len(run("find", str(at), "-type", "f").splitlines()) == 20
-            read = run("sh", "-c", f"dd if={at}/params/a.npy bs=4099 2>/dev/null | sha256sum")
-            assert read == run("sh", "-c", f"cat {folder}/copy/params/a.npy | sha256sum")
-            found = os.stat(at / "params/b.npy")
-            assert (found.st_mode & 0o7777, found.st_uid) == (0o444, os.geteuid())
-            names = {name.rpartition(".")[2] for name in os.listxattr(at / "params/b.npy")}
-            assert names == {"dtype", "shape", "version"}
-            assert int(os.getxattr(at / "params/b.npy", "user.tensorwire.version")) == version
-            refused = {
-                errno.EROFS: (
-                    lambda: open(at / "params/a.npy", "r+b"),
-                    lambda: open(at / "new", "w"),
-                    lambda: os.mkdir(at / "params/x"),
-                    lambda: os.unlink(at / "status/version"),
-                    lambda: os.rename(at / "status", at / "other"),
-                    lambda: os.symlink("x", at / "link"),
-                    lambda: os.chmod(at / "params/a.npy", 0o777),
-                    lambda: os.truncate(at / "params/a.npy", 0),
-                    lambda: os.setxattr(at / "params/a.npy", "user.x", b"1"),
-                ),
-                errno.ENOENT: (lambda: open(at / "params/c.npy"), lambda: os.listdir(at / "no")),
-                errno.ENOTDIR: (lambda: open(at / "params/a.npy/x"),),
-                errno.EISDIR: (lambda: open(at / "params", "w"),),
-                errno.ENODATA: (lambda: os.getxattr(at / "params/a.npy", "user.x"),),
-                errno.ENAMETOOLONG: (lambda: open(at / ("n" * 5000)),),
-            }
-            for code, actions in refused.items():
-                for number, action in enumerate(actions):
-                    assert (number, code_of(action)) == (number, code)
-            # What is open keeps its version, and who opens anew has another one.
-            before = found.st_mtime
-            job.go_on()
-            deadline = time.monotonic() + 30
-            while np.load(at / "params/a.npy")[0, 0] < value + 3:
-                assert time.monotonic() < deadline
-            assert (weight == value).all()
-            assert os.stat(at / "params/b.npy").st_mtime > before
-            for _ in range(30):
-                now = np.load(at / "params/a.npy", mmap_mode="r")
-                assert (now == now[0, 0]).all()
-    finally:
-        job.end()
+    job.stop()
+    at = made.path
+    assert {each.name for each in at.iterdir()} == {
+        "checkpoints", "control", "model.safetensors", "optimizer", "params", "snapshots",
+        "status",
+    }  # fmt: skip
+    version = int((at / "status/version").read_text())
+    weight = np.load(at / "params/a.npy", mmap_mode="r")
+    assert weight.shape == (300, 1000)
+    value = float(weight[0, 0])
+    assert (weight == value).all()
+    with safetensors.safe_open(at / "model.safetensors", framework="np") as file:
+        assert (file.get_tensor("a") == value).all()
+    run("cp", "-r", str(at), str(tmp_path / "copy"))
+    assert (np.load(tmp_path / "copy/params/a.npy") == value).all()
+    run("tar", "-cf", str(tmp_path / "all.tar"), "-C", str(at), "params", "status")
+    assert len(run("find", str(at), "-type", "f").splitlines()) == 20
+    read = run("sh", "-c", f"dd if={at}/params/a.npy bs=4099 2>/dev/null | sha256sum")
+    assert read == run("sh", "-c", f"cat {tmp_path}/copy/params/a.npy | sha256sum")
+    found = os.stat(at / "params/b.npy")
+    assert (found.st_mode & 0o7777, found.st_uid) == (0o444, os.geteuid())
+    names = {name.rpartition(".")[2] for name in os.listxattr(at / "params/b.npy")}
+    assert names == {"dtype", "shape", "version"}
+    assert int(os.getxattr(at / "params/b.npy", "user.tensorwire.version")) == version
+    refused = {
+        errno.EROFS: (
+            lambda: open(at / "params/a.npy", "r+b"),
+            lambda: open(at / "new", "w"),
+            lambda: os.mkdir(at / "params/x"),
+            lambda: os.unlink(at / "status/version"),
+            lambda: os.rename(at / "status", at / "other"),
+            lambda: os.symlink("x", at / "link"),
+            lambda: os.chmod(at / "params/a.npy", 0o777),
+            lambda: os.truncate(at / "params/a.npy", 0),
+            lambda: os.setxattr(at / "params/a.npy", "user.x", b"1"),
+        ),
+        errno.ENOENT: (lambda: open(at / "params/c.npy"), lambda: os.listdir(at / "no")),
+        errno.ENOTDIR: (lambda: open(at / "params/a.npy/x"),),
+        errno.EISDIR: (lambda: open(at / "params", "w"),),
+        errno.ENODATA: (lambda: os.getxattr(at / "params/a.npy", "user.x"),),
+        errno.ENAMETOOLONG: (lambda: open(at / ("n" * 5000)),),
+    }
+    for code, actions in refused.items():
+        for number, action in enumerate(actions):
+            assert (number, code_of(action)) == (number, code)
+    # What is open keeps its version, and who opens anew has another one.
+    before = found.st_mtime
+    job.go_on()
+    deadline = time.monotonic() + 30
+    while np.load(at / "params/a.npy")[0, 0] < value + 3:
+        assert time.monotonic() < deadline
+    assert (weight == value).all()
+    assert os.stat(at / "params/b.npy").st_mtime > before
+    for _ in range(30):
+        now = np.load(at / "params/a.npy", mmap_mode="r")
+        assert (now == now[0, 0]).all()
 
 
 @pytest.mark.slow
@@ -140,13 +133,14 @@ for number in range(300):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
-def test_a_mount_answers_while_nobody_reads_what_it_prints(folder: Path, kind: str) -> None:
-    job = JobAtWork(folder, "--workers", "1")
+def test_a_mount_answers_while_nobody_reads_what_it_prints(
+    job: JobAtWork, tmp_path: Path, kind: str
+) -> None:
     ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
     try:
         if kind == "pipe":
             fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
-        with mounted(folder, job.address, theirs) as made:
+        with mounted(tmp_path, job.address, theirs) as made:
             at = made.path
             command = [sys.executable, "-c", REFUSED, str(at / "control/pause")]
             subprocess.run(command, timeout=60, check=True)
@@ -157,60 +151,50 @@ def test_a_mount_answers_while_nobody_reads_what_it_prints(folder: Path, kind: s
     finally:
         os.close(ours)
         os.close(theirs)
-        job.process.kill()
-        job.process.wait()
 
 
 @pytest.mark.slow
-def test_a_mount_that_ends_leaves_those_of_others(folder: Path) -> None:
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
-    path = folder / "mnt"
+def test_a_mount_that_ends_leaves_those_of_others(job: JobAtWork, tmp_path: Path) -> None:
+    path = tmp_path / "mnt"
     path.mkdir()
     run("mount", "-t", "tmpfs", "own", str(path))
     (path / "mine").touch()
-    try:
-        with mounted(folder, job.address) as covered:
-            wait_until(lambda: mounts_at(path) == 2)
-            run("mount", "-t", "tmpfs", "cover", str(path))
-            covered.process.terminate()  # it stays until somebody unmounts it
-            assert covered.process.wait(30) == 0
-            assert mounts_at(path) == 3
-            run("umount", str(path))
-            assert mounts_at(path) == 2
-            # What nobody answers any more is named, and not taken for a folder that is not there.
-            command = [sys.executable, "-m", "tensorwire", "mount", str(path), job.address]
-            again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            assert again.returncode == 1
-            assert "already: umount" in again.stderr
-            run("umount", str(path))
-            another = Mounted(folder, job.address)
-            wait_until(lambda: mounts_at(path) == 2)
-            run("umount", str(path))
-            assert another.process.wait(30) == 0
-            assert mounts_at(path) == 1
-            assert os.listdir(path) == ["mine"]
-    finally:
-        job.end()
+    with mounted(tmp_path, job.address) as covered:
+        wait_until(lambda: mounts_at(path) == 2)
+        run("mount", "-t", "tmpfs", "cover", str(path))
+        covered.process.terminate()  # it stays until somebody unmounts it
+        assert covered.process.wait(30) == 0
+        assert mounts_at(path) == 3
+        run("umount", str(path))
+        assert mounts_at(path) == 2
+        # What nobody answers any more is named, and not taken for a folder that is not there.
+        command = [sys.executable, "-m", "tensorwire", "mount", str(path), job.address]
+        again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert again.returncode == 1
+        assert "already: umount" in again.stderr
+        run("umount", str(path))
+        another = Mounted(tmp_path, job.address)
+        wait_until(lambda: mounts_at(path) == 2)
+        run("umount", str(path))
+        assert another.process.wait(30) == 0
+        assert mounts_at(path) == 1
+        assert os.listdir(path) == ["mine"]
     assert mounts_at(path) == 0
 
 
 @pytest.mark.slow
-def test_poll_wakes_with_a_version(folder: Path) -> None:
-    job = JobAtWork(folder, "--workers", "1", paused=True)
-    try:
-        with mounted(folder, job.address) as made:
-            file = os.open(made.path / "status/version", os.O_RDONLY)
-            poll = select.poll()
-            poll.register(file, select.POLLIN)
-            before = int(os.pread(file, 20, 0))
-            assert poll.poll(300) == []  # nothing follows
-            job.go_on()
-            assert poll.poll(60_000) == [(file, select.POLLIN)]
-            assert int(os.pread(file, 20, 0)) > before
-            assert poll.poll(60_000) == [(file, select.POLLIN)]
-            os.close(file)
-    finally:
-        job.end()
+def test_poll_wakes_with_a_version(job: JobAtWork, made: Mounted) -> None:
+    job.stop()
+    file = os.open(made.path / "status/version", os.O_RDONLY)
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    before = int(os.pread(file, 20, 0))
+    assert poll.poll(300) == []  # nothing follows
+    job.go_on()
+    assert poll.poll(60_000) == [(file, select.POLLIN)]
+    assert int(os.pread(file, 20, 0)) > before
+    assert poll.poll(60_000) == [(file, select.POLLIN)]
+    os.close(file)
 
 
 @pytest.mark.slow

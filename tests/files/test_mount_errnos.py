@@ -12,15 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from files.jobs import JobAtWork
-from files.mounts import mounted
+from files.mounts import MARKS, mounted
 from files.outcomes import code_of, wait_until
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.fuse,
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
-]
+pytestmark = [*MARKS, pytest.mark.slow]
 LENT = 40 << 20
 
 # What write(2) says to a program that a signal interrupts; Python would call it again.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from files.jobs import JobAtWork
-from files.mounts import mounted, run
+from files.jobs import JobAtWork, training
+from files.mounts import MARKS, Mounted, run
 from files.outcomes import wait_until
 
 from tensorwire._core import fuse as core_fuse
@@ -23,12 +23,8 @@ from tensorwire.files.reader import JobReader
 from tensorwire.files.tree import Tree
 
 safetensors = pytest.importorskip("safetensors")
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.fuse,
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
-]
+pytestmark = [*MARKS, pytest.mark.slow]
+JOB = {"ROWS": "5000"}
 
 # Reads places of a parameter at random, by pread and by mapping, of one version each.
 READER = """
@@ -53,24 +49,19 @@ print(len(versions))
 """
 
 
-def test_four_readers_while_it_trains(folder: Path) -> None:
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
-    try:
-        with mounted(folder, job.address) as made:
-            path = str(made.path / "params/a.npy")
-            command = [sys.executable, "-c", READER, path]
-            readers = [
-                subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True)
-                for seed in range(4)
-            ]
-            told = [reader.communicate(timeout=120)[0] for reader in readers]
-            assert [reader.returncode for reader in readers] == [0] * 4
-            assert all(int(each) > 5 for each in told)  # it trained meanwhile
-    finally:
-        job.end()
+def test_four_readers_while_it_trains(made: Mounted) -> None:
+    path = str(made.path / "params/a.npy")
+    command = [sys.executable, "-c", READER, path]
+    readers = [
+        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True)
+        for seed in range(4)
+    ]
+    told = [reader.communicate(timeout=120)[0] for reader in readers]
+    assert [reader.returncode for reader in readers] == [0] * 4
+    assert all(int(each) > 5 for each in told)  # it trained meanwhile
 
 
-def test_many_mounts_leave_nothing(folder: Path) -> None:
+def test_many_mounts_leave_nothing(job: JobAtWork, tmp_path: Path) -> None:
     """200 in one process, with a file open and one mapped each; all of it comes back."""
 
     def counts() -> tuple[int, int, int]:
@@ -78,10 +69,9 @@ def test_many_mounts_leave_nothing(folder: Path) -> None:
 
     def mounts() -> int:
         with open("/proc/self/mountinfo") as told:
-            return sum(str(folder) in line for line in told)
+            return sum(str(tmp_path) in line for line in told)
 
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.05")
-    path = folder / "mnt"
+    path = tmp_path / "mnt"
     path.mkdir()
 
     def mount_once() -> None:
@@ -94,125 +84,109 @@ def test_many_mounts_leave_nothing(folder: Path) -> None:
             del mapped
         mount.close()
 
-    try:
-        with JobReader(job.address) as reader:
-            tree = Tree(reader)
-            for _ in range(3):
-                mount_once()
-            wait_until(lambda: not mounts())
-            before = counts()
-            for _ in range(200):
-                mount_once()
-            wait_until(lambda: counts() <= before)
-            tree.close()
-    finally:
-        job.end()
+    with JobReader(job.address) as reader:
+        tree = Tree(reader)
+        for _ in range(3):
+            mount_once()
+        wait_until(lambda: not mounts())
+        before = counts()
+        for _ in range(200):
+            mount_once()
+        wait_until(lambda: counts() <= before)
+        tree.close()
 
 
-def test_models_are_mapped_without_the_mount(folder: Path) -> None:
+def test_models_are_mapped_without_the_mount(made: Mounted) -> None:
     """The kernel reads the server's own copy: also while the mount's process is stopped."""
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01", ROWS="5000")
-    try:
-        with mounted(folder, job.address) as made:
-            descriptor = os.open(made.path / "model.safetensors", os.O_RDONLY)
-            size = os.fstat(descriptor).st_size
-            with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
-                try:
-                    os.kill(made.process.pid, signal.SIGSTOP)
-                    data = mapped[:]
-                    assert os.pread(descriptor, 5000, 100) == data[100:5100]
-                finally:
-                    os.kill(made.process.pid, signal.SIGCONT)
-            found = dict(safetensors.deserialize(data))
-            values = np.frombuffer(found["a"]["data"], np.float32)
-            assert (values == values[0]).all()
-            # Another version is another file, and a server that is gone leaves what is mapped.
-            again = os.open(made.path / "model.safetensors", os.O_RDONLY)
-            assert os.pread(again, size, 0) != data
-            assert os.pread(descriptor, size, 0) == data
-            # As programs see it, it is the same: cp skips what was replaced since it looked.
-            assert os.fstat(again).st_ino == os.fstat(descriptor).st_ino
-            for each in (again, descriptor):
-                os.close(each)
-    finally:
-        job.end()
+    descriptor = os.open(made.path / "model.safetensors", os.O_RDONLY)
+    size = os.fstat(descriptor).st_size
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+        try:
+            os.kill(made.process.pid, signal.SIGSTOP)
+            data = mapped[:]
+            assert os.pread(descriptor, 5000, 100) == data[100:5100]
+        finally:
+            os.kill(made.process.pid, signal.SIGCONT)
+    found = dict(safetensors.deserialize(data))
+    values = np.frombuffer(found["a"]["data"], np.float32)
+    assert (values == values[0]).all()
+    # Another version is another file, and a server that is gone leaves what is mapped.
+    again = os.open(made.path / "model.safetensors", os.O_RDONLY)
+    assert os.pread(again, size, 0) != data
+    assert os.pread(descriptor, size, 0) == data
+    # As programs see it, it is the same: cp skips what was replaced since it looked.
+    assert os.fstat(again).st_ino == os.fstat(descriptor).st_ino
+    for each in (again, descriptor):
+        os.close(each)
 
 
-@pytest.mark.parametrize("servers", ["1", "2"])
-def test_models_are_read_through_the_mount_elsewhere(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, servers: str
+def check_reading(address: str, path: Path) -> None:
+    path.mkdir()
+    with JobReader(address) as reader, contextlib.closing(Tree(reader)) as tree:
+        mount = JobMount(tree, path)
+        try:
+            data = subprocess.run(  # of a process of its own, as pages are waited for
+                ["cat", str(path / "model.safetensors")], check=True, capture_output=True
+            ).stdout
+        finally:
+            mount.close()
+    values = np.frombuffer(dict(safetensors.deserialize(data))["a"]["data"], np.float32)
+    assert (values == values[0]).all()
+
+
+def test_models_are_read_through_the_mount_without_passthrough(
+    job: JobAtWork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models where the kernel refuses passthrough, or the model is no single file of a server."""
-
     def refuse(self: core_fuse.Mount, file: int) -> int:
         raise UnavailableError("the kernel does not read a file itself")
 
-    if servers == "1":
-        monkeypatch.setattr(core_fuse.Mount, "back", refuse)
-    job = JobAtWork(folder, "--workers", "1", "--servers", servers, PAUSE="0.01")
-    path = folder / "mnt"
-    path.mkdir()
-    try:
-        with JobReader(job.address) as reader, contextlib.closing(Tree(reader)) as tree:
-            mount = JobMount(tree, path)
-            try:
-                data = subprocess.run(  # of a process of its own, as pages are waited for
-                    ["cat", str(path / "model.safetensors")], check=True, capture_output=True
-                ).stdout
-            finally:
-                mount.close()
-        values = np.frombuffer(dict(safetensors.deserialize(data))["a"]["data"], np.float32)
-        assert (values == values[0]).all()
-    finally:
-        job.end()
+    monkeypatch.setattr(core_fuse.Mount, "back", refuse)
+    check_reading(job.address, tmp_path / "mnt")
 
 
-def test_rsync_copies_a_snapshot(folder: Path) -> None:
+def test_models_of_two_servers_are_read_through_the_mount(folder: Path) -> None:
+    """No single file of a server has the model."""
+    with training(folder, "--workers", "1", "--servers", "2", PAUSE="0.01") as job:
+        check_reading(job.address, folder / "mnt")
+
+
+def test_rsync_copies_a_snapshot(made: Mounted, tmp_path: Path) -> None:
     if shutil.which("rsync") is None:
         pytest.skip("no rsync; tools/need.sh rsync installs it")
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
-    try:
-        with mounted(folder, job.address) as made:
-            run("sh", "-c", f"echo take > {made.path}/control/snapshot")
-            (held,) = (made.path / "snapshots").iterdir()
-            target = folder / "copy"
-            run("rsync", "-a", "--checksum", f"{held}/", str(target))
-            again = run("rsync", "-a", "--checksum", "--itemize-changes", f"{held}/", str(target))
-            assert not [line for line in again.splitlines() if line.startswith(">f")]
-            a = np.load(target / "params/a.npy")
-            assert (a == a[0, 0]).all()
-            assert int(held.name) == a[0, 0] + 2
-            refused = subprocess.run(
-                ["rsync", "-a", str(target) + "/", str(made.path / "params")],
-                check=False, capture_output=True,
-            )  # fmt: skip
-            assert b"Read-only file system" in refused.stderr
-    finally:
-        job.end()
+    wait_until(lambda: os.listdir(made.path / "snapshots") == [])  # of what was open before
+    run("sh", "-c", f"echo take > {made.path}/control/snapshot")
+    (held,) = (made.path / "snapshots").iterdir()
+    target = tmp_path / "copy"
+    run("rsync", "-a", "--checksum", f"{held}/", str(target))
+    again = run("rsync", "-a", "--checksum", "--itemize-changes", f"{held}/", str(target))
+    assert not [line for line in again.splitlines() if line.startswith(">f")]
+    a = np.load(target / "params/a.npy")
+    assert (a == a[0, 0]).all()
+    assert int(held.name) == a[0, 0] + 2
+    refused = subprocess.run(
+        ["rsync", "-a", str(target) + "/", str(made.path / "params")],
+        check=False, capture_output=True,
+    )  # fmt: skip
+    assert b"Read-only file system" in refused.stderr
 
 
-def test_fio_verifies_what_it_writes(folder: Path) -> None:
+def test_fio_verifies_what_it_writes(made: Mounted) -> None:
     """Random writes of a parameter of a paused job, each of which fio reads back and compares."""
     if shutil.which("fio") is None:
         pytest.skip("no fio; tools/need.sh fio installs it")
-    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
-    try:
-        with mounted(folder, job.address) as made:
-            run("sh", "-c", f"echo 1 > {made.path}/control/pause")
-            for name, options in (
-                ("writes", ("--rw=randwrite", "--bs=4k", "--verify=crc32c")),
-                ("sizes", ("--rw=randwrite", "--bsrange=512-32k", "--verify=md5")),
-                ("both", ("--rw=randrw", "--bs=4k", "--verify=pattern", "--verify_pattern=0x5a")),
-                ("threads", ("--rw=randread", "--bs=4k", "--numjobs=4", "--thread")),
-            ):
-                run(
-                    "fio", f"--name={name}", f"--filename={made.path}/params/a.npy",
-                    "--size=1m", "--ioengine=psync", "--fallocate=none", "--overwrite=0",
-                    "--allow_file_create=0", "--verify_state_save=0", *options,
-                )  # fmt: skip
-            run("sh", "-c", f"echo discard > {made.path}/control/commit")
-            run("sh", "-c", f"echo 0 > {made.path}/control/pause")
-            before = np.load(made.path / "params/a.npy")
-            assert (before == before[0, 0]).all()  # nothing of it counts
-    finally:
-        job.end()
+    run("sh", "-c", f"echo 1 > {made.path}/control/pause")
+    for name, options in (
+        ("writes", ("--rw=randwrite", "--bs=4k", "--verify=crc32c")),
+        ("sizes", ("--rw=randwrite", "--bsrange=512-32k", "--verify=md5")),
+        ("both", ("--rw=randrw", "--bs=4k", "--verify=pattern", "--verify_pattern=0x5a")),
+        ("threads", ("--rw=randread", "--bs=4k", "--numjobs=4", "--thread")),
+    ):
+        run(
+            "fio", f"--name={name}", f"--filename={made.path}/params/a.npy",
+            "--size=1m", "--ioengine=psync", "--fallocate=none", "--overwrite=0",
+            "--allow_file_create=0", "--verify_state_save=0", *options,
+        )  # fmt: skip
+    run("sh", "-c", f"echo discard > {made.path}/control/commit")
+    run("sh", "-c", f"echo 0 > {made.path}/control/pause")
+    before = np.load(made.path / "params/a.npy")
+    assert (before == before[0, 0]).all()  # nothing of it counts

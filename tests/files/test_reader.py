@@ -62,26 +62,32 @@ def await_held(reader: JobReader, count: int, timeout_s: float) -> None:
 def test_what_is_read_while_it_trains_is_of_one_version(
     folder: Path, arguments: tuple[str, ...], mode: str
 ) -> None:
-    with training(folder, *arguments, MODE=mode) as job:
+    with training(folder, *arguments, MODE=mode, ROWS="3000") as job:
         for transports in (SHM, TCP):
             with JobReader(job.address, transports=transports) as reader:
-                large, small = (reader.store().tensor(name) for name in ("a", "b"))
-                seen = set()
-                until = time.monotonic() + 1.5
-                deadline = until + 30  # for a busy machine
-                while time.monotonic() < (deadline if len(seen) <= 3 else until):
-                    found = reader.read(large)
-                    check_one_version(found.data, found.version)
-                    seen.add(found.version)
-                    part = reader.read(small, 4, 12, b"head")
-                    assert part.data[:4] == b"head"
-                    check_one_version(part.data[4:], part.version)
-                    with reader.snapshot() as snapshot:
-                        check_one_version(snapshot.tensor_bytes(large), snapshot.version)
-                        check_one_version(snapshot.tensor_bytes(small), snapshot.version)
-                assert len(seen) > 3
-                assert sorted(seen)[0] >= 2
-                await_held(reader, 0, 5)
+                check_reads(reader)
+        check_delays(job)
+
+
+def check_reads(reader: JobReader) -> None:
+    """Reads a large tensor and a part of a small one, also of snapshots, until it trained on."""
+    large, small = (reader.store().tensor(name) for name in ("a", "b"))
+    seen = set()
+    until = time.monotonic() + 1.5
+    deadline = until + 30  # for a busy machine
+    while time.monotonic() < (deadline if len(seen) <= 3 else until):
+        found = reader.read(large)
+        check_one_version(found.data, found.version)
+        seen.add(found.version)
+        part = reader.read(small, 4, 12, b"head")
+        assert part.data[:4] == b"head"
+        check_one_version(part.data[4:], part.version)
+        with reader.snapshot() as snapshot:
+            check_one_version(snapshot.tensor_bytes(large), snapshot.version)
+            check_one_version(snapshot.tensor_bytes(small), snapshot.version)
+    assert len(seen) > 3
+    assert sorted(seen)[0] >= 2
+    await_held(reader, 0, 5)
 
 
 # Reads all of a tensor, a part of it, and a snapshot of it, until its input ends.
@@ -110,32 +116,27 @@ print(len(versions))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("--workers", "1"), CUT_BY_SERVERS])
-def test_delays_at_random_instants_mix_no_versions(
-    folder: Path, arguments: tuple[str, ...]
-) -> None:
-    """Servers and the reader are stopped in the middle of whatever they do, and go on."""
+def check_delays(job: JobAtWork) -> None:
+    """Stops servers and a reader in the middle of whatever they do; they go on."""
     rng = random.Random(18)
-    with training(folder, *arguments, ROWS="3000") as job:
-        reader = subprocess.Popen(
-            [sys.executable, "-c", READS, job.address],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert reader.stdin is not None
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "reads\n"
-        victims = [reader.pid, *(each.pid for each in job.servers)]
-        until = time.monotonic() + 6
-        while time.monotonic() < until and reader.poll() is None:
-            victim = rng.choice(victims)
-            os.kill(victim, signal.SIGSTOP)
-            time.sleep(rng.random() * 0.03)
-            os.kill(victim, signal.SIGCONT)
-            time.sleep(rng.random() * 0.01)
-        told, _ = reader.communicate(timeout=60)
-        assert reader.returncode == 0
-        assert int(told) > 3
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READS, job.address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "reads\n"
+    victims = [reader.pid, *(each.pid for each in job.servers)]
+    until = time.monotonic() + 6
+    while time.monotonic() < until and reader.poll() is None:
+        victim = rng.choice(victims)
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(rng.random() * 0.03)
+        os.kill(victim, signal.SIGCONT)
+        time.sleep(rng.random() * 0.01)
+    told, _ = reader.communicate(timeout=60)
+    assert reader.returncode == 0
+    assert int(told) > 3
 
 
 @pytest.mark.slow
@@ -186,67 +187,66 @@ def test_a_version_that_is_half_made_is_not_read(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readers_write_nothing_and_are_no_members(folder: Path) -> None:
-    with training(folder, "--workers", "1", PAUSE="0.01") as job:
-        way = find_way(job.address)
-        assert way.address == job.servers[0].door != job.address
-        secret = way.secret.decode()
-        assert secret not in ("", job.servers[0].secret)
-        with Node("worker-0", secret=way.secret) as node:
-            with pytest.raises(PermissionError):
-                node.connect(job.address)
-            for transport in ("shm", "tcp"):
-                door = node.connect(way.address, require=transport)
-                data = np.zeros(64, np.uint8)
-                for name in ("0/view", "0/master", "0/version", "0/facts", "status"):
-                    try:
-                        region = door.region(name)
-                    except LookupError:
-                        assert name in ("0/view", "0/master")  # one of them
-                        continue
-                    with pytest.raises(PermissionError):
-                        region[:64].write(data)
-                    with pytest.raises(PermissionError):
-                        region.word(0).set(1 << 62)
-                    with pytest.raises(PermissionError):
-                        region.word(0).fetch_add(1, 10)
-                for name in ("control", "0/commit/0", "0/slot/0", "collective"):
-                    with pytest.raises(LookupError):
-                        door.region(name)
-                with pytest.raises(BusyError):
-                    door.allocate(1 << 20)
-                door.close()
-        for wrong in (job.servers[0].secret, "w" * 32):
-            with pytest.raises(PermissionError):
-                JobReader(job.address, secret=wrong)
-        with pytest.raises(ValueError, match="at least 16"):
-            JobReader(job.address, secret="short")
-        # Whatever a reader asks for, the server lives.
-        with Node("reader-hostile", secret=way.secret) as node:
-            door = node.connect(way.address)
-            lease = door.allocate(LEASE_BYTES, "lease reader-hostile")
-            lease.write(np.full(LEASE_BYTES, 255, np.uint8)).wait(10)
-            door.region("bell").word(0).set(1 << 62).wait(10)
-            with JobReader(job.address) as reader, reader.snapshot() as snapshot:
-                tensor = reader.store().tensor("a")
-                check_one_version(snapshot.tensor_bytes(tensor), snapshot.version)
-                wanted = reader.store().version() + 100
-                bell = np.zeros(8, np.uint8)
-                door.region("bell")[:8].read(bell).wait(10)
-                assert bell.view(np.uint64)[0] < 1000  # it is begun anew: nobody waits for it
-            with Node("reader-rude", secret=way.secret) as other:
-                door = other.connect(way.address)
-                lease = door.allocate(LEASE_BYTES, "lease reader-rude")
-                door.region("bell").word(0).fetch_add(1, 10)
-                ask = Ask(AskKind.MAKE, 0, wanted).to_bytes()
-                RemoteMailbox(lease[ASKS]).send(ask, 1).wait(10)
-                # Of this word the server's own thread wants to ring when it has the version.
-                door.region("bell").word(0).set((1 << 64) - 1).wait(10)
-                with JobReader(job.address) as reader:
-                    await_held(reader, 1, 30)
-                    store = reader.store()
-                    while store.version() <= wanted + 1:
-                        time.sleep(0.01)
+def test_readers_write_nothing_and_are_no_members(job: JobAtWork) -> None:
+    way = find_way(job.address)
+    assert way.address == job.servers[0].door != job.address
+    secret = way.secret.decode()
+    assert secret not in ("", job.servers[0].secret)
+    with Node("worker-0", secret=way.secret) as node:
+        with pytest.raises(PermissionError):
+            node.connect(job.address)
+        for transport in ("shm", "tcp"):
+            door = node.connect(way.address, require=transport)
+            data = np.zeros(64, np.uint8)
+            for name in ("0/view", "0/master", "0/version", "0/facts", "status"):
+                try:
+                    region = door.region(name)
+                except LookupError:
+                    assert name in ("0/view", "0/master")  # one of them
+                    continue
+                with pytest.raises(PermissionError):
+                    region[:64].write(data)
+                with pytest.raises(PermissionError):
+                    region.word(0).set(1 << 62)
+                with pytest.raises(PermissionError):
+                    region.word(0).fetch_add(1, 10)
+            for name in ("control", "0/commit/0", "0/slot/0", "collective"):
+                with pytest.raises(LookupError):
+                    door.region(name)
+            with pytest.raises(BusyError):
+                door.allocate(1 << 20)
+            door.close()
+    for wrong in (job.servers[0].secret, "w" * 32):
+        with pytest.raises(PermissionError):
+            JobReader(job.address, secret=wrong)
+    with pytest.raises(ValueError, match="at least 16"):
+        JobReader(job.address, secret="short")
+    # Whatever a reader asks for, the server lives.
+    with Node("reader-hostile", secret=way.secret) as node:
+        door = node.connect(way.address)
+        lease = door.allocate(LEASE_BYTES, "lease reader-hostile")
+        lease.write(np.full(LEASE_BYTES, 255, np.uint8)).wait(10)
+        door.region("bell").word(0).set(1 << 62).wait(10)
+        with JobReader(job.address) as reader, reader.snapshot() as snapshot:
+            tensor = reader.store().tensor("a")
+            check_one_version(snapshot.tensor_bytes(tensor), snapshot.version)
+            wanted = reader.store().version() + 100
+            bell = np.zeros(8, np.uint8)
+            door.region("bell")[:8].read(bell).wait(10)
+            assert bell.view(np.uint64)[0] < 1000  # it is begun anew: nobody waits for it
+        with Node("reader-rude", secret=way.secret) as other:
+            door = other.connect(way.address)
+            lease = door.allocate(LEASE_BYTES, "lease reader-rude")
+            door.region("bell").word(0).fetch_add(1, 10)
+            ask = Ask(AskKind.MAKE, 0, wanted).to_bytes()
+            RemoteMailbox(lease[ASKS]).send(ask, 1).wait(10)
+            # Of this word the server's own thread wants to ring when it has the version.
+            door.region("bell").word(0).set((1 << 64) - 1).wait(10)
+            with JobReader(job.address) as reader:
+                await_held(reader, 1, 30)
+                store = reader.store()
+                while store.version() <= wanted + 1:
+                    time.sleep(0.01)
 
 
 HOLDER = """
@@ -277,8 +277,9 @@ def holder(job: JobAtWork, count: int) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_memory_of_readers_that_die_or_stop_comes_back(folder: Path) -> None:
-    with training(folder, "--workers", "1", PAUSE="0.01") as job, JobReader(job.address) as reader:
+def test_memory_of_readers_that_die_or_stop_comes_back(job: JobAtWork) -> None:
+    with JobReader(job.address) as reader:
+        await_held(reader, 0, LOST_S + 10)  # of readers before
         for ending in (signal.SIGKILL, signal.SIGSTOP):
             with holder(job, MOST_LENT) as process:
                 await_held(reader, MOST_LENT, 5)
