@@ -1,7 +1,9 @@
 """Programs that tests of several folders run, and ways to wait for them."""
 
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,3 +47,19 @@ def output_of(
     )
     assert done.returncode == code, done.stdout
     return done.stdout
+
+
+def run_job(
+    folder: Path, script: str, *arguments: str, options: str = "", fail: str = "", code: int = 0
+) -> tuple[set[str], str]:
+    """Runs a script in a job, in a folder that it makes, with a TENSORWIRE_FAIL.
+
+    Returns:
+        The digests that the workers print, and all that was printed.
+    """
+    folder.mkdir(exist_ok=True)
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "tensorwire", "run", *options.split(), str(path), *arguments]
+    said = output_of(command, folder, code, limit_s=200, TENSORWIRE_FAIL=fail)
+    return set(re.findall(r"digest (\w+)", said)), said

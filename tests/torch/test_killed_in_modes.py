@@ -4,13 +4,12 @@ Parameters are counters: one of each sample, and many of all steps, at two serve
 """
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import output_of
+from programs import run_job
 
 SCRIPT = """
 import sys, random, time, torch, tensorwire.torch as tw
@@ -65,18 +64,8 @@ def run(
     folder: Path, fail: str, staleness: str = "", workers: int = 2, servers: int = 2
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the final values of each worker, and all output."""
-    (folder / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "tensorwire",
-        "run",
-        "--on-death=restart",
-        "--workers",
-        f"{workers}",
-    ]
-    command += ["--servers", f"{servers}", str(folder / "script.py"), str(folder / "file")]
-    said = output_of([*command, staleness], folder, 0, limit_s=150, TENSORWIRE_FAIL=fail)
+    options = f"--on-death=restart --workers {workers} --servers {servers}"
+    _, said = run_job(folder, SCRIPT, str(folder / "file"), staleness, options=options, fail=fail)
     assert said.count("(restart ") == fail.count(":kill"), said
     results = [eval(text) for text in re.findall(r"result (\{.*\})", said)]
     assert len(results) == workers, said

@@ -4,13 +4,10 @@ tests/launch/test_takeover.py kills servers at every place, without torch.
 """
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_job
 
 SCRIPT = """
 import sys, hashlib, torch, torch.nn.functional as F, tensorwire.torch as tw
@@ -50,20 +47,9 @@ print("digest", hashlib.sha256(content).hexdigest())
 
 
 def run(folder: Path, fail: str, *options: str) -> tuple[set[str], str]:
-    folder.mkdir()
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", "--servers", "2"]
-    done = subprocess.run(
-        [*command, *options, str(script), str(folder / "checkpoint"), str(folder / "report.json")],
-        env={**os.environ, "TENSORWIRE_FAIL": fail},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return set(re.findall(r"digest (\w+)", done.stdout)), done.stderr
+    files = str(folder / "checkpoint"), str(folder / "report.json")
+    told = " ".join(("--workers 2 --servers 2", *options))
+    return run_job(folder, SCRIPT, *files, options=told, fail=fail)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import output_of
+from programs import run_job
 
 from tensorwire.memory import cores
 from tensorwire.phases_of_modes import STANDING
@@ -75,18 +75,10 @@ job.barrier()
 
 def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> tuple[set[str], str]:
     """The digests of all workers, and all that was printed."""
-    folder.mkdir()
-    (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tensorwire", "run", "--on-death=restart"]
-    command += [] if "--workers" in options else ["--workers", "2"]
-    said = output_of(
-        [*command, *options, str(folder / "script.py"), str(folder / "checkpoint")],
-        folder,
-        code,
-        limit_s=200,
-        TENSORWIRE_FAIL=fail,
-    )
-    return set(re.findall(r"digest (\w+)", said)), said
+    workers = () if "--workers" in options else ("--workers", "2")
+    told = " ".join(("--on-death=restart", *workers, *options))
+    checkpoint = str(folder / "checkpoint")
+    return run_job(folder, script, checkpoint, options=told, fail=fail, code=code)
 
 
 def run_killed(folder: Path, fail: str, *options: str) -> tuple[set[str], bytes]:

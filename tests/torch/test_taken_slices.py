@@ -4,11 +4,10 @@ Or they cannot, and the job ends with the reason.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from programs import output_of
+from programs import run_job
 
 from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import CHANGING, TAKING, rows_of
@@ -83,20 +82,10 @@ def run(
     folder: Path, script: str, fail: str, *arguments: str, options: str = "", code: int = 0
 ) -> tuple[set[str], str]:
     """The digests of all workers, and all that was printed."""
-    folder.mkdir()
-    (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tensorwire", "run"]
     options = options or "--workers 3 --servers 2"
     if "--on-death" not in options:
         options += " --on-death takeover"
-    said = output_of(
-        [*command, *options.split(), str(folder / "script.py"), *arguments],
-        folder,
-        code,
-        limit_s=200,
-        TENSORWIRE_FAIL=fail,
-    )
-    return set(re.findall(r"digest (\w+)", said)), said
+    return run_job(folder, script, *arguments, options=options, fail=fail, code=code)
 
 
 def run_killed(folder: Path, fail: str, readers: str = "0") -> tuple[set[str], set[str], bytes]:
