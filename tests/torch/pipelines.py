@@ -92,6 +92,28 @@ def step(split: tw.Split, x: Any, y: Any) -> Any:
     return split.step(*inputs, target=y if split.has_last else None)
 
 
+def train_all(job: tw.Job, split: tw.Split, opt: Any, data: TensorDataset, epochs: int = 1) -> None:
+    """Trains on all batches of some epochs."""
+    for _ in job.epochs(epochs):
+        for x, y in job.loader(data, batch_size=BATCH):
+            step(split, x, y)
+            opt.step()
+            opt.zero_grad()
+
+
+def state_of(job: tw.Job, split: tw.Split) -> dict[str, Any]:
+    """Returns the whole model, as any worker reads it, when all have read it."""
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return state
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Checks that a model has the values of another one, but for rounding."""
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
 def train(
     job: tw.Job,
     kind: str,
@@ -111,11 +133,10 @@ def train(
             opt.zero_grad()
     report = job.report()
     own = {n: p.detach().clone().numpy() for n, p in split.module.named_parameters()}
-    state = split.state_dict()  # any worker reads the whole model
     result = {
         "losses": losses,
         "own": own,
-        "model": {name: value.clone().numpy() for name, value in state.items()},
+        "model": state_of(job, split),
         "gradients": {row.name: row.reason for row in tw.explain_optimizer(opt).gradients},
         "placed": split.stages,
         "produced": report["bytes_produced_per_step"],
@@ -157,8 +178,8 @@ def check(results: Any, expected: Any) -> None:
     for each in results:
         np.testing.assert_allclose(each["losses"], losses, rtol=1e-5)
         assert list(each["model"]) == list(state)
+        close(each["model"], state)
         for name, value in each["model"].items():
-            np.testing.assert_allclose(value, state[name], rtol=1e-5, atol=2e-6, err_msg=name)
             assert np.array_equal(value, results[0]["model"][name])
         for name, value in each["own"].items():
             assert np.array_equal(value, each["model"][name])

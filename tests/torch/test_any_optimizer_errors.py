@@ -13,6 +13,7 @@ from odd import Make, Odd, bits, check_same_state, plain_gradients
 from team import Team
 from test_any_optimizer import way_of
 from torch import nn, optim
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
@@ -82,9 +83,7 @@ def steps(job: tw.Job, make: Make, apply: str, count: int, compare: bool = False
     assert torch.equal(before, torch.get_rng_state())
     for step in range(count):
         for rank in job.my_slices:
-            model(step, rank).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(step, rank))
         if compare:
             plain_gradients(twin, step, job.slices)
             plain.step()

@@ -18,6 +18,7 @@ from odd import (
 )
 from team import Team
 from torch import nn, optim
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -63,9 +64,7 @@ def pair(make: Make, dtype: torch.dtype = torch.float32) -> tuple[Odd, Odd, Any,
 def step_both(job: tw.Job, model: Odd, twin: Odd, opt: Any, plain: Any, step: int) -> None:
     """One step of both, and they are the same."""
     for rank in job.my_slices:
-        model(step, rank).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(step, rank))
     plain_gradients(twin, step, job.slices)
     plain.step()
     plain.zero_grad()
@@ -243,9 +242,7 @@ def saving(job: tw.Job, make: Make, path: str, apply: str, load: bool) -> list[b
         job.load(path)
     for step in range(2 if load else 0, 4):
         for rank in job.my_slices:
-            model(step, rank).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(step, rank))
         schedule.step()
         if step == 1 and not load:
             if job.rank == 0:
@@ -319,9 +316,7 @@ def with_buffers(job: tw.Job, make: Make, apply: str, buffers: str) -> list[byte
     for step in range(STEPS):
         for rank in job.my_slices:
             generator = torch.Generator().manual_seed(10 * step + rank)
-            model(torch.randn(6, 5, generator=generator)).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(torch.randn(6, 5, generator=generator)))
     assert int(model.norm.num_batches_tracked) == STEPS
     return [*bits(model), *(each.numpy().tobytes() for each in model.buffers())]
 
@@ -472,9 +467,7 @@ def damaged(job: tw.Job, make: Make, damage: dict[str, Any]) -> None:
     model, twin, opt, plain = pair(make)
     opt = tw.DistributedOptimizer(opt, model)
     for each, its in (model, opt), (twin, plain):
-        each(0, 0).backward()
-        its.step()
-        its.zero_grad()
+        make_step(its, each(0, 0))
     state = plain.state_dict()
     for key, value in damage.items():
         if value is None:

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from odd import Make, check_same_state
-from pipelines import BATCH, make, samples, splitted, step
+from pipelines import BATCH, make, samples, splitted, train_all
 from team import Team
 from torch import nn, optim
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -26,10 +27,7 @@ def train(job: tw.Job, optimizer: Make, apply: str = "auto", path: str = "") -> 
     opt = optimizer(list(split.module.parameters()))
     opt = tw.DistributedOptimizer(opt, split, apply=apply)
     job.track(model=split, optimizer=opt)
-    for x, y in job.loader(samples("mlp"), batch_size=BATCH):
-        step(split, x, y)
-        opt.step()
-        opt.zero_grad()
+    train_all(job, split, opt, samples("mlp"))
     state, values = opt.state_dict(), split.state_dict()
     job.barrier()
     return state, {name: value.clone() for name, value in values.items()}
@@ -41,9 +39,7 @@ def plain(optimizer: Make) -> Any:
     loaded = samples("mlp")
     for start in range(0, len(loaded), 2 * BATCH):
         x, y = loaded[start : start + 2 * BATCH]
-        nn.functional.mse_loss(model(x), y).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, nn.functional.mse_loss(model(x), y))
     return opt.state_dict(), model.state_dict()
 
 

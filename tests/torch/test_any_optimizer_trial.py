@@ -8,6 +8,7 @@ import torch
 from foreign import Bare, Lion
 from team import Team
 from torch import nn, optim
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.torch.kernels import (
@@ -229,9 +230,7 @@ def changing_midway(job: tw.Job, what: str) -> None:
             opt.factor = 0.5
         if step and what == "option":
             opt.param_groups[0]["factor"] = 0.5
-        model(torch.ones(1, 3)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(1, 3)).sum())
 
 
 @pytest.mark.parametrize("what", ["attribute", "option"])

@@ -8,6 +8,7 @@ import torch
 from team import Team
 from torch import nn
 from torch.utils.data import Dataset, Subset, get_worker_info
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -28,9 +29,7 @@ def draws(job: Any, evaluates: bool = False) -> list[float]:
         found.append(torch.rand(()).item())
         chosen = torch.randperm(len(DATA))[:16].tolist()
         for x in job.loader(Subset(DATA, chosen), batch_size=2, shuffle=True):  # type: ignore[arg-type]
-            nn.functional.dropout(model(x)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, nn.functional.dropout(model(x)).square().mean())
         if evaluates and job.rank == 0:
             with torch.no_grad():
                 for _ in job.loader(DATA, batch_size=2):
@@ -64,9 +63,7 @@ def noisy(job: Any) -> list[float]:
     optimizer = tw.DistributedOptimizer(Noisy(model.parameters(), lr=1e-4), model, apply="worker")
     for _ in job.epochs(1):
         for x in job.loader(DATA, batch_size=2, shuffle=True):
-            nn.functional.dropout(model(x)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, nn.functional.dropout(model(x)).square().mean())
     return [each.item() for each in model.parameters()]
 
 
@@ -111,9 +108,7 @@ def frozen_part(job: Any) -> float:
     for _ in range(3):
         inputs = torch.ones(3, 2, requires_grad=True)
         out = model[1](inputs)
-        model(torch.ones(3, 2)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(3, 2)).mean())
         out.mean().backward()  # with the frozen layer's weights
     return float(inputs.grad.sum())  # type: ignore[union-attr]
 
@@ -170,9 +165,7 @@ def compiled(job: Any) -> list[float]:
 
     def train(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, loss)
         return loss
 
     def step() -> None:
@@ -241,9 +234,7 @@ def behind_two(job: Any) -> list[float]:
         next(left)
         for loader in (job.loader(DATA, batch_size=4), job.loader(DATA, batch_size=4)):
             for x in loader:
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                make_step(optimizer, model(x).square().mean())
             found.append(torch.rand(()).item())
         before = torch.get_rng_state()
         del left
@@ -262,9 +253,7 @@ def together(job: Any) -> float:
     optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     for _ in range(2 + job.rank):
         optimizer.param_groups[0]["lr"] /= 2
-        model(DATA).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, model(DATA).mean())
     job.barrier()
     with tw.edit(model), torch.no_grad():
         model.weight.fill_(5.0)

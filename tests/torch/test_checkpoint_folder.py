@@ -18,6 +18,7 @@ import torch
 from team import Team
 from test_checkpoint import Kept, small_disk, small_files
 from torch import nn
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
@@ -363,9 +364,7 @@ def trained(job: tw.Job, folder: Path, load_first: bool) -> tuple[list[Any], lis
     loader = job.loader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), 2)  # type: ignore[arg-type]
     for _ in job.epochs(2):
         for x in loader:
-            net(x).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, net(x).square().sum())
             if job.rank == 0 and not load_first:
                 path = job.save(folder, keep=2, every=4)
                 made += [path.name] if path else []

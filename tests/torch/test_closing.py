@@ -14,7 +14,7 @@ import torch
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import adamw, batch, loss, net, same, sgd
+from twins import adamw, batch, loss, make_step, net, same, sgd
 
 import tensorwire.torch as tw
 
@@ -59,9 +59,7 @@ def folds(job: tw.Job) -> int:
         job.track(model=model, optimizer=opt)
         store = weakref.ref(opt._tensorwire.store)
         for step in range(2):
-            model(batch(step, job.rank)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(batch(step, job.rank)).square().mean())
         opt.state_dict()
         size = max(size, shared_bytes(pids[-1]))
         bits = digest(model)

@@ -9,6 +9,7 @@ import torch
 from team import Team
 from test_gradient_slots import batch, loss_of, net, wrap
 from torch import nn
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -39,9 +40,7 @@ def told_and_seen(job: tw.Job, model: nn.Module, placement: str) -> dict[str, An
     for step in range(STEPS):
         counted = job.statistics.bytes_copied
         written = job.session.member.node.stats()["bytes_written"] if job.session.member else 0
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss_of(model, batch(job, step)))
     found = tw.explain_optimizer(opt)
     return {
         "copies": {row.name: row.copies for row in found.gradients},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from team import Team
 from torch import nn
-from twins import batch, loss, net
+from twins import batch, loss, make_step, net
 
 import tensorwire.torch as tw
 
@@ -106,9 +106,7 @@ def counting(job: tw.Job) -> float:
     model = nn.Linear(1, 1)
     opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
     for _ in range(257):
-        model(torch.ones(1, 1)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(1, 1)).sum())
     with defaults(torch.bfloat16, "cpu"):
         return float(opt.state_dict()["state"][0]["step"])
 
@@ -126,9 +124,7 @@ def with_doubles(job: tw.Job, name: str) -> bool:
         plain = cls(twin.parameters())
         for step in range(4):
             for one, its in ((model, opt), (twin, plain)):
-                loss(one, batch(step, 0)).backward()
-                its.step()
-                its.zero_grad()
+                make_step(its, loss(one, batch(step, 0)))
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     return all(torch.equal(p, q) for p, q in pairs)
 

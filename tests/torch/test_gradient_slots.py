@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.torch.allocator import gradient_slots
@@ -58,9 +59,7 @@ def wrap(model: nn.Module, placement: str, **options: Any) -> Any:
 
 def train(job: tw.Job, model: nn.Module, opt: Any, steps: int = STEPS) -> None:
     for step in range(steps):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss_of(model, batch(job, step)))
 
 
 def in_place(opt: Any) -> list[bool]:
@@ -184,9 +183,7 @@ def grad_between(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
         loss = loss_of(model, batch(job, step))
         kept = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         before = [each.clone() for each in kept]
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss)
         assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
     return digest(model), in_place(opt)
 
@@ -367,9 +364,7 @@ def loaders(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
         for (x,) in DataLoader(
             TensorDataset(data), 5, num_workers=1, multiprocessing_context="fork"
         ):
-            loss_of(model, x).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, loss_of(model, x))
     return digest(model), in_place(opt)
 
 
@@ -392,9 +387,7 @@ def in_turns(job: tw.Job, placement: str, width: int) -> tuple[str, list[bool]]:
     model = TwoHeads(width)
     opt = wrap(model, placement)
     for step in range(STEPS):
-        model(batch(job, step), step % 2).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(batch(job, step), step % 2).square().mean())
         rows = tw.explain_optimizer(opt).gradients
         head = f"heads.{step % 2}"
         missed = [each for each in rows if each.reason and each.name.startswith(("trunk", head))]
@@ -470,9 +463,7 @@ def reasons_of_views(job: tw.Job) -> list[str]:
     model = nn.ParameterList([torch.zeros(30), torch.zeros(50)])
     opt = wrap(model, "plan")
     for _ in range(5):
-        _Together.apply(*model).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, _Together.apply(*model))
     assert model[0].tolist() == model[0].new_full((30,), model[0][0].item()).tolist()
     return [row.reason for row in tw.explain_optimizer(opt).gradients]
 
@@ -536,9 +527,7 @@ def large(job: tw.Job) -> list[str]:
     model = nn.Sequential(nn.Linear(300, 2000), nn.Linear(2000, 1500), nn.Linear(1500, 300))
     opt = wrap(model, "plan")
     for _ in range(3):
-        model(torch.ones(2, 300)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(2, 300)).square().mean())
     return [row.reason for row in tw.explain_optimizer(opt).gradients]
 
 
@@ -574,9 +563,7 @@ def copies_of_a_step(job: tw.Job, placement: str) -> tuple[int, int, int]:
     x = torch.ones(5, 37)
 
     def step() -> None:
-        model(x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(x).square().mean())
 
     for _ in range(3):
         step()
@@ -661,9 +648,7 @@ def test_gradients_outlive_their_optimizer(team: Team) -> None:
 def failing_twice(job: tw.Job) -> str:
     model = net()
     opt = wrap(model, "plan")
-    loss_of(model, batch(job, 0)).backward()
-    opt.step()
-    opt.zero_grad()
+    make_step(opt, loss_of(model, batch(job, 0)))
     loss_of(model, batch(job, 1)).backward()
     model[4].weight.grad.mul_(2.0)
     with pytest.raises(RuntimeError, match="changed after it had left") as caught:

@@ -17,6 +17,7 @@ from team import Team
 from test_gradient_slots import STEPS, batch, in_place, loss_of, net, resident, train, wrap
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -234,11 +235,6 @@ def test_averages_that_are_edited_through_data(team: Team, transports: list[str]
         }
 
 
-def make_step(model: nn.Module, opt: Any, x: torch.Tensor) -> None:
-    loss_of(model, x).backward()
-    opt.step()
-
-
 def changing(job: tw.Job, placement: str, change: str, last: int) -> str:
     model = net().append(nn.Linear(3, last))
     opt = wrap(model, placement)
@@ -249,7 +245,7 @@ def changing(job: tw.Job, placement: str, change: str, last: int) -> str:
     else:
         model.to(torch.float64)
     with pytest.raises(RuntimeError) as caught:
-        make_step(model, opt, batch(job, 9).to(model[4].weight.dtype))
+        make_step(opt, loss_of(model, batch(job, 9).to(model[4].weight.dtype)))
     job.barrier()
     return str(caught.value)
 

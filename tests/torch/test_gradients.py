@@ -9,7 +9,7 @@ import torch
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import EXACT, STEPS, adamw, batch, loss, mean_gradients, net, same, sgd
+from twins import EXACT, STEPS, adamw, batch, loss, make_step, mean_gradients, net, same, sgd
 
 import tensorwire.torch as tw
 
@@ -23,9 +23,7 @@ def accumulating(job: tw.Job) -> str:
         x = batch(step, job.rank)
         with opt.accumulate():
             (loss(model, x[:2]) / 2).backward()
-        (loss(model, x[2:]) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, x[2:]) / 2)
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -74,9 +72,7 @@ def withdrawing(job: tw.Job) -> None:
         opt.zero_grad()  # does not count
         loss(model, 100 * batch(step, 7)).backward()
         model.zero_grad()  # neither does this
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -261,9 +257,7 @@ def peek_and_evaluate(job: tw.Job) -> list[float]:
                 model(x)
     seen = []
     for (x,) in loader:
-        (model(x) - x).mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, (model(x) - x).mean())
         seen.append(float(model.weight.detach()))
     return seen
 

@@ -14,7 +14,7 @@ from programs import output_of
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import batch, loss, net, sgd
+from twins import batch, loss, make_step, net, sgd
 
 import tensorwire.torch as tw
 from tensorwire.torch.console import ProgressLine
@@ -149,9 +149,7 @@ def two_stages(job: tw.Job) -> tuple[int, dict[str, Any]]:
     made = 0
     for stage in range(2):
         for _ in job.epochs(3):
-            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(torch.ones(2, 4, dtype=torch.float64)).sum())
             made += 1
         with tw.edit(model):
             model[0].requires_grad_(stage == 1)
@@ -286,9 +284,7 @@ def keeping_plain_values(job: tw.Job, path: str) -> tuple[float, list[float], li
     history: list[float] = []
     job.track(model=model, optimizer=opt, best=best, history=history)
     for step in range(3):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         history.append(float(step) + job.rank)
     best.update(loss=0.5 + job.rank, weights=model.state_dict())
     if job.rank == 0:
@@ -297,9 +293,7 @@ def keeping_plain_values(job: tw.Job, path: str) -> tuple[float, list[float], li
     bits = digest(model)
     history.clear()
     best.clear()
-    loss(model, batch(7, job.rank)).backward()
-    opt.step()
-    opt.zero_grad()
+    make_step(opt, loss(model, batch(7, job.rank)))
     job.load(path)
     assert digest(model) == bits
     best["weights"]["0.weight"].zero_()  # its own memory

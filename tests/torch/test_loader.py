@@ -14,6 +14,7 @@ from scripts import digest
 from team import Team
 from torch import nn
 from torch.utils.data import Dataset
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.torch.order import Dealing
@@ -147,16 +148,12 @@ def uneven(job: tw.Job) -> str:
     plain = torch.optim.SGD(twin.parameters(), lr=0.3)
     for _ in job.epochs(2):
         for a, b in job.loader(torch.utils.data.TensorDataset(x, y), batch_size=4):
-            F.cross_entropy(model(a), b).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, F.cross_entropy(model(a), b))
         with torch.no_grad():  # an evaluation over a loader counts for no step
             for a, _ in job.loader(torch.utils.data.TensorDataset(x[:7], y[:7]), batch_size=2):
                 model(a)
         for first in range(0, 23, 8):
-            F.cross_entropy(twin(x[first : first + 8]), y[first : first + 8]).backward()
-            plain.step()
-            plain.zero_grad()
+            make_step(plain, F.cross_entropy(twin(x[first : first + 8]), y[first : first + 8]))
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-13)
     return digest(model)
 
@@ -185,9 +182,7 @@ def weights(job: tw.Job) -> list[list[float]]:
 
     def step() -> float:
         before = model.w.item()
-        model().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model())
         return round(before - model.w.item(), 6)
 
     uneven, even = torch.arange(11.0), torch.arange(16.0)

@@ -11,7 +11,7 @@ from scripts import digest
 from team import Team
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import EXACT, STEPS, Model, adamw, batch, loss, mean_gradients, net, same, sgd
+from twins import EXACT, STEPS, Model, adamw, batch, loss, make_step, mean_gradients, net, same, sgd
 
 import tensorwire.torch as tw
 
@@ -46,9 +46,7 @@ def zoo(job: tw.Job, dtype: torch.dtype, make: Callable[..., Any]) -> str:
     opt, plain = tw.DistributedOptimizer(make(model), model), make(twin)
     uses = [(True, True), (False, False), (False, True), (True, True), (True, False)]
     for step, use in enumerate(uses):
-        model(batch(step, job.rank).to(dtype), use[job.rank]).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(batch(step, job.rank).to(dtype), use[job.rank]).square().mean())
         for rank in range(2):
             (twin(batch(step, rank).to(dtype), use[rank]).square().mean() / 2).backward()
         plain.step()
@@ -91,9 +89,7 @@ def hooked(job: tw.Job, reentrant: bool) -> None:
         return model(x.clone().requires_grad_()).square().mean()
 
     for step in range(STEPS):
-        squares(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, squares(model, batch(step, job.rank)))
         mean_gradients(twin, step, squares)
         plain.step()
         plain.zero_grad()
@@ -112,9 +108,7 @@ def compiled(job: tw.Job) -> None:
     fast = torch.compile(model)
     opt, plain = tw.DistributedOptimizer(sgd(model), fast), sgd(twin)
     for step in range(2):
-        fast(batch(step, job.rank)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, fast(batch(step, job.rank)).square().mean())
         mean_gradients(twin, step, lambda model, x: model(x).square().mean())
         plain.step()
         plain.zero_grad()
@@ -203,9 +197,7 @@ def counting(job: tw.Job, kind: str) -> list[list[float]]:
     result = []
     for step in range(3):
         for index in job.my_slices:
-            model(batch(step, index)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(batch(step, index)).square().mean())
             model.eval()
             with torch.no_grad():
                 model(batch(step, 9))
@@ -283,9 +275,7 @@ def freeze_and_unfreeze(job: tw.Job) -> list[list[float]]:
             with tw.edit(model):
                 model[0].requires_grad_(True)
         x = torch.full((2, 4), 1.0 + job.my_slices[0], dtype=torch.float64)
-        model(x).pow(2).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(x).pow(2).sum())
     assert opt.state_dict()["state"][2]["step"] == 6
     assert opt.state_dict()["state"][0]["step"] == 3
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]

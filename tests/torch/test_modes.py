@@ -16,6 +16,7 @@ import pytest
 import torch
 from team import Team
 from torch import nn
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.membership.world import World
@@ -156,9 +157,7 @@ def rate(job: tw.Job, steps: int, seconds: float) -> float:
     begun = time.monotonic()
     while count < steps or time.monotonic() < begun + seconds:
         time.sleep(pause_s)
-        model(torch.ones(1, 4)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(1, 4)).sum())
         count += 1
     (total,) = job.sum([count / (time.monotonic() - begun)])
     return total
@@ -274,9 +273,7 @@ def buffers(job: tw.Job) -> list[float]:
     for _ in range(3):
         for rank in range(2):
             if rank == job.rank:
-                model(torch.arange(8.0).view(4, 2) + 100 * rank).sum().backward()
-                opt.step()
-                opt.zero_grad()
+                make_step(opt, model(torch.arange(8.0).view(4, 2) + 100 * rank).sum())
             job.barrier()
     assert model.running_mean is not None
     return model.running_mean.tolist()

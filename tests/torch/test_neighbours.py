@@ -13,7 +13,7 @@ import torch
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import STEPS, adamw, batch, loss, mean_gradients, net, same
+from twins import STEPS, adamw, batch, loss, make_step, mean_gradients, net, same
 
 import tensorwire.torch as tw
 from tensorwire.parameters.worker.store import RemoteStore
@@ -89,9 +89,7 @@ def resident(job: tw.Job) -> float:
     model = nn.Linear(1024, 4096)
     opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(2):
-        model(torch.ones(1, 1024)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(1, 1024)).sum())
     address = model.weight.data_ptr()
     text = Path(f"/proc/{os.getpid()}/smaps").read_text()
     total: dict[str, int] = {}  # by the number of the file

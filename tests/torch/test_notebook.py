@@ -22,7 +22,7 @@ from programs import output_of
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import adamw, batch, loss, mean_gradients, net, same, sgd
+from twins import adamw, batch, loss, make_step, mean_gradients, net, same, sgd
 
 import tensorwire.torch as tw
 from tensorwire.torch import job as job_module
@@ -89,9 +89,7 @@ def all_cells(job: tw.Job) -> str:
     opt = tw.DistributedOptimizer(adamw(model), model)
     for _ in job.epochs(2):
         for x in job.loader(data, batch_size=4, shuffle=True):  # type: ignore[arg-type]
-            loss(model, x).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, loss(model, x))
     return digest(model)
 
 
@@ -246,9 +244,7 @@ def left_between_slices(job: tw.Job) -> str:
     data = [batch(0, i)[0] for i in range(8)]
     loader = job.loader(data, batch_size=2)  # type: ignore[arg-type]
     for x in loader:
-        loss(model, x).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, x))
         break
     with torch.no_grad():
         next(iter(loader))  # to look at data is no pass

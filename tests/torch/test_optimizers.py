@@ -10,7 +10,7 @@ import torch
 from scripts import digest
 from team import Team
 from torch import nn
-from twins import STEPS, Model, adamw, batch, loss, mean_gradients, net, same, sgd
+from twins import STEPS, Model, adamw, batch, loss, make_step, mean_gradients, net, same, sgd
 
 import tensorwire.torch as tw
 
@@ -42,9 +42,7 @@ def scheduling(job: tw.Job, before: bool, cycle: bool) -> None:
     assert isinstance(opt, torch.optim.SGD)
     theirs = schedule(plain)
     for step in range(STEPS):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -117,9 +115,7 @@ def scheduling_by_batch(job: tw.Job) -> str:
     sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
     slices = [(step, index) for step in range(STEPS) for index in job.my_slices]
     for i, (step, index) in enumerate(slices):
-        loss(model, batch(step, index)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, index)))
         if (i + 1) % len(job.my_slices) == 0:
             sched.step()
     assert sched.get_last_lr() == pytest.approx([0.1 * 0.7**STEPS])
@@ -209,9 +205,7 @@ def state_to_plain(job: tw.Job, make: Callable[..., Any]) -> None:
     model, twin = net(), net()
     opt, plain = tw.DistributedOptimizer(make(model), model), make(twin)
     for step in range(2):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     file.seek(0)
@@ -220,9 +214,7 @@ def state_to_plain(job: tw.Job, make: Callable[..., Any]) -> None:
     twin.load_state_dict(saved["model"])
     plain.load_state_dict(saved["opt"])
     for step in range(2, 5):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -236,9 +228,7 @@ def state_to_plain(job: tw.Job, make: Callable[..., Any]) -> None:
         model.load_state_dict(twin.state_dict())
     opt.load_state_dict(plain.state_dict())
     for step in range(7, 9):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -277,9 +267,7 @@ def used_before(job: tw.Job, other: bool) -> None:
         opt.load_state_dict(plain.state_dict())
         tw.DistributedOptimizer(opt, model)
     for step in range(1, 3):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
@@ -302,9 +290,7 @@ def only_amsgrad_in_one_group(job: tw.Job) -> list[list[float]]:
     if isinstance(job, tw.Job):
         opt = tw.DistributedOptimizer(opt, model)
     for scale in (1.0, 0.1, 3.0):
-        model(torch.full((2, 4), scale, dtype=torch.float64)).pow(2).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.full((2, 4), scale, dtype=torch.float64)).pow(2).sum())
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 

@@ -17,6 +17,7 @@ from scripts import digest
 from team import Team
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.parameters import (
@@ -382,9 +383,7 @@ def used_once(job: tw.Job) -> tuple[list[int], int]:
         chain = [model[2], model[0]] if step == 0 else [model[2]]
         for layer in chain:
             x = torch.tanh(layer(x))
-        x.square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, x.square().mean())
         counts.append(allocator.placed() - before)
     return counts, 2
 

@@ -17,13 +17,16 @@ from pipelines import (
     STEPS,
     alone,
     check,
+    close,
     loss_of,
     make,
     optimizer_of,
     samples,
     splitted,
+    state_of,
     step,
     train,
+    train_all,
 )
 from team import Team
 from torch import nn
@@ -136,14 +139,8 @@ def test_the_bits_depend_on_slices_alone(team: Team) -> None:
 def train_slices(job: tw.Job, kind: str) -> Any:
     split = splitted(job, kind)
     opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
-    for _ in job.epochs(3):
-        for x, y in job.loader(samples(kind), batch_size=BATCH):
-            step(split, x, y)
-            opt.step()
-            opt.zero_grad()
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
-    job.barrier()
-    return state
+    train_all(job, split, opt, samples(kind), 3)
+    return state_of(job, split)
 
 
 UNEVEN = 2 * BATCH + 5
@@ -161,9 +158,7 @@ def train_uneven(job: tw.Job) -> Any:
             step(split, x, y)
             opt.step()
             opt.zero_grad()
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
-    job.barrier()
-    return sizes, state
+    return sizes, state_of(job, split)
 
 
 def test_the_mean_is_over_samples(team: Team) -> None:
@@ -171,8 +166,7 @@ def test_the_mean_is_over_samples(team: Team) -> None:
     assert [sizes for sizes, _ in results] == [[8, 2, 8, 2]] * 2 + [[8, 3, 8, 3]] * 2
     _, expected = alone("mlp", count=UNEVEN, epochs=2)
     for _, state in results:
-        for name, value in state.items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-6)
+        close(state, expected)
 
 
 def train_from(job: tw.Job, kind: str, path: str, load: bool) -> Any:
@@ -194,9 +188,7 @@ def train_from(job: tw.Job, kind: str, path: str, load: bool) -> Any:
             if job.rank == 0:
                 job.save(path)
             job.barrier()
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
-    job.barrier()
-    return state
+    return state_of(job, split)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
@@ -226,8 +218,7 @@ def test_a_checkpoint_of_the_whole_model(
         opt.zero_grad()
         loss_of(model(x), y).backward()
         opt.step()
-    for name, value in model.state_dict().items():
-        np.testing.assert_allclose(value, straight[0][name], rtol=1e-5, atol=2e-6, err_msg=name)
+    close(straight[0], model.state_dict())
 
 
 def test_a_plain_checkpoint_is_loaded(team: Team, tmp_path: Path) -> None:
@@ -249,8 +240,7 @@ def test_a_plain_checkpoint_is_loaded(team: Team, tmp_path: Path) -> None:
     torch.save(saved, path)
     two_steps()
     resumed = team.run(train_from, "mlp", path, True, workers=4, pipeline=2)
-    for name, value in model.state_dict().items():
-        np.testing.assert_allclose(resumed[0][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+    close(resumed[0], model.state_dict())
 
 
 class Normed(nn.Module):
@@ -282,14 +272,9 @@ def train_buffers(job: tw.Job, kind: str) -> Any:
     )
     opt = torch.optim.SGD(split.parameters(), lr=0.1)
     opt = tw.DistributedOptimizer(opt, split, buffers=kind)
-    for x, y in job.loader(samples("mlp"), batch_size=BATCH):
-        step(split, x, y)
-        opt.step()
-        opt.zero_grad()
+    train_all(job, split, opt, samples("mlp"))
     own = {name: value.clone().numpy() for name, value in split.module.named_buffers()}
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
-    job.barrier()
-    return own, state
+    return own, state_of(job, split)
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "average"])
@@ -422,9 +407,7 @@ def scaled(job: tw.Job) -> Any:
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
-    job.barrier()
-    return scaler.get_scale(), state
+    return scaler.get_scale(), state_of(job, split)
 
 
 def test_a_scaler(team: Team) -> None:
@@ -438,8 +421,7 @@ def test_a_scaler(team: Team) -> None:
         opt.step()
     for scale, state in results:
         assert scale == 2.0
-        for name, value in model.state_dict().items():
-            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+        close(state, model.state_dict())
 
 
 def train_again(job: tw.Job) -> Any:
@@ -450,8 +432,7 @@ def train_again(job: tw.Job) -> Any:
     for _ in range(2):
         step(first, x, y)
     opt.step()
-    state = {name: value.clone().numpy() for name, value in first.state_dict().items()}
-    job.barrier()
+    state = state_of(job, first)
     opt.close()
     first.close()
     second = splitted(job, "transformer")
@@ -470,8 +451,7 @@ def test_one_model_after_another(team: Team) -> None:
         loss_of(model(x), y).backward()
     opt.step()
     for state in results:
-        for name, value in model.state_dict().items():
-            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+        close(state, model.state_dict())
 
 
 def train_half(job: tw.Job) -> Any:
@@ -483,15 +463,9 @@ def train_half(job: tw.Job) -> Any:
     x = torch.ones(2, 12)
     split = tw.split(model, POINTS["mlp"], example=[x], loss=loss_of, microbatches=4, timeout_s=20)
     opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
-    for _ in job.epochs(3):
-        for x, y in job.loader(samples("mlp"), batch_size=BATCH):
-            step(split, x, y)
-            opt.step()
-            opt.zero_grad()
-    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    train_all(job, split, opt, samples("mlp"), 3)
     momentum = sorted(opt.state_dict()["state"])
-    job.barrier()
-    return state, momentum
+    return state_of(job, split), momentum
 
 
 def test_a_frozen_stage(team: Team) -> None:
@@ -507,8 +481,7 @@ def test_a_frozen_stage(team: Team) -> None:
             opt.step()
     for state, momentum in team.run(train_half, workers=4, pipeline=2):
         assert momentum == sorted(opt.state_dict()["state"])
-        for name, value in model.state_dict().items():
-            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+        close(state, model.state_dict())
 
 
 def seeds(job: tw.Job) -> Any:

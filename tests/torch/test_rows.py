@@ -8,7 +8,7 @@ from scripts import digest
 from team import Team
 from test_device import device
 from torch import nn
-from twins import STEPS, same
+from twins import STEPS, make_step, same
 
 import tensorwire.torch as tw
 from tensorwire.torch.devices import CopyStream
@@ -116,9 +116,7 @@ def mixed(job: tw.Job) -> None:
             return loss(model, x)
 
         before = model.places.weight.detach().clone()
-        of(model, job.rank).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, of(model, job.rank))
         for rank in range(2):
             (of(twin, rank) / 2).backward()
         sgd(twin).step()
@@ -138,9 +136,7 @@ def withdrawing(job: tw.Job) -> None:
         def of(model: Tables, rank: int, step: int = step) -> torch.Tensor:
             return model.more(batch(step, rank) % 40).square().mean()
 
-        of(model, job.rank).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, of(model, job.rank))
         for rank in range(2):
             (of(twin, rank) / 2).backward()
         sgd(twin).step()
@@ -162,9 +158,7 @@ def everything(job: tw.Job) -> None:
     opt = tw.DistributedOptimizer(sgd(model), model)
     for step in range(STEPS):
         rows = torch.arange(WORDS)[None] if step % 2 else torch.arange(3)[None]
-        model.words(rows).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model.words(rows).square().mean())
         twin.words(rows).square().mean().backward()
         sgd(twin).step()
         twin.zero_grad()
@@ -194,9 +188,7 @@ def tied(job: tw.Job) -> None:
     twin.load_state_dict(model.state_dict())
     opt = tw.DistributedOptimizer(sgd(model), model)
     for step in range(STEPS):
-        model(batch(step, job.rank) % 50).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(batch(step, job.rank) % 50))
         for rank in range(2):
             (twin(batch(step, rank) % 50) / 2).backward()
         sgd(twin).step()
@@ -242,9 +234,7 @@ def short(job: tw.Job, dtype: torch.dtype) -> str:
     model, twin = tables(dtype), tables(dtype, sparse=False)
     opt = tw.DistributedOptimizer(sgd(model), model)
     for step in range(STEPS):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
         plain_step(twin, step, None, range(2))
     coarse = 1e-5 if dtype == torch.float32 else 0.05
     same(model, twin, rtol=coarse, atol=coarse)
@@ -261,9 +251,7 @@ def told(job: tw.Job) -> dict[str, Any]:
     for step in range(STEPS):
         if job.session.member:
             written = job.session.member.node.stats()["bytes_written"]
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
     found = tw.explain_optimizer(opt)
     rows = {row.name: row for row in found.gradients}
     distinct = len(torch.unique(batch(STEPS - 1, job.rank)))
@@ -310,9 +298,7 @@ def server_writes(job: tw.Job) -> tuple[int, int]:
     received = []
     for step in range(2):
         before = job.session.member.node.stats()["bytes_received"]
-        model(torch.arange(100 * step, 100 * step + 100)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.arange(100 * step, 100 * step + 100)).square().mean())
         received.append(job.session.member.node.stats()["bytes_received"] - before)
     return max(received), model.weight.nbytes
 
@@ -334,9 +320,7 @@ def published(job: tw.Job, size: int) -> None:
             pass
         assert digest(model) == before
         opt.zero_grad()
-        model(torch.tensor([2, 3])).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.tensor([2, 3])).sum())
         assert digest(model) != before
 
 
@@ -399,9 +383,7 @@ def saved(job: tw.Job, folder: str) -> str:
     opt = tw.DistributedOptimizer(sgd(model), model)
     job.track(model=model, optimizer=opt)
     for step in range(2):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
     if job.rank == 0:
         job.save(f"{folder}/saved")
     job.barrier()
@@ -413,9 +395,7 @@ def saved(job: tw.Job, folder: str) -> str:
     job.load(f"{folder}/saved")
     assert digest(model) == middle
     for step in range(2, STEPS):
-        loss(model, batch(step, job.rank)).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss(model, batch(step, job.rank)))
     return digest(model)
 
 

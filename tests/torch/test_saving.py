@@ -14,6 +14,7 @@ import torch
 from team import Team
 from test_checkpoint import small_files
 from torch import nn
+from twins import make_step
 
 import tensorwire.torch as tw
 from tensorwire.errors import BusyError
@@ -51,9 +52,7 @@ def train(job: tw.Job, model: nn.Module, opt: Any, first: int, count: int = 2) -
     for step in range(first, first + count):
         for rank in job.my_slices:
             generator = torch.Generator().manual_seed(9 * step + rank)
-            model(torch.randn(6, 4, generator=generator)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, model(torch.randn(6, 4, generator=generator)).square().mean())
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from team import Team
 from torch import nn
 from torch.utils.data import Dataset
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -48,9 +49,7 @@ def alike(job: tw.Job, model: nn.Module, opt: Any) -> None:
         total = job.sum([sum(map(tokens, parts))])[0]
         for part in parts:
             loss, _ = summed(model, part)
-            (loss / total * job.slices).backward()
-            opt.step()
-            opt.zero_grad()
+            make_step(opt, loss / total * job.slices)
         parts.clear()
 
 
@@ -58,9 +57,7 @@ def told_to_the_loader(job: tw.Job, model: nn.Module, opt: Any) -> None:
     for batch in job.loader(Texts(), batch_size=4, weights=tokens):
         loss, count = summed(model, batch)
         assert job.weight() == count
-        (loss / count).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, loss / count)
 
 
 def told_by_batch(job: tw.Job, model: nn.Module, opt: Any) -> None:
@@ -195,9 +192,7 @@ def at_its_own_pace(job: tw.Job) -> list[float]:
     before = model.weight.tolist()
     for _ in range(2):
         job.weight(0)
-        (model(torch.ones(1, 2)).sum() * math.nan).backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, model(torch.ones(1, 2)).sum() * math.nan)
     job.barrier()
     assert model.weight.tolist() == before
     return [float(each["step"]) for each in opt.state_dict()["state"].values()]

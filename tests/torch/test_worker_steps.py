@@ -8,6 +8,7 @@ import torch
 from scripts import digest
 from team import Team
 from torch import nn, optim
+from twins import make_step
 
 import tensorwire.torch as tw
 
@@ -45,9 +46,7 @@ def trained(job: tw.Job, do: Callable[[nn.Parameter], None]) -> tuple[Any, Any, 
     before = model.weight.detach().clone()
     opt = tw.DistributedOptimizer(Script(model.parameters(), do), model, apply="worker")
     for _ in range(2):
-        (model.weight * torch.arange(6.0).view(2, 3)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        make_step(opt, (model.weight * torch.arange(6.0).view(2, 3)).sum())
     return (model.weight - before).tolist(), model.weight.stride(), torch.randperm(9).tolist()
 
 

@@ -43,6 +43,13 @@ def mean_gradients(model: Model, step: int, of: Callable[..., torch.Tensor] = lo
         (of(model, batch(step, rank)) / 2).backward()
 
 
+def make_step(opt: Any, loss: torch.Tensor) -> None:
+    """Makes a step by the gradients of a loss, and leaves none."""
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
 def same(model: Model, twin: Model, **tolerance: float) -> None:
     ours, theirs = list(model.parameters()), list(twin.parameters())
     torch.testing.assert_close(ours, theirs, **(tolerance or EXACT))
