@@ -27,14 +27,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.measuring import measuring, take_turns
-from tensorwire.bench.processes import PairError, ProcessPair
+from tensorwire.bench.processes import PairError, ProcessPair, call_all
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
@@ -69,15 +70,20 @@ from .rpc_names import (
     WIRES,
     WORKERS,
 )
-from .rpc_workers import Workers
 
 SMALL_BYTES = 4096
 _CROWD_BYTES = 8
 _LEAST_STREAMED = 4096
 _FEW_ROUNDS = 6
 
+_PAIR, _TORCH = f"{__package__}.rpc_pair", f"{__package__}.rivals.torch_rpc"
+_CROWDED = (*CROWDS, *PROCESSES)
+"""Cases with many clients, of which nothing but the CPU time is compared."""
+_STILL = (*_CROWDED, CHANNEL)
+"""Cases of which nobody asks how many bytes move."""
+
 _Taken = tuple[list[float], float, float]
-"""Seconds of each call of a block, and CPU time at both ends divided by the calls."""
+"""Seconds of each call of a block, and CPU time at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +113,15 @@ class RpcSettings:
 def run(settings: RpcSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows so far."""
     questions = list(_questions(settings))
-    module, options = f"{__package__}.rpc_pair", {"wires": list(settings.wires)}
     with measuring("rpc", dataclasses.asdict(settings) | {"held": {}}) as report:
         try:
-            with (
-                closing(_TorchPairs()) as torch, ProcessPair(module, options) as pair,
-                closing(_Crew(settings)) as crew,
-            ):  # fmt: skip
+            with closing(_Processes(settings)) as processes:
                 for number, (wire, case, size) in enumerate(questions):
                     tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
-                    if case in CROWDS:
-                        _measure_crowd(report, pair, settings, wire, case)
-                    elif case in PROCESSES:
-                        _measure_processes(report, pair, crew, settings, wire, case)
-                    elif case == PUSH_PULL:
-                        _measure_push_pull(report, pair, crew, settings, wire)
-                    elif case in HELD:
+                    if case in HELD:
                         _measure_held(report, settings, wire, case)
                     else:
-                        _measure(report, pair, torch, settings, wire, case, size)
+                        _measure(report, processes, settings, wire, case, size)
         except PairError as error:
             report.rows += [
                 Row("rpc", f"{wire}.{case}", system, size, note=str(error))
@@ -147,7 +143,7 @@ def run(settings: RpcSettings, tell: Told) -> Report:
 def _questions(settings: RpcSettings) -> Iterator[tuple[str, str, int]]:
     for wire in settings.wires:
         for case in settings.cases:
-            if case in CROWDS or case in PROCESSES or case == CHANNEL:
+            if case in _CROWDED or case == CHANNEL:
                 yield wire, case, _CROWD_BYTES
             elif case in HELD:
                 yield wire, case, MIB
@@ -182,90 +178,73 @@ def _thresholds() -> dict[str, int]:
     return THRESHOLDS
 
 
-class _TorchPairs:
-    """The processes of torch RPC, one pair for each wire, which begin when they are asked for."""
+class _Processes:
+    """The client and its servers; and other pairs, which begin when they are asked for.
 
-    def __init__(self) -> None:
-        self._pairs: dict[str, ProcessPair] = {}
-
-    def time(self, wire: str, size: int, count: int) -> list[float]:
-        """Seconds of each call; PairError if there are none."""
-        pair = self._pairs.get(wire)
-        if pair is None or pair.closed:
-            # On shm the reactor of TensorPipe polls: on two cores that takes one from the others.
-            module = f"{__package__}.rpc_torch"
-            pair = self._pairs[wire] = ProcessPair(module, {"wire": wire}, polls=True)
-        found: list[float] = pair.call("time", size, count)
-        return found
-
-    def close(self) -> None:
-        """Ends them."""
-        for pair in self._pairs.values():
-            pair.close()
-
-
-class _Crew:
-    """Client processes and a second pair of servers, which begin when they are asked for."""
+    These are clients alone, a second pair with servers, and a pair of torch RPC for each wire.
+    """
 
     def __init__(self, settings: RpcSettings) -> None:
-        self._wires = list(settings.wires)
-        most = max((PROCESSES.get(case, 0) for case in settings.cases), default=0)
-        self._count = max(most, WORKERS)
-        self._workers: Workers | None = None
-        self._others: list[ProcessPair] = []
+        self._settings = settings
+        self._torch: dict[str, ProcessPair] = {}
+        self._servers: list[ProcessPair] = []
+        self._clients: list[ProcessPair] = []
+        self._client = self._server()
 
-    def workers(self, pair: ProcessPair) -> Workers:
-        """The processes, connected to the servers of the pair and to the others."""
-        if self._workers is None:
-            for _ in range(SERVERS - 1):
-                self._others.append(ProcessPair(f"{__package__}.rpc_pair", {"wires": self._wires}))
-            targets = [each.call("targets") for each in (pair, *self._others)]
-            self._workers = Workers(self._count, targets)
-        return self._workers
+    def _server(self) -> ProcessPair:
+        self._servers.append(ProcessPair(_PAIR, {"wires": list(self._settings.wires)}))
+        return self._servers[-1]
 
-    def remote_cpu(self, pair: ProcessPair) -> float:
+    def block(self, wire: str, case: str, system: str, size: int, count: int) -> _Taken:
+        """Some calls, `count` of them where the case says no other number."""
+        block_s = self._settings.block_s
+        if case in CROWDS:
+            taken: _Taken = self._client.call("crowd", wire, system, size, block_s, CROWDS[case])
+            return taken
+        if case not in PROCESSES and case != PUSH_PULL:
+            call = self._client.call
+            if system == TORCH:
+                self._torch_pair(wire).call("prepare", "echo", size)
+                return self._torch_pair(wire).call("run", count), 0.0, 0.0
+            return call("time", wire, case, system, size, count), 0.0, 0.0
+        clients = self._more_clients(PROCESSES.get(case, WORKERS))
+        there = self._remote_cpu()
+        if case == PUSH_PULL:
+            call_all(clients, "push_pull", wire, system, 0.0)  # what comes first is not counted
+            began = time.monotonic()
+            pushed = call_all(clients, "push_pull", wire, system, block_s)
+            calls = sum(each[0] for each in pushed)
+            each_s = (max(each[1] for each in pushed) - began) / calls
+            here = sum(each[2] for each in pushed) / calls
+            return [each_s], here, (self._remote_cpu() - there) / calls
+        found = call_all(clients, "crowd", wire, system, size, block_s, 1)
+        times = [one for each in found for one in each[0]]
+        return times, sum(each[1] for each in found), self._remote_cpu() - there
+
+    def _torch_pair(self, wire: str) -> ProcessPair:
+        pair = self._torch.get(wire)
+        if pair is None or pair.closed:
+            # On shm the reactor of TensorPipe polls: on two cores that takes one from the others.
+            pair = self._torch[wire] = ProcessPair(_TORCH, {"wire": wire}, polls=True)
+        return pair
+
+    def _more_clients(self, count: int) -> list[ProcessPair]:
+        """So many processes, connected to all servers."""
+        while len(self._servers) < SERVERS:
+            self._server()
+        targets = call_all(self._servers, "targets")
+        while len(self._clients) < count:
+            self._clients.append(ProcessPair(_PAIR, {"targets": targets}))
+        return self._clients[:count]
+
+    def _remote_cpu(self) -> float:
         """Seconds of CPU time of all servers so far."""
-        return sum(float(each.call("remote_cpu")) for each in (pair, *self._others))
+        return float(sum(call_all(self._servers, "remote_cpu")))
 
     def close(self) -> None:
-        """Ends them."""
-        if self._workers is not None:
-            self._workers.close()
-        for each in self._others:
-            each.close()
-
-
-def _measure_processes(
-    report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str, case: str
-) -> None:
-    workers = crew.workers(pair)
-
-    def block(system: str) -> _Taken:
-        there = crew.remote_cpu(pair)
-        times, here = workers.call(PROCESSES[case], wire, system, _CROWD_BYTES, settings.block_s)
-        there = crew.remote_cpu(pair) - there
-        return times, here / len(times), there / len(times)
-
-    _add_crowd(report, f"{wire}.{case}", _CROWD_BYTES, _blocks(block, settings, case))
-
-
-def _measure_push_pull(
-    report: Report, pair: ProcessPair, crew: _Crew, settings: RpcSettings, wire: str
-) -> None:
-    workers, name, size = crew.workers(pair), f"{wire}.{PUSH_PULL}", _scheme_bytes(SKEW)
-
-    def block(system: str) -> _Taken:
-        there = crew.remote_cpu(pair)
-        took, calls, here = workers.push_pull(WORKERS, wire, system, settings.block_s)
-        there = crew.remote_cpu(pair) - there
-        return [took / calls], here / calls, there / calls
-
-    rounds = _blocks(block, settings, PUSH_PULL)
-    _add_crowd(report, name, size, rounds, moves=True)
-    samples = {system: [times[0] for times, _, _ in each] for system, each in rounds.items()}
-    for system in samples:
-        if system != GRPCIO:
-            report.compare(name, size, system, GRPCIO, samples[GRPCIO], samples[system])
+        """Ends them all."""
+        for pair in (*self._clients, *self._torch.values(), *self._servers):
+            pair.close()
 
 
 def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
@@ -283,89 +262,57 @@ def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -
     report.settings["held"][name] = held
 
 
-def _measure_crowd(
-    report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str
-) -> None:
-    def block(system: str) -> _Taken:
-        asked = wire, system, _CROWD_BYTES, settings.block_s, CROWDS[case]
-        found: _Taken = pair.call("crowd", *asked)
-        return found
-
-    _add_crowd(report, f"{wire}.{case}", _CROWD_BYTES, _blocks(block, settings, case))
-
-
-def _blocks(
-    block: Callable[[str], _Taken], settings: RpcSettings, case: str
-) -> dict[str, list[_Taken]]:
-    """All systems of a case in turns."""
-    ways = {system: partial(block, system) for system in SYSTEMS[case]}
-    return take_turns(ways, settings.rounds, warm=0)
-
-
-def _add_crowd(
-    report: Report, name: str, size: int, rounds: dict[str, list[_Taken]], moves: bool = False
-) -> None:
-    """Rows of seconds of each call, and of CPU time at both ends by calls."""
-    for system, each in rounds.items():
-        samples = [sample for times, _, _ in each for sample in times]
-        local, remote = median([one[1] for one in each]), median([one[2] for one in each])
-        row = Row("rpc", name, system, size).timed(
-            samples, moves=moves, cpu_seconds_local=local, cpu_seconds_remote=remote
-        )
-        report.rows.append(_both_ways(row))
-
-
-def _both_ways(row: Row) -> Row:
-    """A call moves its payload twice."""
-    return row if row.gb_per_s is None else dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
-
-
 def _measure(
-    report: Report,
-    pair: ProcessPair,
-    torch: _TorchPairs,
-    settings: RpcSettings,
-    wire: str,
-    case: str,
-    size: int,
-) -> None:
-    name = f"{wire}.{case}"
-    probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
-    count = max(1, min(200, int(settings.block_s / probe)))
-    systems = _systems(settings, wire, case, size)
-    blocks: dict[str, list[list[float]]] = {each: [] for each in systems}
-    missing = ""
+    report: Report, processes: _Processes, settings: RpcSettings, wire: str, case: str, size: int
+) -> None:  # fmt: skip
+    """All systems of a case in turns; torch RPC may be missing."""
+    name, missing, count, warm = f"{wire}.{case}", "", 0, 1
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
-    draw = random.Random(17)
-    for number in range(1 + rounds):
-        # In an order that is drawn: what runs before a block leaves caches and cores as it likes.
-        for system in draw.sample(list(blocks), len(blocks)):
-            times: list[float] = []
-            if system != TORCH:
-                times = pair.call("time", wire, case, system, size, count)
-            elif not missing:
-                try:
-                    times = torch.time(wire, size, count)
-                except PairError as error:
-                    missing = str(error)
-            if number and times:  # the first round makes the memory that all others use again
-                blocks[system].append(times)
-    middles = {system: [median(block) for block in each] for system, each in blocks.items()}
-    for system, each in blocks.items():
+    if case in _CROWDED or case == PUSH_PULL:
+        warm = 0  # a block makes its own memory
+    else:
+        probe = median(processes.block(wire, case, GRPCIO, size, 2)[0])
+        count = max(1, min(200, int(settings.block_s / probe)))
+
+    def block(system: str) -> _Taken | None:
+        nonlocal missing
         if system == TORCH and missing:
-            report.rows.append(Row("rpc", name, system, size, note=missing))
+            return None
+        try:
+            return processes.block(wire, case, system, size, count)
+        except PairError as error:
+            if system != TORCH:
+                raise
+            missing = str(error)
+            return None
+
+    systems = _systems(settings, wire, case, size)
+    # In an order that is drawn: what runs before a block leaves caches and cores as it likes.
+    ways = {system: partial(block, system) for system in systems}
+    taken = take_turns(ways, rounds, warm, random.Random(17))
+    middles = {
+        system: [median(times) for times, _, _ in each]
+        for system, each in taken.items()
+        if None not in each
+    }
+    for system, each in taken.items():
+        row = Row("rpc", name, system, size)
+        if system not in middles:
+            report.rows.append(dataclasses.replace(row, note=missing))
             continue
-        samples = [sample for block in each for sample in block]
-        row = Row("rpc", name, system, size).timed(samples, moves=case != CHANNEL)
-        row = row if case in STREAMS else _both_ways(row)
+        row = row.timed([one for times, _, _ in each for one in times], moves=case not in _STILL)
+        if row.gb_per_s is not None and case not in STREAMS:  # a call moves its payload twice
+            row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
+        if case in _CROWDED or case == PUSH_PULL:
+            here, there = (median([one[at] / len(one[0]) for one in each]) for at in (1, 2))
+            row = dataclasses.replace(row, cpu_seconds_local=here, cpu_seconds_remote=there)
         if MEMCPY in middles and system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
-        if system in (GRPCIO, MEMCPY):
-            continue
-        for rival in (GRPCIO, BY_HAND) if system == RUNTIME else (GRPCIO,):
-            if rival in middles:
-                report.compare(name, size, system, rival, middles[rival], middles[system])
+        if system not in (GRPCIO, MEMCPY) and case not in _CROWDED:
+            for rival in (GRPCIO, BY_HAND) if system == RUNTIME else (GRPCIO,):
+                if rival in middles:
+                    report.compare(name, size, system, rival, middles[rival], middles[system])
 
 
 def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar:

@@ -12,28 +12,24 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
-from numpy.typing import NDArray
 
 from tensorwire import rpc
 
-from . import rpc_payloads as payloads
 from .rpc_names import (
-    AIO_STREAM,
     ATTACH_S,
     BYTES,
     GRPCIO,
     GRPCIO_MARKED,
-    GRPCIO_TENSOR,
+    KIND_OF,
     RUNTIME,
-    TENSOR,
+    STREAM,
+    UNARY,
+    server_of,
 )
+from .rpc_payloads import CODECS, METADATA, Codec, codec_of
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _BOTH = ("shm", "tcp")
-_TENSORS = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
-_SERVER = {GRPCIO_MARKED: GRPCIO, GRPCIO_TENSOR: GRPCIO, TENSOR: BYTES}
-"""Whose channel a system has, where it is another one's."""
 _MAKE: dict[str, Callable[..., Any]] = {
     GRPCIO: grpc.aio.server,
     BYTES: partial(rpc.aio.server, transports=_BOTH),
@@ -41,61 +37,42 @@ _MAKE: dict[str, Callable[..., Any]] = {
 }
 
 
+def _handlers(codec: Codec) -> dict[str, Any]:
+    async def unary(request: Any, context: Any) -> Any:
+        return codec.unary(request, context)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        for each in codec.stream(request, context):
+            yield each
+
+    types = codec.served_types()
+    return {
+        f"{codec.name}_{UNARY}": grpc.unary_unary_rpc_method_handler(unary, **types),
+        f"{codec.name}_{STREAM}": grpc.unary_stream_rpc_method_handler(stream, **types),
+    }
+
+
 class AioServers:
     """A server of each system, each on a unix socket and a port.
 
     Args:
         folder: of the sockets.
-        read: looks at every byte of a payload.
-        streamed: messages of a stream of answers.
 
     Attributes:
         targets: by system and wire.
     """
 
-    def __init__(self, folder: Path, read: Callable[[Any], object], streamed: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.targets: dict[str, dict[str, str]] = {}
-        self._folder, self._read, self._streamed = folder, read, streamed
+        self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._servers: list[Any] = []
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    async def _echo(self, request: bytes, context: Any) -> bytes:
-        self._read(request)
-        return request
-
-    async def _echo_tensor(self, request: Any, context: Any) -> Any:
-        array = rpc.unpack(request)
-        self._read(array)
-        return rpc.pack(array)
-
-    async def _echo_by_hand(self, request: Any, context: Any) -> Any:
-        array = payloads.unpack_by_hand(request)
-        self._read(array)
-        return payloads.pack_by_hand(array)
-
-    async def _stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        self._read(request)
-        for _ in range(self._streamed):
-            yield request
-
     async def _start(self) -> None:
-        handlers = {
-            "aio": grpc.unary_unary_rpc_method_handler(self._echo),
-            "aio_tensor": grpc.unary_unary_rpc_method_handler(
-                self._echo_tensor,
-                request_deserializer=_TENSORS[1],
-                response_serializer=_TENSORS[0],
-            ),
-            "aio_by_hand": grpc.unary_unary_rpc_method_handler(
-                self._echo_by_hand,
-                request_deserializer=_TENSORS[1],
-                response_serializer=_TENSORS[0],
-            ),
-            "aio_stream": grpc.unary_stream_rpc_method_handler(self._stream),
-        }
+        handlers = {name: one for codec in CODECS for name, one in _handlers(codec).items()}
         for name, make in _MAKE.items():
             server = make(options=UNLIMITED)
             generic = grpc.method_handlers_generic_handler("bench", handlers)
@@ -121,13 +98,9 @@ class AioCalls:
     Args:
         targets: of `AioServers`.
         wires: that are asked for.
-        read: looks at every byte of a payload.
     """
 
-    def __init__(
-        self, targets: dict[str, dict[str, str]], wires: list[str], read: Callable[[Any], object]
-    ) -> None:
-        self._read = read
+    def __init__(self, targets: dict[str, dict[str, str]], wires: list[str]) -> None:
         self._loop = asyncio.new_event_loop()
         self._channels: dict[tuple[str, str], Any] = {}
         self._loop.run_until_complete(self._connect(targets, wires))
@@ -142,7 +115,7 @@ class AioCalls:
                         where[wire], UNLIMITED, transports=(wire,), runtime=name == RUNTIME
                     )
                 if name == GRPCIO:
-                    await channel.unary_unary("/bench/aio")(bytes(8))
+                    await channel.unary_unary(f"/bench/bytes_{UNARY}")(bytes(8))
                 else:
                     await channel.attach(ATTACH_S)
                 self._channels[wire, name] = channel
@@ -152,44 +125,24 @@ class AioCalls:
                 if way != wire:
                     raise RuntimeError(f"{name} of asyncio does not travel by {wire}: {way}")
 
-    def time(
-        self, wire: str, case: str, system: str, payload: NDArray[np.uint8], count: int
-    ) -> list[float]:
+    def time(self, wire: str, case: str, system: str, payload: Any, count: int) -> list[float]:
         """Seconds of each of so many calls, after one that is not counted."""
-        channel = self._channels[wire, _SERVER.get(system, system)]
-        data = payload.tobytes()
-        operation: Callable[[], Awaitable[None]]
-        if case == AIO_STREAM:
-            operation = partial(self._stream, channel.unary_stream("/bench/aio_stream"), data)
-        elif system == TENSOR:
-            call = channel.unary_unary("/bench/aio_tensor", *_TENSORS)
-            operation = partial(self._tensor, call, payload, rpc.pack, rpc.unpack)
-        elif system == GRPCIO_TENSOR:
-            call = channel.unary_unary("/bench/aio_by_hand", *_TENSORS)
-            ways = payloads.pack_by_hand, payloads.unpack_by_hand
-            operation = partial(self._tensor, call, payload, *ways)
-        else:
-            call = channel.unary_unary("/bench/aio")
-            if system == GRPCIO_MARKED:
-                call = partial(call, metadata=payloads.METADATA)
-            operation = partial(self._unary, call, data)
-        return self._loop.run_until_complete(_timed(operation, count))
+        channel, codec = self._channels[wire, server_of(system)], codec_of(case, system)
+        kind = KIND_OF.get(case, UNARY)
+        make = channel.unary_stream if kind == STREAM else channel.unary_unary
+        call = make(f"/bench/{codec.name}_{kind}", *codec.types())
+        if system == GRPCIO_MARKED:
+            call = partial(call, metadata=METADATA)
+        message = codec.messages([payload])
 
-    async def _unary(self, call: Any, data: bytes) -> None:
-        self._read(await call(data))
+        async def unary() -> None:
+            codec.read(await call(message()))
 
-    async def _tensor(
-        self,
-        call: Any,
-        payload: NDArray[np.uint8],
-        pack: Callable[[Any], Any],
-        unpack: Callable[[Any], Any],
-    ) -> None:
-        self._read(unpack(await call(pack(payload))))
+        async def stream() -> None:
+            async for each in call(message()):
+                codec.read(each)
 
-    async def _stream(self, call: Any, data: bytes) -> None:
-        async for each in call(data):
-            self._read(each)
+        return self._loop.run_until_complete(_timed(stream if kind == STREAM else unary, count))
 
     def close(self) -> None:
         """Closes the channels."""

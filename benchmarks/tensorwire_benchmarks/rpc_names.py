@@ -37,6 +37,12 @@ SIZED = (UNARY, STREAM, REQUESTS, AIO, AIO_STREAM)
 CASES = (*SIZED, *SCHEMES, *CROWDS, *PROCESSES, PUSH_PULL, CHANNEL, *HELD)
 STREAMS = (STREAM, REQUESTS, AIO_STREAM)
 """Whose payload moves once for each message."""
+STREAMED = 8
+"""Messages of a call with a stream."""
+KINDS = {UNARY: "unary_unary", STREAM: "unary_stream", REQUESTS: "stream_unary"}
+"""Kinds of call, as gRPC names them."""
+KIND_OF = {STREAM: STREAM, REQUESTS: REQUESTS, AIO_STREAM: STREAM}
+"""By case; calls of the others are `UNARY`."""
 WIRES = ("shm", "tcp")
 ATTACH_S = 60.0
 """The time for an attachment: the processes of a busy machine take long to start."""
@@ -57,3 +63,9 @@ SYSTEMS = {
     **dict.fromkeys((CHANNEL, *HELD), (GRPCIO, BYTES, RUNTIME)),
 }  # fmt: skip
 """By case, the rival first and the limit last."""
+
+
+def server_of(system: str) -> str:
+    """The system whose servers another one calls: grpcio, bytes or runtime."""
+    servers = {GRPCIO_MARKED: GRPCIO, GRPCIO_TENSOR: GRPCIO, RUNTIME_TENSOR: RUNTIME, TENSOR: BYTES}
+    return servers.get(system, system)

@@ -1,7 +1,8 @@
 """The two processes of `bench rpc`: a client that is timed, and the servers that it calls.
 
 See `tensorwire.bench.processes`. Both ends read the whole payload; the servicer gives back what it
-got. torch is not imported.
+got. torch is not imported. With the option `targets` a pair is a client alone, of servers of other
+pairs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,7 +25,6 @@ from tensorwire import rpc
 from tensorwire.bench.harness import time_each
 from tensorwire.bench.processes import serve_messages
 
-from . import rpc_payloads as payloads
 from .rpc_aio import UNLIMITED, AioCalls, AioServers
 from .rpc_by_hand import HandServer, as_bytes, calls_by_hand, in_place
 from .rpc_names import (
@@ -37,95 +37,30 @@ from .rpc_names import (
     CHANNEL,
     GRPCIO,
     GRPCIO_MARKED,
-    GRPCIO_TENSOR,
     IN_TURN,
     IN_TURN_BYTES,
+    KIND_OF,
+    KINDS,
     MEMCPY,
+    PUSH_PULL,
     REQUESTS,
     RUNTIME,
-    RUNTIME_TENSOR,
     SCHEMES,
-    STREAM,
+    SKEW,
+    STREAMED,
     STREAMS,
-    TENSOR,
     UNARY,
+    server_of,
 )
+from .rpc_payloads import CODECS, METADATA, Codec, buffers, codec_of, read
 
-STREAMED = 8
-"""Messages of a call with a stream."""
 _ENVELOPE_BYTES = 96
 """Of the message that says where payload lies, about."""
 _BY_HAND = (BY_HAND, BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
-_KINDS = {UNARY: "unary_unary", STREAM: "unary_stream", REQUESTS: "stream_unary"}
-_TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
-_BUFFERS = payloads.Buffers.SerializeToString, payloads.Buffers.FromString
-_TENSORS = payloads.Tensors.SerializeToString, payloads.Tensors.FromString
 
-
-def read(payload: Any) -> int:
-    """Looks at every byte."""
-    array = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
-    return int(np.bitwise_xor.reduce(array.view(np.uint64)))
-
-
-def _echo(request: bytes, context: Any) -> bytes:
-    read(request)
-    return request
-
-
-def _stream(request: bytes, context: Any) -> Iterator[bytes]:
-    read(request)
-    for _ in range(STREAMED):
-        yield request
-
-
-def _echo_tensor(request: Any, context: Any) -> Any:
-    array = rpc.unpack(request)
-    read(array)
-    return rpc.pack(array)
-
-
-def _echo_by_hand(request: Any, context: Any) -> Any:
-    array = payloads.unpack_by_hand(request)
-    read(array)
-    return payloads.pack_by_hand(array)
-
-
-def _stream_tensors(request: Any, context: Any) -> Iterator[Any]:
-    array = rpc.unpack(request)
-    read(array)
-    for _ in range(STREAMED):
-        yield rpc.pack(array)
-
-
-def _take(requests: Iterator[bytes], context: Any) -> bytes:
-    _read_all(requests)
-    return b""
-
-
-def _take_tensors(requests: Iterator[Any], context: Any) -> Any:
-    _read_all(map(rpc.unpack, requests))
-    return rpc.Tensor()
-
-
-def _read_all(parts: Any) -> None:
-    for each in parts:
-        read(each)
-
-
-def _echo_buffers(request: Any, context: Any) -> Any:
-    _read_all(request.buffers)
-    return request
-
-
-def _echo_tensors(request: Any, context: Any) -> Any:
-    arrays = payloads.arrays(request)
-    _read_all(arrays)
-    return payloads.of_tensors(arrays)
-
-
-def _coded(types: Any) -> dict[str, Any]:
-    return {"request_deserializer": types[1], "response_serializer": types[0]}
+Targets = dict[str, dict[str, str]]
+"""Of a server, by system and wire."""
+Parts = list[NDArray[np.uint8]]
 
 
 def started(
@@ -145,32 +80,30 @@ def started(
 
 def connect(target: str, wire: str, system: str) -> Any:
     """A channel of a system."""
-    if system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR):
+    server = server_of(system)
+    if server == GRPCIO:
         return grpc.insecure_channel(target, options=UNLIMITED)
-    runtime = system in (RUNTIME, RUNTIME_TENSOR)
-    return rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=runtime)
+    return rpc.insecure_channel(target, UNLIMITED, transports=(wire,), runtime=server == RUNTIME)
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """A server of grpcio and two of ours, and three of asyncio; on a unix socket and a port."""
-    tensors = _coded(_TYPES)
+    if "targets" in options:
+        serve_messages(link, {})
+        return
     handlers = {
-        "unary": grpc.unary_unary_rpc_method_handler(_echo),
-        "stream": grpc.unary_stream_rpc_method_handler(_stream),
-        "tensor_unary": grpc.unary_unary_rpc_method_handler(_echo_tensor, **tensors),
-        "by_hand_unary": grpc.unary_unary_rpc_method_handler(_echo_by_hand, **tensors),
-        "tensor_stream": grpc.unary_stream_rpc_method_handler(_stream_tensors, **tensors),
-        "requests": grpc.stream_unary_rpc_method_handler(_take),
-        "tensor_requests": grpc.stream_unary_rpc_method_handler(_take_tensors, **tensors),
-        "buffers": grpc.unary_unary_rpc_method_handler(_echo_buffers, **_coded(_BUFFERS)),
-        "tensors": grpc.unary_unary_rpc_method_handler(_echo_tensors, **_coded(_TENSORS)),
+        f"{codec.name}_{kind}": getattr(grpc, f"{name}_rpc_method_handler")(
+            getattr(codec, kind), **codec.served_types()
+        )
+        for codec in CODECS
+        for kind, name in KINDS.items()
     }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
         targets, servers = {}, []
         for name in (GRPCIO, BYTES, RUNTIME):
             server, targets[name] = started(name, pool, handlers, Path(folder) / name)
             servers.append(server)
-        aio = AioServers(Path(folder), read, STREAMED)
+        aio = AioServers(Path(folder))
         all_targets = targets, aio.targets
         serve_messages(
             link,
@@ -189,12 +122,9 @@ class ClientCalls:
     """What a client calls, by a channel of each system, which is made when it is first asked for.
 
     A channel each: grpcio's flow control goes by what a connection has carried lately.
-
-    Args:
-        targets: of a server, by system and wire.
     """
 
-    def __init__(self, targets: dict[str, dict[str, str]]) -> None:
+    def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self._channels: dict[tuple[str, str], Any] = {}
 
@@ -206,43 +136,50 @@ class ClientCalls:
         return channel
 
     def _connect(self, wire: str, system: str) -> Any:
-        of_grpcio = system in (GRPCIO, GRPCIO_MARKED, GRPCIO_TENSOR)
-        runtime = system in (RUNTIME, RUNTIME_TENSOR)
-        server = GRPCIO if of_grpcio else RUNTIME if runtime else BYTES
+        server = server_of(system)
         channel = connect(self._targets[server][wire], wire, system)
-        if of_grpcio:
+        if server == GRPCIO:
             return channel
         channel.attach(ATTACH_S)
-        way = channel.runtime if runtime else channel.payload
+        way = channel.runtime if server == RUNTIME else channel.payload
         if way != wire:
             channel.close()
             raise RuntimeError(f"{system} does not travel by {wire}: {way}")
         return channel
 
-    def simple(
-        self, wire: str, case: str, system: str, payload: NDArray[np.uint8]
-    ) -> Callable[[], object]:
-        """A call with one buffer, or a stream of it."""
-        channel = self._channel(wire, system)
-        if system == TENSOR:
-            call = getattr(channel, _KINDS[case])(f"/bench/tensor_{case}", *_TYPES)
-            if case == UNARY:
-                return lambda: read(rpc.unpack(call(rpc.pack(payload))))
-            if case == REQUESTS:
-                return lambda: call(rpc.pack(payload) for _ in range(STREAMED))
-            return lambda: [read(rpc.unpack(each)) for each in call(rpc.pack(payload))]
-        if system == GRPCIO_TENSOR:
-            call = channel.unary_unary("/bench/by_hand_unary", *_TYPES)
-            pack, unpack = payloads.pack_by_hand, payloads.unpack_by_hand
-            return lambda: read(unpack(call(pack(payload))))
-        call, data = getattr(channel, _KINDS[case])(f"/bench/{case}"), payload.tobytes()
+    def _call(
+        self, wire: str, case: str, system: str, parts: Parts
+    ) -> tuple[Codec, Any, Callable[[], Any]]:
+        """The codec, what is called, and what makes its messages."""
+        codec, kind = codec_of(case, system), KIND_OF.get(case, UNARY)
+        make = getattr(self._channel(wire, system), KINDS[kind])
+        return codec, make(f"/bench/{codec.name}_{kind}", *codec.types()), codec.messages(parts)
+
+    def operation(self, wire: str, case: str, system: str, parts: Parts) -> Callable[[], object]:
+        """A call with these buffers, or a stream of them."""
+        codec, call, message = self._call(wire, case, system, parts)
         if system == GRPCIO_MARKED:
-            return lambda: read(call(data, metadata=payloads.METADATA))
-        if case == UNARY:
-            return lambda: read(call(data))
+            call = partial(call, metadata=METADATA)
         if case == REQUESTS:
-            return lambda: call(data for _ in range(STREAMED))
-        return lambda: [read(each) for each in call(data)]
+            return lambda: call(message() for _ in range(STREAMED))
+        if KIND_OF.get(case, UNARY) == UNARY:
+            return lambda: codec.read(call(message()))
+
+        def stream() -> None:
+            for each in call(message()):
+                codec.read(each)
+
+        return stream
+
+    def beginning(self, wire: str, system: str) -> Callable[[], Callable[[], None]]:
+        """Begins a call of `PUSH_PULL`; what that gives back waits for it and reads it."""
+        codec, call, message = self._call(wire, PUSH_PULL, system, buffers(SKEW))
+
+        def begin() -> Callable[[], None]:
+            future = call.future(message())
+            return lambda: codec.read(future.result())
+
+        return begin
 
     def fresh(self, wire: str, system: str, data: bytes) -> Callable[[], object]:
         """A call by a channel of its own."""
@@ -250,36 +187,9 @@ class ClientCalls:
 
         def call() -> None:
             with connect(target, wire, system) as channel:
-                read(channel.unary_unary("/bench/unary")(data))
+                read(channel.unary_unary(f"/bench/bytes_{UNARY}")(data))
 
         return call
-
-    def scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
-        """A call with ten buffers."""
-        parts = payloads.buffers(case)
-        channel = self._channel(wire, system)
-        if system in (TENSOR, RUNTIME_TENSOR):
-            call = channel.unary_unary("/bench/tensors", *_TENSORS)
-            return lambda: _read_all(payloads.arrays(call(payloads.of_tensors(parts))))
-        call = channel.unary_unary("/bench/buffers", *_BUFFERS)
-        return lambda: _read_all(call(payloads.of_bytes(parts)).buffers)
-
-    def begin_scheme(self, wire: str, case: str, system: str) -> Callable[[], Callable[[], None]]:
-        """Begins a call with ten buffers; what that gives back waits for it and reads it."""
-        parts = payloads.buffers(case)
-        channel = self._channel(wire, system)
-        arrays = system in (TENSOR, RUNTIME_TENSOR)
-        method, types = ("tensors", _TENSORS) if arrays else ("buffers", _BUFFERS)
-        call = channel.unary_unary(f"/bench/{method}", *types)
-
-        def begin() -> Callable[[], None]:
-            message = payloads.of_tensors(parts) if arrays else payloads.of_bytes(parts)
-            future = call.future(message)
-            if arrays:
-                return lambda: _read_all(payloads.arrays(future.result()))
-            return lambda: _read_all(future.result().buffers)
-
-        return begin
 
     def close(self) -> None:
         """Closes the channels."""
@@ -293,48 +203,51 @@ class Driver:
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         link.recv()
         self._link = link
-        self._targets: dict[str, dict[str, str]]
-        self._targets, of_aio = self._ask("targets")
-        self._calls = ClientCalls(self._targets)
-        self._aio = AioCalls(of_aio, options["wires"], read)
+        self._aio: AioCalls | None = None
+        self._all_targets: list[Targets] = options.get("targets", [])
+        if not self._all_targets:
+            targets, of_aio = self._ask("targets")
+            self._all_targets = [targets]
+            self._aio = AioCalls(of_aio, options["wires"])
+        self._servers = [ClientCalls(each) for each in self._all_targets]
+        self._calls = self._servers[0]
 
     def _ask(self, what: str) -> Any:
         self._link.send((what,))
         return self._link.recv()
 
-    def targets(self) -> dict[str, dict[str, str]]:
-        """Of the servers that are not of asyncio, by system and wire."""
-        return self._targets
+    def targets(self) -> Targets:
+        """Of the servers that are not of asyncio."""
+        return self._all_targets[0]
 
     def remote_cpu(self) -> float:
-        """Seconds of CPU time of the servers' process so far."""
-        return float(self._ask("cpu"))
+        """Seconds of CPU time of the servers' process so far; 0 of servers of another pair."""
+        return 0.0 if self._aio is None else float(self._ask("cpu"))
 
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""
-        payload = np.arange(size_bytes, dtype=np.uint8)
+        parts = buffers(case) if case in SCHEMES else [np.arange(size_bytes, dtype=np.uint8)]
         if system in _BY_HAND:
-            parts = payloads.buffers(case) if case in SCHEMES else [payload]
             return self._time_by_hand(wire, system, parts, count)
         if case in (AIO, AIO_STREAM) and system != MEMCPY:
-            times = self._aio.time(wire, case, system, payload, count)
+            assert self._aio is not None
+            times = self._aio.time(wire, case, system, parts[0], count)
         else:
-            if case in SCHEMES:
-                operation = self._scheme(wire, case, system)
-            elif case == CHANNEL:
-                operation = self._calls.fresh(wire, system, payload.tobytes())
+            if case == CHANNEL:
+                operation = self._calls.fresh(wire, system, parts[0].tobytes())
             elif system == MEMCPY:
-                operation = _copies(payload, case)
+                operation = _copies(parts, case)
             else:
-                operation = self._calls.simple(wire, case, system, payload)
+                operation = self._calls.operation(wire, case, system, parts)
             operation()
             times = time_each(operation, count)
         return [each / (STREAMED if case in STREAMS else 1) for each in times]
 
-    def _time_by_hand(self, wire: str, system: str, parts: list[Any], count: int) -> list[float]:
+    def _time_by_hand(self, wire: str, system: str, parts: Parts, count: int) -> list[float]:
         call, take = None, as_bytes if system in (BY_HAND_BYTES, IN_TURN_BYTES) else in_place
         if system in (IN_TURN, IN_TURN_BYTES):
-            call = self._calls.simple(wire, UNARY, GRPCIO, np.zeros(_ENVELOPE_BYTES, np.uint8))
+            envelope = [np.zeros(_ENVELOPE_BYTES, np.uint8)]
+            call = self._calls.operation(wire, UNARY, GRPCIO, envelope)
         with calls_by_hand(self._link, wire, parts, take, read) as by_hand:
 
             def in_turn() -> None:
@@ -345,20 +258,14 @@ class Driver:
             in_turn()
             return time_each(in_turn, count)
 
-    def _scheme(self, wire: str, case: str, system: str) -> Callable[[], object]:
-        if system == MEMCPY:
-            each = [_copies(part, UNARY) for part in payloads.buffers(case)]
-            return lambda: [copy() for copy in each]
-        return self._calls.scheme(wire, case, system)
-
     def crowd(
         self, wire: str, system: str, size_bytes: int, seconds: float, clients: int
     ) -> tuple[list[float], float, float]:
         """Many threads call for so long: (seconds of each call, CPU time here, CPU time there).
 
-        Each calls once at least. The CPU time is that of all threads, by calls.
+        Each calls once at least. The CPU time is that of all threads.
         """
-        payload = np.arange(size_bytes, dtype=np.uint8)
+        parts = [np.arange(size_bytes, dtype=np.uint8)]
 
         def work(operation: Callable[[], object]) -> list[float]:
             times = list[float]()
@@ -374,41 +281,54 @@ class Driver:
             operations: list[Callable[[], object]]
             if system == BY_HAND:
                 operations = [
-                    by_hand.enter_context(
-                        calls_by_hand(self._link, wire, [payload], in_place, read)
-                    )
+                    by_hand.enter_context(calls_by_hand(self._link, wire, parts, in_place, read))
                     for _ in range(clients)
                 ]
             else:
-                operations = [self._calls.simple(wire, UNARY, system, payload)] * clients
+                operations = [self._calls.operation(wire, UNARY, system, parts)] * clients
             for operation in operations:
                 operation()
             here, there = time.process_time(), self.remote_cpu()
             until = time.perf_counter() + seconds
             times = [each for some in pool.map(work, operations) for each in some]
-            here, there = time.process_time() - here, self.remote_cpu() - there
-        return times, here / len(times), there / len(times)
+            return times, time.process_time() - here, self.remote_cpu() - there
+
+    def push_pull(self, wire: str, system: str, seconds: float) -> tuple[int, float, float]:
+        """Pushes to all servers and pulls from them, over and over, for so long.
+
+        Returns:
+            How many calls, the moment when the last one ended, and seconds of CPU time.
+        """
+        beginnings = [each.beginning(wire, system) for each in self._servers]
+        calls, cpu = 0, time.process_time()
+        ended = began = time.monotonic()
+        while not calls or ended < began + seconds:
+            for wait in [begin() for begin in beginnings]:
+                wait()
+            calls, ended = calls + len(beginnings), time.monotonic()
+        return calls, ended, time.process_time() - cpu
 
     def close(self) -> None:
         """Closes the channels."""
-        self._aio.close()
-        self._calls.close()
+        if self._aio is not None:
+            self._aio.close()
+        for each in self._servers:
+            each.close()
 
 
-def _copies(payload: NDArray[np.uint8], case: str) -> Callable[[], None]:
+def _copies(parts: Parts, case: str) -> Callable[[], None]:
     """What moving the payload costs at least: a copy into the other's memory, and a look at it."""
-    there, back = np.empty_like(payload), np.empty_like(payload)
-
-    def copy_there() -> None:
-        for _ in range(STREAMED):
-            np.copyto(there, payload)
-            read(there)
+    memory = [(part, np.empty_like(part), np.empty_like(part)) for part in parts]
+    first = STREAMED if case == REQUESTS else 1
+    second = 0 if case == REQUESTS else STREAMED if case in STREAMS else 1
 
     def copy() -> None:
-        np.copyto(there, payload)
-        read(there)
-        for _ in range(STREAMED if case in STREAMS else 1):
-            np.copyto(back, there)
-            read(back)
+        for part, there, back in memory:
+            for _ in range(first):
+                np.copyto(there, part)
+                read(there)
+            for _ in range(second):
+                np.copyto(back, there)
+                read(back)
 
-    return copy_there if case == REQUESTS else copy
+    return copy

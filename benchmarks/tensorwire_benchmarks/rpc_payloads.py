@@ -1,13 +1,15 @@
-"""Messages of ten buffers, as the micro-benchmarks of TensorFlow's gRPC have them.
+"""Messages of `bench rpc`, and what both ends of a call do with them.
 
-Small, medium and large buffers: 16 B, 10 KiB and 1 MiB. uniform: as many of each; random: drawn;
-skew: six large, three medium, one small.
+Messages of ten buffers are as the micro-benchmarks of TensorFlow's gRPC have them: small, medium
+and large buffers of 16 B, 10 KiB and 1 MiB. uniform: as many of each; random: drawn; skew: six
+large, three medium, one small.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,17 @@ from numpy.typing import NDArray
 
 from tensorwire import rpc
 
-from .rpc_names import RANDOM, SKEW, UNIFORM
+from .rpc_names import (
+    GRPCIO_TENSOR,
+    PUSH_PULL,
+    RANDOM,
+    RUNTIME_TENSOR,
+    SCHEMES,
+    SKEW,
+    STREAMED,
+    TENSOR,
+    UNIFORM,
+)
 
 _SMALL, _MEDIUM, _LARGE = 16, 10 << 10, 1 << 20
 _COUNT = 10
@@ -65,24 +77,14 @@ def _make() -> tuple[Any, Any]:
 Buffers, Tensors = _make()
 """Messages with a field `buffers`: of bytes, and of Tensors."""
 
-
 METADATA = (("tensorwire-attachment-bin", bytes(range(24))),)
 """As long as what says which attachment a call is of."""
 
 
-def pack_by_hand(array: NDArray[np.uint8]) -> Any:
-    """Makes a Tensor with its elements in it, which needs no tensorwire."""
-    return rpc.Tensor(dtype="uint8", shape=array.shape, data=array.tobytes())
-
-
-def unpack_by_hand(message: Any) -> NDArray[np.uint8]:
-    """Returns a view of the elements of such a Tensor, which cannot be written to."""
-    return np.frombuffer(message.data, message.dtype).reshape(message.shape)
-
-
-def of_bytes(payload: Sequence[Any]) -> Any:
-    """A message of bytes, which protobuf copies."""
-    return Buffers(buffers=[bytes(each) for each in payload])
+def read(payload: Any) -> int:
+    """Looks at every byte."""
+    array = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
+    return int(np.bitwise_xor.reduce(array.view(np.uint64)))
 
 
 def of_tensors(payload: Sequence[Any]) -> Any:
@@ -93,3 +95,97 @@ def of_tensors(payload: Sequence[Any]) -> Any:
 def arrays(message: Any) -> list[NDArray[Any]]:
     """The arrays of a message of Tensors."""
     return [rpc.unpack(each) for each in message.buffers]
+
+
+def _pack_by_hand(payload: Sequence[NDArray[np.uint8]]) -> Any:
+    (array,) = payload
+    return rpc.Tensor(dtype="uint8", shape=array.shape, data=array.tobytes())
+
+
+def _unpack_by_hand(message: Any) -> tuple[NDArray[np.uint8]]:
+    return (np.frombuffer(message.data, message.dtype).reshape(message.shape),)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How payload lies in a message; and the methods of a servicer of such messages.
+
+    Attributes:
+        name: of its methods, before what kind of call they are.
+        message: the class; None: messages are bytes, which exist before a call.
+        pack: makes a message of arrays.
+        unpack: the payload of a message.
+        given_back: a servicer answers with the message that it got, not with a new one.
+    """
+
+    name: str
+    message: Any
+    pack: Callable[[Sequence[Any]], Any]
+    unpack: Callable[[Any], Iterable[Any]]
+    given_back: bool = False
+
+    def types(self) -> tuple[Any, ...]:
+        """What a client's method serializes and parses with."""
+        return (self.message.SerializeToString, self.message.FromString) if self.message else ()
+
+    def served_types(self) -> dict[str, Any]:
+        """The same of a servicer's method."""
+        names = "response_serializer", "request_deserializer"
+        return dict(zip(names, self.types(), strict=False))
+
+    def messages(self, payload: Sequence[Any]) -> Callable[[], Any]:
+        """What makes the message of each call."""
+        if self.message is None:
+            made = self.pack(payload)
+            return lambda: made
+        return lambda: self.pack(payload)
+
+    def read(self, message: Any) -> None:
+        """Looks at every byte of a message."""
+        for each in self.unpack(message):
+            read(each)
+
+    def unary(self, request: Any, context: Any) -> Any:
+        """Gives back what it got."""
+        payload = self.unpack(request)
+        for each in payload:
+            read(each)
+        return request if self.given_back else self.pack(list(payload))
+
+    def stream(self, request: Any, context: Any) -> Iterator[Any]:
+        """Gives it back again and again."""
+        payload = list(self.unpack(request))
+        for each in payload:
+            read(each)
+        for _ in range(STREAMED):
+            yield request if self.given_back else self.pack(payload)
+
+    def requests(self, requests: Iterator[Any], context: Any) -> Any:
+        """Reads a stream."""
+        for each in requests:
+            self.read(each)
+        return self.message() if self.message else b""
+
+
+CODECS = (
+    _BYTES := Codec("bytes", None, lambda parts: parts[0].tobytes(), lambda found: (found,), True),
+    _TENSOR := Codec(
+        "tensor", rpc.Tensor, lambda parts: rpc.pack(parts[0]), lambda found: (rpc.unpack(found),)
+    ),
+    _BY_HAND := Codec("by_hand", rpc.Tensor, _pack_by_hand, _unpack_by_hand),
+    _BUFFERS := Codec(
+        "buffers",
+        Buffers,
+        lambda parts: Buffers(buffers=list(map(bytes, parts))),  # which protobuf copies
+        lambda found: found.buffers,
+        True,
+    ),
+    _TENSORS := Codec("tensors", Tensors, of_tensors, arrays),
+)
+
+
+def codec_of(case: str, system: str) -> Codec:
+    """The codec by which a system calls."""
+    if case in (*SCHEMES, PUSH_PULL):
+        return _TENSORS if system in (TENSOR, RUNTIME_TENSOR) else _BUFFERS
+    return {TENSOR: _TENSOR, GRPCIO_TENSOR: _BY_HAND}.get(system, _BYTES)

@@ -1,7 +1,8 @@
 """torch RPC over TensorPipe: a call whose argument or result is the tensor.
 
 Measured: `rpc_sync` of a function that keeps the tensor (write) or returns one (read), until the
-call returns. On one host TensorPipe picks its shared-memory transport and CMA channel; for the tcp
+call returns; for `bench rpc` one that gives it back, read at both ends (echo). On one host
+TensorPipe picks its shared-memory transport and CMA channel; for the tcp
 wire it is limited to its libuv transport.
 """
 
@@ -35,7 +36,18 @@ def fetch() -> Any:
     return _held["tensor"]
 
 
-def join_pair(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
+def _read(tensor: Any) -> int:
+    numpy = importlib.import_module("numpy")
+    return int(numpy.bitwise_xor.reduce(tensor.numpy().view(numpy.uint64)))
+
+
+def give_back(tensor: Any) -> Any:
+    """Runs in the target: reads the payload and returns it."""
+    _read(tensor)
+    return tensor
+
+
+def _join_pair(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
     """Joins the two processes; torch, and its module of RPC."""
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -62,12 +74,15 @@ class Driver(RivalDriver):
         super().__init__(link, options)
         port = free_port()
         link.send(("join", port, options["wire"]))
-        self._torch, self._rpc = join_pair("driver", 0, port, options["wire"])
+        self._torch, self._rpc = _join_pair("driver", 0, port, options["wire"])
         path = "uv transport, basic channel" if options["wire"] == "tcp" else "its own choice"
         self._note = f"rpc_sync over TensorPipe, {path}"
 
     def connect_case(self, case: str, size_bytes: int) -> tuple[Operation, str]:
         call = self._rpc.rpc_sync
+        if case == "echo":
+            payload = self._torch.arange(size_bytes, dtype=self._torch.uint8)
+            return (lambda: _read(call("target", give_back, args=(payload,)))), self._note
         call("target", prepare_target, args=(size_bytes,))
         tensor = self._torch.ones(size_bytes, dtype=self._torch.uint8)
         if case == "write":
@@ -84,7 +99,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     del options
 
     def join(port: int, wire: str) -> None:
-        join_pair("target", 1, port, wire)
+        _join_pair("target", 1, port, wire)
 
     serve_messages(link, {"join": join})
     os._exit(0)

@@ -6,6 +6,7 @@ It knows nothing of what is measured.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,16 +47,20 @@ def measuring(bench: str, settings: Mapping[str, Any]) -> Iterator[Report]:
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1
-) -> dict[str, list[Any]]:
+    ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1,
+    chance: random.Random | None = None,
+) -> dict[str, list[Any]]:  # fmt: skip
     """Runs each way once in every round, and returns what it gave, by its name.
 
-    Every other round has the opposite order, so that none profits from its place. The first
-    `warm` rounds, in which memory is made, are not returned.
+    Every other round has the opposite order, so that none profits from its place; with `chance`
+    each round has an order that is drawn. The first `warm` rounds, in which memory is made, are not
+    returned.
     """
-    found: dict[str, list[Any]] = {name: [] for name in ways}
+    names = list(ways)
+    found: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(warm + rounds):
-        for name in ways if number % 2 else reversed(list(ways)):
+        order = names if number % 2 else names[::-1]
+        for name in order if chance is None else chance.sample(names, len(names)):
             result = ways[name]()
             if number >= warm:
                 found[name].append(result)
