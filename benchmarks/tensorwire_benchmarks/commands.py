@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from tensorwire.bench.commands import (
     chosen,
     json_option,
     names,
+    need,
     outputs,
+    plain_outputs,
+    quick_option,
     sizes,
 )
-from tensorwire.bench.report import print_report
-from tensorwire.bench.rows import Report
-from tensorwire.command import Command, Told
+from tensorwire.command import Command
 from tensorwire_benchmarks import faults as fault_bench
 from tensorwire_benchmarks import files as file_bench
 from tensorwire_benchmarks import modes as mode_bench
@@ -43,7 +43,7 @@ from tensorwire_benchmarks.step_commands import parameters, placement, show_work
 
 
 @click.command(cls=Command)
-@json_option("Write all rows, the machine and the verdicts to FILE.")
+@json_option()
 @click.option("--seed", type=int, default=0, show_default=True, help="Of victims and moments.")
 @click.option("--kills", type=click.IntRange(1), help="Over all scenarios (default 50).")
 @click.option("--cost", is_flag=True, help="Only what durability costs; nothing is killed.")
@@ -65,7 +65,7 @@ from tensorwire_benchmarks.step_commands import parameters, placement, show_work
     multiple=True,
     help="Only this one; may be given several times.",
 )
-@click.option("--quick", is_flag=True, help="Two kills of each scenario, few steps: a look.")
+@quick_option("Two kills of each scenario, few steps: a look.")
 def faults(
     json_path: Path | None, seed: int, kills: int | None, cost: bool, changes: bool,
     beside: Path | None, scenarios: tuple[str, ...], quick: bool,
@@ -96,8 +96,7 @@ def faults(
         tensorwire bench faults --cost
         tensorwire bench faults --changes
     """  # noqa: D301 (\b is what click reads)
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    need("torch", "bench")
     if cost and (scenarios or kills):
         raise click.UsageError("--cost kills nothing: leave out --scenario and --kills")
     if changes and (cost or scenarios or kills):
@@ -114,30 +113,22 @@ def faults(
         cost=None if some or changes else costs,
         changes=None if some or cost else ChangeSettings(rounds=2 if quick else 6),
     )  # fmt: skip
-    found: list[Report] = []
-
-    def run(tell: Told) -> Report:
-        found.append(fault_bench.run(settings, tell))
-        return found[0]
-
-    carry_out(
-        run, fault_bench.print_faults, lambda report, path: None,
-        json_path=json_path, figure_path=None, strict=False,
-    )  # fmt: skip
-    if fault_bench.fails(found[0]):
+    report = carry_out(
+        partial(fault_bench.run, settings), fault_bench.print_faults, json_path=json_path
+    )
+    if fault_bench.fails(report):
         raise SystemExit(1)
 
 
 @click.command(cls=Command)
-@json_option("Write all rows, the machine and the verdicts to FILE.")
-@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
-@click.option("--quick", is_flag=True, help="Few sizes and few turns: a look.")
+@plain_outputs
+@quick_option("Few sizes and few turns: a look.")
 @names("--wires", known=rpc_names.WIRES, help="shm, tcp or both.")
-@names("--cases", known=rpc_names.CASES, help=f"Only these: {', '.join(rpc_names.CASES)}.")
+@names("--cases", known=rpc_names.CASES)
 @sizes("--sizes", help="Sizes of payload, multiples of 8, for example 8,1MiB,64MiB.")
 def rpc(
-    json_path: Path | None, strict: bool, quick: bool, wires: tuple[str, ...] | None,
-    cases: tuple[str, ...] | None, sizes: tuple[int, ...] | None,
+    quick: bool, wires: tuple[str, ...] | None, cases: tuple[str, ...] | None,
+    sizes: tuple[int, ...] | None, **outputs: Any,
 ) -> None:  # fmt: skip
     """What do large messages cost in gRPC, and what with tensorwire.rpc?
 
@@ -154,8 +145,7 @@ def rpc(
     Everything, kept for comparison:
         tensorwire bench rpc --json rpc.json
     """  # noqa: D301 (\b is what click reads)
-    if importlib.util.find_spec("grpc") is None:
-        raise click.ClickException("this bench needs grpcio: pip install 'tensorwire[rpc]'")
+    need("grpc", "rpc")
     if wrong := [size for size in sizes or () if size % 8]:
         raise click.UsageError(f"--sizes: {wrong[0]} is no multiple of 8")
     settings = rpc_bench.RpcSettings()
@@ -164,20 +154,14 @@ def rpc(
         small = (8, 1 << 20, 16 << 20)
         settings = rpc_bench.RpcSettings(small, rounds=6, block_s=0.1, torch=False)
     settings = chosen(settings, wires=wires, cases=cases, sizes=sizes)
-    carry_out(
-        partial(rpc_bench.run, settings), print_report, lambda report, path: None,
-        json_path=json_path, figure_path=None, strict=strict,
-    )  # fmt: skip
+    carry_out(partial(rpc_bench.run, settings), **outputs)
 
 
 @click.command(cls=Command)
 @outputs
-@click.option("--quick", is_flag=True, help="Two short turns, a seed of few steps: a look.")
-@names("--cases", known=mode_bench.CASES, help=f"Only these: {', '.join(mode_bench.CASES)}.")
-def modes(
-    json_path: Path | None, figure_path: Path | None, strict: bool, quick: bool,
-    cases: tuple[str, ...] | None,
-) -> None:  # fmt: skip
+@quick_option("Two short turns, a seed of few steps: a look.")
+@names("--cases", known=mode_bench.CASES)
+def modes(quick: bool, cases: tuple[str, ...] | None, **outputs: Any) -> None:
     """What do the modes of a job gain, and what do they cost?
 
     Four workers whose steps sleep. slow: one is four times slower than the others; async beside
@@ -206,29 +190,22 @@ def modes(
     The rivals:
         pip install 'tensorwire[bench]'
     """  # noqa: D301 (\b is what click reads)
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
-    if figure_path is not None and cases and not set(cases) & set(TASKS):
+    need("torch", "bench")
+    if outputs["figure_path"] is not None and cases and not set(cases) & set(TASKS):
         raise click.UsageError(f"--figure draws training, one of {', '.join(TASKS)}")
     settings = mode_bench.ModesSettings()
     if quick:
         short = TrainingSettings(sizes=(4,), seeds=1, shorten=4)
         settings = dataclasses.replace(settings, turns=2, steps=4, training=short)
     settings = chosen(settings, cases=cases)
-    carry_out(
-        partial(mode_bench.run, settings), print_modes, draw_modes,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
+    carry_out(partial(mode_bench.run, settings), print_modes, draw_modes, **outputs)
 
 
 @click.command(cls=Command)
-@json_option("Write all rows, the machine and the verdicts to FILE.")
-@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
-@click.option("--quick", is_flag=True, help="A small model and few turns: a look.")
-@names("--cases", known=file_bench.CASES, help=f"Only these: {', '.join(file_bench.CASES)}.")
-def files(
-    json_path: Path | None, strict: bool, quick: bool, cases: tuple[str, ...] | None
-) -> None:  # fmt: skip
+@plain_outputs
+@quick_option("A small model and few turns: a look.")
+@names("--cases", known=file_bench.CASES)
+def files(quick: bool, cases: tuple[str, ...] | None, **outputs: Any) -> None:
     """What does it cost to read a running job as files?
 
     A parameter of 64 MiB by fsspec beside a copy and a file on tmpfs; blocks of 4 KiB; one tensor
@@ -247,11 +224,8 @@ def files(
     Everything, kept for comparison:
         tensorwire bench files --json files.json
     """  # noqa: D301 (\b is what click reads)
-    for needed in ("torch", "fsspec", "safetensors"):
-        if importlib.util.find_spec(needed) is None:
-            raise click.ClickException(
-                f"this bench needs {needed}: pip install 'tensorwire[torch,files]'"
-            )
+    for module in ("torch", "fsspec", "safetensors"):
+        need(module, "torch,files")
     settings = file_bench.FilesSettings()
     if quick:
         settings = file_bench.FilesSettings(
@@ -263,15 +237,12 @@ def files(
             step_bytes=(4096,),
         )
     settings = chosen(settings, cases=cases)
-    carry_out(
-        partial(file_bench.run, settings), print_report, lambda report, path: None,
-        json_path=json_path, figure_path=None, strict=strict,
-    )  # fmt: skip
+    carry_out(partial(file_bench.run, settings), **outputs)
 
 
 @click.command("gpu-training", cls=Command)
 @json_option("Write all rows and the machine to FILE.")
-@names("--models", known=tuple(GPU_BATCHES), help=f"Only these: {', '.join(GPU_BATCHES)}.")
+@names("--models", known=tuple(GPU_BATCHES))
 @click.option("--steps", type=click.IntRange(2), help="Of each model; the default is 20.")
 def gpu_training(json_path: Path | None, models: tuple[str, ...] | None, steps: int | None) -> None:
     """What does a step cost with the model on a GPU?
@@ -284,16 +255,12 @@ def gpu_training(json_path: Path | None, models: tuple[str, ...] | None, steps: 
     One question only:
         tensorwire bench gpu-training --models resnet50,gpt2-small --json gpu.json
     """  # noqa: D301 (\b is what click reads)
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    need("torch", "bench")
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise click.ClickException("this bench needs a CUDA device, and torch sees none")
     settings = chosen(GpuSettings(), models=models, steps=steps)
-    carry_out(
-        partial(run_gpu_training, settings), print_report, lambda report, path: None,
-        json_path=json_path, figure_path=None, strict=False,
-    )  # fmt: skip
+    carry_out(partial(run_gpu_training, settings), json_path=json_path)
 
 
 COMMANDS = (

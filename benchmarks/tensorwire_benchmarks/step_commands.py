@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,10 @@ from tensorwire.bench.commands import (
     chosen,
     json_option,
     names,
+    need,
     outputs,
+    quick_option,
+    together,
 )
 from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
@@ -39,9 +39,7 @@ from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, wo
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)
 
-_workload = names(
-    "--workload", "models", known=_WORKLOADS, help=f"Only these: {', '.join(_WORKLOADS)}."
-)
+_workload = names("--workload", "models", known=_WORKLOADS)
 _tiny = click.option(
     "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
 )
@@ -51,12 +49,11 @@ def _options(
     bench: Bench, quick: str, *own: Decorator, steps: str, optimizer: str = ""
 ) -> Decorator:
     """What every bench of training steps has, around its `own` options."""
-    known = bench.names
-    options: tuple[Any, ...] = (
+    return together(
         outputs,
-        click.option("--quick", is_flag=True, help=quick),
+        quick_option(quick),
         *own,
-        names("--systems", known=known, help=f"Only these: {', '.join(known)}."),
+        names("--systems", known=bench.names),
         click.option("--steps", type=click.IntRange(1), help=f"Steps of each system, {steps}."),
         click.option(
             "--optimizer", type=click.Choice(OPTIMIZERS), default="sgd", show_default=True,
@@ -64,17 +61,9 @@ def _options(
         ),
     )  # fmt: skip
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
 
 def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Settings:
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    need("torch", "bench")
     models = models and tuple(named(name, bench.models) for name in models)
     return chosen(bench.settings(quick), models=models, **options)
 
@@ -83,7 +72,7 @@ def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Setting
 @_options(
     TRAINING,
     "Two models, few steps: a look, not a measurement.",
-    names("--models", known=_MODELS, help=f"Only these: {', '.join(_MODELS)}."),
+    names("--models", known=_MODELS),
     names(
         "--wires",
         known=TRAINING.wires,
@@ -229,9 +218,9 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
 
 @click.command(cls=Command)
 @outputs
-@click.option("--quick", is_flag=True, help="Few steps and small models: a look.")
+@quick_option("Few steps and small models: a look.")
 @names("--optimizers", known=CASES, help=f"Only these optimizers: {', '.join(CASES)}.")
-@names("--libraries", known=LIBRARIES, help=f"Only these: {', '.join(LIBRARIES)}.")
+@names("--libraries", known=LIBRARIES)
 @names("--wires", known=PARAMETERS.wires, help="Only the tables, on these: shm, tcp.")
 @names(
     "--links",
@@ -248,7 +237,7 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
 def parameters(
     quick: bool, optimizers: tuple[str, ...] | None, libraries: tuple[str, ...] | None,
     wires: tuple[str, ...] | None, links: tuple[str, ...] | None, only_scaling: bool,
-    steps: int | None, json_path: Path | None, figure_path: Path | None, strict: bool,
+    steps: int | None, **outputs: Any,
 ) -> None:  # fmt: skip
     """What do optimizers, tables, links and other libraries' loops cost?
 
@@ -318,8 +307,5 @@ def parameters(
         found.verdicts += judge_libraries(found, [case for case, _, _ in loops.cases()])
         return found
 
-    carry_out(
-        run, report.print_training,
-        draw_scaling if only_scaling else report.draw_parameters,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
+    draw = draw_scaling if only_scaling else report.draw_parameters
+    carry_out(run, report.print_training, draw, **outputs)

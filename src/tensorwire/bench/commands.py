@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
+from tensorwire.bench.report import print_report
 from tensorwire.bench.rows import Report, parse_size
 from tensorwire.command import Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
@@ -47,15 +48,15 @@ def _list_option(flags: Sequence[str], read: Callable[[str], Any], help: str) ->
     return click.option(*flags, multiple=True, callback=join, metavar="A,B", help=help)
 
 
-def names(*flags: str, known: Sequence[str], help: str) -> Decorator:
-    """Returns an option that takes some of the known words."""
+def names(*flags: str, known: Sequence[str], help: str = "") -> Decorator:
+    """Returns an option that takes some of the known words; the usual help lists them."""
 
     def read(word: str) -> str:
         if word not in known:
             raise ValueError(f"{word!r} is unknown; choose from {', '.join(known)}")
         return word
 
-    return _list_option(flags, read, help)
+    return _list_option(flags, read, help or f"Only these: {', '.join(known)}.")
 
 
 def sizes(*flags: str, help: str) -> Decorator:
@@ -63,23 +64,45 @@ def sizes(*flags: str, help: str) -> Decorator:
     return _list_option(flags, parse_size, help)
 
 
-def json_option(help: str) -> Decorator:
+def json_option(help: str = "Write all rows, the machine and the verdicts to FILE.") -> Decorator:
     """Returns the option that names a file of results; the parameter is `json_path`."""
     return click.option("--json", "json_path", type=_FILE, metavar="FILE", help=help)
 
 
-def outputs(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the options of every bench, by the parameters' names in `carry_out`."""
-    for option in (
-        click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
-        click.option(
-            "--figure", "figure_path", type=_FILE, metavar="FILE",
-            help="Draw a figure; .svg, .pdf or .png.",
-        ),
-        json_option("Write all rows, the machine and the verdicts to FILE."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def together(*options: Decorator) -> Decorator:
+    """Returns several options as one."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_STRICT = click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+plain_outputs = together(json_option(), _STRICT)
+"""The options of a bench that has bars, by the parameters' names in `carry_out`."""
+outputs = together(
+    json_option(),
+    click.option(
+        "--figure", "figure_path", type=_FILE, metavar="FILE",
+        help="Draw a figure; .svg, .pdf or .png.",
+    ),
+    _STRICT,
+)  # fmt: skip
+"""The options of a bench that draws a figure too."""
+
+
+def quick_option(help: str) -> Decorator:
+    """Returns the option for a look in place of a measurement."""
+    return click.option("--quick", is_flag=True, help=help)
+
+
+def need(module: str, extra: str) -> None:
+    """Raises ClickException if a module is not installed; `extra` of tensorwire has it."""
+    if importlib.util.find_spec(module) is None:
+        raise click.ClickException(f"this bench needs {module}: pip install 'tensorwire[{extra}]'")
 
 
 def chosen(settings: S, **options: Any) -> S:
@@ -90,13 +113,13 @@ def chosen(settings: S, **options: Any) -> S:
 
 def carry_out(
     run: Callable[[Told], Report],
-    print_report: Callable[[Report, Console], None],
-    draw: Callable[[Report, Path], None],
+    show: Callable[[Report, Console], None] = print_report,
+    draw: Callable[[Report, Path], None] | None = None,
     *,
-    json_path: Path | None,
-    figure_path: Path | None,
-    strict: bool,
-) -> None:
+    json_path: Path | None = None,
+    figure_path: Path | None = None,
+    strict: bool = False,
+) -> Report:
     """Runs a bench with a bar, shows its report, keeps it, and ends with its exit code.
 
     Mistakes that would fail after the run are reported before it.
@@ -105,11 +128,11 @@ def carry_out(
     _check_figure(figure_path, json_path)
     console = terminal()
     report = with_bar(run, console, MofNCompleteColumn())
-    print_report(report, console)
+    show(report, console)
     if json_path is not None:
         report.write(json_path)
         click.echo(f"rows written to {json_path}")
-    if figure_path is not None:
+    if figure_path is not None and draw is not None:
         try:
             draw(report, figure_path)
         except (TensorwireError, ValueError) as error:
@@ -119,6 +142,7 @@ def carry_out(
         raise SystemExit(130)
     if strict and any(verdict.met is False for verdict in report.verdicts):
         raise SystemExit(1)
+    return report
 
 
 def _check_figure(figure_path: Path | None, json_path: Path | None) -> None:
