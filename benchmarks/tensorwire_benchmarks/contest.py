@@ -149,7 +149,8 @@ class WireContest:
             raise PairError(reason)
         team = Team(
             system, self._wire, self._model, self._settings.workers, self._optimizer,
-            self._settings.server_threads, hosts=self._hosts,
+            self._settings.server_threads,
+            hosts=None if self._hosts is None else (self._hosts[:1], self._hosts[1:]),
         )  # fmt: skip
         self._running[system.name] = team
         times, _, _ = team.run(_CHECK_STEPS)

@@ -22,32 +22,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import secrets
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tensorwire.bench import machine
 from tensorwire.bench.harness import median
-from tensorwire.bench.processes import PairError
+from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.raw_socket import RawClient, RawServer
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.command import Told
-from tensorwire_benchmarks import link
-from tensorwire_benchmarks.jobs import environment, last_line, script
+from tensorwire.parameters import most_threads
+from tensorwire_benchmarks import link, scaling_raw, scaling_worker
 from tensorwire_benchmarks.link import Host
-from tensorwire_benchmarks.scaling_raw import shares
-from tensorwire_benchmarks.systems import LIMIT, OWN
+from tensorwire_benchmarks.systems import LIMIT, OWN, SYNC, System
+from tensorwire_benchmarks.team import Team
 from tensorwire_benchmarks.traffic import FLOAT_BYTES
 
 MODES = ("sync", "async")
 RAW = "raw sockets"
+_SOCKETS = System(RAW, "", (), scaling_raw.__name__, {})
 BAR = 0.9
 MOST_BUSY = 0.7
 _WARM = 2  # steps of each worker that do not count
@@ -162,16 +160,9 @@ def measure(report: Report, settings: ScalingSettings, tell: Told) -> None:
 
 def record(settings: ScalingSettings) -> Recording:
     """Runs the real model, in a process of its own."""
-    command = [sys.executable, "-m", "tensorwire_benchmarks.scaling_record"]
-    done = subprocess.run(
-        [*command, str(settings.batch), "8"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise PairError(f"no step could be recorded: {last_line(done.stderr)}")
-    return Recording(**json.loads(done.stdout.splitlines()[-1]))
+    options = {"batch": settings.batch, "steps": 8}
+    with ProcessPair("tensorwire_benchmarks.scaling_record", options) as pair:
+        return Recording(**pair.call("record", timeout_s=600.0))
 
 
 def raw_speed(first: Host, second: Host) -> float:
@@ -213,12 +204,13 @@ def _rows(
     )
     sockets = Row("parameters", point.case, RAW, size_bytes)
     try:
-        sockets = sockets.timed(_run_raw(point, settings, recording, hosts))
+        run = partial(_run, point=point, settings=settings, recording=recording, hosts=hosts)
+        sockets = sockets.timed(run(_SOCKETS, scaling_raw.__name__)[0])
     except PairError as error:
         sockets = dataclasses.replace(sockets, note=str(error))
     row = Row("parameters", point.case, OWN, size_bytes)
     try:
-        seconds, cpu_workers, cpu_servers = _run(point, settings, recording, hosts)
+        seconds, cpu_workers, cpu_servers = run(SYNC, scaling_worker.__name__)
     except PairError as error:
         return [dataclasses.replace(row, note=str(error)), sockets, limit]
     row = row.timed(seconds)
@@ -239,154 +231,23 @@ def _rows(
 
 
 def _run(
-    point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
-) -> tuple[list[float], float, float]:
+    system: System, program: str, point: Point, settings: ScalingSettings, recording: Recording,
+    hosts: Sequence[Host],
+) -> tuple[list[float], float, float]:  # fmt: skip
     """Seconds of all steps that count; CPU seconds of workers, and servers, per worker's step."""
-    shared = environment(TENSORWIRE_SECRET=secrets.token_hex(32), TENSORWIRE_TRANSPORTS="tcp")
-    plan = {
-        **dataclasses.asdict(recording),
-        "mode": point.mode,
-        "count": _WARM + settings.steps,
-    }
-    with contextlib.ExitStack() as stack:
-        servers, addresses = [], list[str]()
-        for index in range(point.servers):
-            process, address = stack.enter_context(
-                _server(point, index, addresses, hosts[index], shared)
-            )
-            servers.append(process)
-            addresses.append(address)
-        own_hosts = hosts[max(settings.servers) :]
-        workers = [
-            stack.enter_context(
-                _process(
-                    own_hosts[rank].command(sys.executable, "-P", *script("scaling_worker.py")),
-                    {
-                        **shared,
-                        "TENSORWIRE_RANK": str(rank),
-                        "TENSORWIRE_WORKERS": str(point.workers),
-                        "TENSORWIRE_SERVERS": ",".join(addresses),
-                    },
-                )
-            )
-            for rank in range(point.workers)
-        ]
-        before = [machine.process_cpu_seconds(each.pid) for each in servers]
-        with ThreadPoolExecutor(point.workers) as pool:
-            told = list(pool.map(lambda worker: _told(worker, plan), workers))
-        # They leave when all workers have, which these have done: what they used is in their wait.
-        used = [_cpu_of_ended(each) for each in servers]
-    count = point.workers * (_WARM + settings.steps)
-    seconds = [second for each in told for second in each["seconds"][_WARM:]]
-    cpu_workers = sum(each["cpu_s"] for each in told) / count
-    cpu_servers = sum(after - first for after, first in zip(used, before, strict=True)) / count
-    return seconds, cpu_workers, cpu_servers
-
-
-def _run_raw(
-    point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
-) -> list[float]:
-    """Seconds of all steps that count, by plain sockets."""
-    program = [sys.executable, "-P", *script("scaling_raw.py")]
-    sizes = [FLOAT_BYTES * math.prod(shape) for _, shape in recording.tensors]
-    with contextlib.ExitStack() as stack:
-        addresses = []
-        for index in range(point.servers):
-            plan = {
-                "host": hosts[index].address,
-                "workers": point.workers,
-                "share": sum(shares(size, point.servers)[index] for size in sizes),
-                "sync": point.mode == "sync",
-            }
-            server = stack.enter_context(
-                _process(hosts[index].command(*program, "server"), environment())
-            )
-            assert server.stdin is not None
-            assert server.stdout is not None
-            server.stdin.write(json.dumps(plan) + "\n")
-            server.stdin.flush()
-            if not (port := server.stdout.readline().strip()):
-                assert server.stderr is not None
-                said = last_line(server.stderr.read())
-                raise PairError(f"a server of plain sockets gave no port: {said}")
-            addresses.append((hosts[index].address, int(port)))
-        own_hosts = hosts[max(settings.servers) :]
-        workers = [
-            stack.enter_context(_process(host.command(*program, "worker"), environment()))
-            for host in own_hosts[: point.workers]
-        ]
-        plan = {
-            "addresses": addresses,
-            "sizes": sizes,
-            "steps": recording.steps,
-            "count": _WARM + settings.steps,
-        }
-        with ThreadPoolExecutor(point.workers) as pool:
-            told = list(pool.map(lambda worker: _told(worker, plan), workers))
-    return [second for each in told for second in each["seconds"][_WARM:]]
-
-
-@contextlib.contextmanager
-def _process(
-    command: Sequence[str], environment: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment, text=True,
-    ) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@contextlib.contextmanager
-def _server(
-    point: Point, index: int, others: Sequence[str], host: Host, environment: dict[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server and its address."""
-    ours, theirs = os.pipe()
-    command = host.command(
-        *(sys.executable, "-P", "-m", "tensorwire.torch.server", "--index", str(index)),
-        *("--workers", str(point.workers), "--count", str(point.servers)),
-        *("--listen", f"{host.address}:0", "--address-fd", str(theirs)),
-        *(("--servers", ",".join(others)) if others else ()),
+    count = _WARM + settings.steps
+    plan = {**dataclasses.asdict(recording), "mode": point.mode, "count": count}
+    places = hosts[: max(settings.servers)], hosts[max(settings.servers) :]
+    team = Team(
+        system, "tcp", None, point.workers, "", most_threads(), places, program, point.servers
     )
-    with os.fdopen(ours) as channel:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
-            pass_fds=[theirs],
-        ) as process:  # fmt: skip
-            os.close(theirs)
-            try:
-                address = channel.readline().strip()
-                if not address:
-                    assert process.stderr is not None
-                    said = process.stderr.read().decode(errors="replace")
-                    raise PairError(f"server {index} gave no address: {last_line(said)}")
-                yield process, address
-            finally:
-                process.kill()
-
-
-def _told(worker: subprocess.Popen[str], plan: dict[str, Any]) -> dict[str, Any]:
-    try:
-        out, err = worker.communicate(json.dumps(plan) + "\n", timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired as error:
-        raise PairError(f"a worker did not end within {_PATIENCE_S:g} s") from error
-    if worker.returncode:
-        raise PairError(f"a worker ended with code {worker.returncode}: {last_line(err)}")
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
-def _cpu_of_ended(process: subprocess.Popen[bytes]) -> float:
-    """Waits for its end, and returns the CPU seconds that it used in its life."""
-    try:
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        return machine.process_cpu_seconds(process.pid)
-    except ProcessLookupError as error:
-        raise PairError("a server has ended, and nobody knows what it used") from error
+    with contextlib.closing(team):
+        before = team.server_cpu()
+        told = team.call("replay", plan, timeout_s=_PATIENCE_S)
+        cpu_servers = team.server_cpu() - before
+    steps = point.workers * count
+    seconds = [second for each, _ in told for second in each[_WARM:]]
+    return seconds, sum(cpu for _, cpu in told) / steps, cpu_servers / steps
 
 
 def _memory() -> Any:

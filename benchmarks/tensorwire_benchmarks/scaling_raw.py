@@ -2,32 +2,31 @@
 
 Workers sleep as those of `scaling_worker.py` do, and send as many bytes at the same moments, each
 gradient in equal shares to all servers. A server that has all bytes of a step, in sync from every
-worker, sends its share of the parameters back. Nobody computes anything or looks at the bytes.
-
-    scaling_raw.py worker       reads the plan as `scaling_worker.py` does, with `addresses`
-    scaling_raw.py server       reads a plan with `workers`, `sync`, `share`; prints its port
+worker, sends its share of the parameters back. Nobody computes anything or looks at the bytes. A
+connection begins with the bytes of a share, and whether workers step together.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import json
+import math
+import os
 import queue
 import selectors
 import socket
-import sys
+import struct
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+from tensorwire_benchmarks import worker
+from tensorwire_benchmarks.scaling_worker import Replayer
+from tensorwire_benchmarks.traffic import FLOAT_BYTES
+
+serve = worker.serve
 _CHUNK = 1 << 18
-
-
-def main() -> None:
-    """Runs one of the two."""
-    plan = json.loads(sys.stdin.readline())
-    {"worker": _work, "server": _serve}[sys.argv[1]](plan)
+_HEAD = struct.Struct("<Q?")
 
 
 def shares(size_bytes: int, count: int) -> list[int]:
@@ -36,31 +35,40 @@ def shares(size_bytes: int, count: int) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(cuts)]
 
 
-# --- a worker -----------------------------------------------------------------------------------
+class Driver(Replayer):
+    """A worker: a connection to each server, with a thread that sends."""
 
-
-class _Servers:
-    """A connection to each server, with a thread that sends."""
-
-    def __init__(self, addresses: list[list[Any]]) -> None:
-        self.sockets = [socket.create_connection((host, port)) for host, port in addresses]
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Connects, and sends all once, as workers of a job do that publishes."""
+        self._sizes = [FLOAT_BYTES * math.prod(shape) for _, shape in plan["tensors"]]
+        parts = (shares(size, len(self._addresses)) for size in self._sizes)
+        self._pulled = [sum(each) for each in zip(*parts, strict=True)]
+        self._sockets: list[socket.socket] = []
         self._queues: list[queue.SimpleQueue[int]] = []
         self._selector = selectors.DefaultSelector()
-        for each in self.sockets:
+        self._memory = bytearray(_CHUNK)
+        for address, share in zip(self._addresses, self._pulled, strict=True):
+            host, _, port = address.rpartition(":")
+            each = socket.create_connection((host, int(port)))
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            each.sendall(_HEAD.pack(share, plan["mode"] == "sync"))
             self._selector.register(each, selectors.EVENT_READ)
+            self._sockets.append(each)
             self._queues.append(queue.SimpleQueue())
             threading.Thread(target=_send, args=(each, self._queues[-1]), daemon=True).start()
-        self._memory = bytearray(_CHUNK)
+        for tensor in range(len(self._sizes)):
+            self.push(tensor)
+        self.advance()
 
-    def push(self, size_bytes: int) -> None:
-        """Sends that many bytes, in equal shares, without waiting."""
-        for each, share in zip(self._queues, shares(size_bytes, len(self._queues)), strict=True):
+    def push(self, tensor: int) -> None:
+        """Lets threads send its shares."""
+        parts = shares(self._sizes[tensor], len(self._queues))
+        for each, share in zip(self._queues, parts, strict=True):
             each.put(share)
 
-    def pull(self, sizes: list[int]) -> None:
-        """Waits for so many bytes from each server."""
-        left = dict(zip(self.sockets, sizes, strict=True))
+    def advance(self) -> None:
+        """Waits for the bytes of all servers."""
+        left = dict(zip(self._sockets, self._pulled, strict=True))
         while any(left.values()):
             for key, _ in self._selector.select():
                 each = key.fileobj
@@ -69,6 +77,11 @@ class _Servers:
                 if got == 0:
                     raise ConnectionError("a server of plain sockets has closed its connection")
                 left[each] -= got
+
+    def leave(self) -> None:
+        """Closes the connections."""
+        for each in self._sockets:
+            each.close()
 
 
 def _send(connection: socket.socket, sizes: queue.SimpleQueue[int]) -> None:
@@ -79,76 +92,33 @@ def _send(connection: socket.socket, sizes: queue.SimpleQueue[int]) -> None:
             left -= connection.send(memory[: min(_CHUNK, left)])
 
 
-def _work(plan: dict[str, Any]) -> None:
-    servers = _Servers(plan["addresses"])
-    sizes: list[int] = plan["sizes"]
-    pulled = [0] * len(servers.sockets)
-    for size in sizes:
-        for index, share in enumerate(shares(size, len(pulled))):
-            pulled[index] += share
-    for size in sizes:  # all workers begin together, as those of a job that publishes do
-        servers.push(size)
-    servers.pull(pulled)
-    seconds, cpu_s = replay(
-        plan, lambda tensor: servers.push(sizes[tensor]), lambda: servers.pull(pulled)
-    )
-    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s}), flush=True)
-
-
-def replay(
-    plan: dict[str, Any], push: Callable[[int], object], advance: Callable[[], object]
-) -> tuple[list[float], float]:
-    """Sleeps where the steps of a plan computed; the seconds of each, and CPU seconds of all.
-
-    Args:
-        plan: its steps, and how many of them are made.
-        push: sends a gradient, at the moment at which the recorded backward had made it.
-        advance: ends a step.
-    """
-    seconds, steps = [], plan["steps"]
-    cpu = time.process_time()
-    for number in range(plan["count"]):
-        step = steps[number % len(steps)]
-        begin = time.monotonic()
-        time.sleep(step["forward_s"])
-        backward = time.monotonic()
-        for tensor, at in step["ready"]:
-            _sleep_until(backward + at)
-            push(tensor)
-        _sleep_until(backward + step["backward_s"])
-        advance()
-        seconds.append(time.monotonic() - begin)
-    return seconds, time.process_time() - cpu
-
-
-def _sleep_until(at: float) -> None:
-    if (left := at - time.monotonic()) > 0:
-        time.sleep(left)
-
-
-# --- a server -----------------------------------------------------------------------------------
-
-
-def _serve(plan: dict[str, Any]) -> None:
-    workers, barrier = plan["workers"], threading.Barrier(plan["workers"])
-    with socket.create_server((plan["host"], 0), backlog=workers) as listener:
-        print(listener.getsockname()[1], flush=True)
+def main(arguments: Sequence[str]) -> None:
+    """Serves all workers until they have left."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--address-fd", type=int, required=True)
+    options, _ = parser.parse_known_args(arguments)
+    barrier = threading.Barrier(options.workers)
+    host, _, port = options.listen.rpartition(":")
+    with socket.create_server((host, int(port)), backlog=options.workers) as listener:
+        os.write(options.address_fd, f"{host}:{listener.getsockname()[1]}\n".encode())
+        os.close(options.address_fd)
         threads = []
-        for _ in range(workers):
+        for _ in range(options.workers):
             connection = listener.accept()[0]
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arguments = connection, plan["share"], barrier, plan["sync"]
-            threads.append(threading.Thread(target=_answer, args=arguments))
+            threads.append(threading.Thread(target=_answer, args=(connection, barrier)))
             threads[-1].start()
         for thread in threads:
             thread.join()
 
 
-def _answer(connection: socket.socket, share: int, barrier: threading.Barrier, sync: bool) -> None:
-    memory = bytearray(_CHUNK)
-    parameters = bytes(share)
-    first = True
+def _answer(connection: socket.socket, barrier: threading.Barrier) -> None:
+    memory, first = bytearray(_CHUNK), True
     with connection:
+        share, sync = _HEAD.unpack(connection.recv(_HEAD.size, socket.MSG_WAITALL))
+        parameters = bytes(share)
         while True:
             left = share
             while left:
@@ -160,7 +130,3 @@ def _answer(connection: socket.socket, share: int, barrier: threading.Barrier, s
                 barrier.wait()
             first = False
             connection.sendall(parameters)
-
-
-if __name__ == "__main__":
-    main()

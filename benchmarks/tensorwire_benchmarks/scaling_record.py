@@ -1,15 +1,14 @@
 """Records what workers of `scaling.py` replay: steps of a real model, and what its store is.
 
-A program of its own, because the bench itself does without torch. It prints one line of JSON, the
-fields of `scaling.Recording`. More steps are made than are kept, and the quickest of them are kept,
+A process of its own, because the bench itself does without torch; it gives the fields of
+`scaling.Recording`. More steps are made than are kept, and the quickest of them are kept,
 in order: what else the machine does meanwhile is not to be replayed.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from torch.nn import functional as F
 
 from tensorwire.torch.kernels import ParameterKind, describe, kernel_of
 from tensorwire_benchmarks.modes_tasks import task
+from tensorwire_benchmarks.worker import serve
+
+__all__ = ["Driver", "serve"]
 
 _MODEL = "characters"
 _WARM = 2
@@ -76,5 +78,12 @@ def _record(batch: int, steps: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    print(json.dumps(_record(int(sys.argv[1]), int(sys.argv[2]))))
+class Driver:
+    """The process."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def record(self) -> dict[str, Any]:
+        """Makes steps of a batch as the options say, and keeps some."""
+        return _record(**self._options)

@@ -1,13 +1,15 @@
 """A worker of `scaling.py`, without torch: it sleeps where a recorded step computed.
 
-Each gradient is pushed at the moment at which the recorded backward had made it. It reads a line
-of JSON, and prints one with the seconds of its steps.
+Each gradient is pushed at the moment at which the recorded backward had made it. `Replayer` is what
+it has in common with the worker of plain sockets (`scaling_raw.py`).
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+import time
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 
@@ -24,52 +26,109 @@ from tensorwire.parameters import (
     Spec,
     TensorSpec,
 )
-from tensorwire_benchmarks.scaling_raw import replay
+from tensorwire_benchmarks import worker
+
+serve = worker.serve
 
 
-def main() -> None:
-    """Trains so many steps of one job."""
-    plan = json.loads(sys.stdin.readline())
-    world = World.from_environment()
-    assert world is not None
-    member = WorkerMember.join(world)
-    tensors = tuple(
-        TensorSpec(name, "float32", tuple(shape), "trained", 0) for name, shape in plan["tensors"]
-    )
-    spec = Spec(
-        plan["optimizer"], tuple(plan["hyper_names"]), 1, world.slices, tensors, 1,
-        tuple(plan["scalars"]),
-    )  # fmt: skip
-    if plan["mode"] == "sync":
-        store = RemoteStore(member, 0, spec)
-    else:
-        store = OwnPaceStore(member, 0, spec, Mode(plan["mode"]))
-    random = np.random.default_rng(world.rank)
-    gradients = [
-        random.standard_normal(each.elements).astype(np.float32).view(np.uint8) for each in tensors
-    ]
-    (mine,) = world.my_slices
-    hyper = (tuple(plan["hyper"]),)
-    all_pushed = bytes([PUSHED]) * len(tensors)
+class Replayer(worker.Driver):
+    """A worker that is on a host of its own, and makes recorded steps."""
 
-    def advance(operation: int, present: bytes) -> None:
-        version = store.version + 1
-        store.commit(mine, Commit(version, operation, 0, 1.0, float("inf"), 1.0, hyper, present))
-        store.wait()
+    def start(self, server: str) -> int:
+        """Makes this process the worker; returns the process number."""
+        self._enter_job(server, "tcp")
+        self._addresses = server.split(",")
+        return os.getpid()
 
-    if mine == 0:
-        for tensor, values in enumerate(gradients):
-            store.push(0, tensor, values)
-    advance(PUBLISH, all_pushed if mine == 0 else bytes(len(tensors)))
-    seconds, cpu_s = replay(
-        plan,
-        lambda tensor: store.push(mine, tensor, gradients[tensor]),
-        lambda: advance(APPLY, all_pushed),
-    )
-    store.release()
-    member.close()
-    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s}), flush=True)
+    @abstractmethod
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Does what is done once: all workers begin together."""
+
+    @abstractmethod
+    def push(self, tensor: int) -> None:
+        """Sends a gradient, at the moment at which the recorded backward had made it."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Ends a step."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Ends all."""
+
+    def replay(self, plan: dict[str, Any]) -> tuple[list[float], float]:
+        """Sleeps where the steps of a plan computed; seconds of each, and CPU seconds of all."""
+        self.begin(plan)
+        seconds, steps = [], plan["steps"]
+        cpu = time.process_time()
+        for number in range(plan["count"]):
+            step = steps[number % len(steps)]
+            begin = time.monotonic()
+            time.sleep(step["forward_s"])
+            backward = time.monotonic()
+            for tensor, at in step["ready"]:
+                _sleep_until(backward + at)
+                self.push(tensor)
+            _sleep_until(backward + step["backward_s"])
+            self.advance()
+            seconds.append(time.monotonic() - begin)
+        cpu = time.process_time() - cpu
+        self.leave()
+        return seconds, cpu
 
 
-if __name__ == "__main__":
-    main()
+def _sleep_until(at: float) -> None:
+    if (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+class Driver(Replayer):
+    """A worker of a job."""
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Joins, and publishes the first values."""
+        world = World.from_environment()
+        assert world is not None
+        self._member = WorkerMember.join(world)
+        tensors = tuple(
+            TensorSpec(name, "float32", tuple(shape), "trained", 0)
+            for name, shape in plan["tensors"]
+        )
+        spec = Spec(
+            plan["optimizer"], tuple(plan["hyper_names"]), 1, world.slices, tensors, 1,
+            tuple(plan["scalars"]),
+        )  # fmt: skip
+        self._store: RemoteStore | OwnPaceStore
+        if plan["mode"] == "sync":
+            self._store = RemoteStore(self._member, 0, spec)
+        else:
+            self._store = OwnPaceStore(self._member, 0, spec, Mode(plan["mode"]))
+        random = np.random.default_rng(world.rank)
+        self._gradients = [
+            random.standard_normal(each.elements).astype(np.float32).view(np.uint8)
+            for each in tensors
+        ]
+        (self._slice,) = world.my_slices
+        self._hyper = (tuple(plan["hyper"]),)
+        for tensor in range(len(tensors)) if self._slice == 0 else ():
+            self.push(tensor)
+        self._commit(PUBLISH, self._slice == 0)
+
+    def push(self, tensor: int) -> None:
+        """Pushes a gradient to the servers."""
+        self._store.push(self._slice, tensor, self._gradients[tensor])
+
+    def advance(self) -> None:
+        """Commits, and waits for the next version."""
+        self._commit(APPLY, True)
+
+    def _commit(self, operation: int, pushed: bool) -> None:
+        present = bytes([PUSHED * pushed]) * len(self._gradients)
+        head = self._store.version + 1, operation, 0, 1.0, float("inf"), 1.0
+        self._store.commit(self._slice, Commit(*head, self._hyper, present))
+        self._store.wait()
+
+    def leave(self) -> None:
+        """Leaves the job."""
+        self._store.release()
+        self._member.close()

@@ -1,6 +1,6 @@
-"""The processes of one system: its server, if it has one, and its workers; resident between turns.
+"""The processes of one system: its servers, if it has some, its workers; resident between turns.
 
-Each worker is the driver of a `ProcessPair`, the server the target of the first (`worker.py`). The
+Each worker is the driver of a `ProcessPair`, each server the target of one (`worker.py`). The
 bench's process only sends commands and draws. A process that dies, fails or stops answering becomes
 a PairError with a reason, and its team is closed; closing always ends every process and removes the
 team's folder. All have one thread each for torch.
@@ -22,8 +22,8 @@ from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire_benchmarks import worker
 from tensorwire_benchmarks.figures import End, StepTimes
-from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.worker import TeamHosts
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 _START_S = 120.0  # that a system has to come up
@@ -33,9 +33,9 @@ _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
 class Team:
     """Owns the processes of one system for one model over one wire.
 
-    With `hosts` the server is on the first and all workers are on the second. `program` is the
-    module that runs in the workers; its Driver, a subclass of that of `worker`, may do without a
-    `model`.
+    With `hosts` servers are on the first of them in turn, and workers on the second. `program` is
+    the module that runs in the workers; its Driver, a subclass of that of `worker`, may do without
+    a `model`.
 
     Methods block and are for one thread. After any error the team is closed. `close` may be called
     twice.
@@ -50,7 +50,8 @@ class Team:
 
     def __init__(
         self, system: System, wire: str, model: Workload | None, workers: int, optimizer: str,
-        threads: int = 1, hosts: Hosts | None = None, program: str = worker.__name__,
+        threads: int = 1, hosts: TeamHosts | None = None, program: str = worker.__name__,
+        servers: int = 1,
     ) -> None:  # fmt: skip
         self.note = ""
         self.closed = False
@@ -59,62 +60,74 @@ class Team:
         self._program = program
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         self._pool = ThreadPoolExecutor(workers)  # one thread waits for each worker
-        self._workers: dict[int, ProcessPair] = {}
-        self._server: BaseProcess | None = None
+        self._pairs: dict[int, ProcessPair] = {}
+        self._workers = range(workers)
+        self._servers: list[BaseProcess] = []
         settings = {"OMP_NUM_THREADS": "1"}
         if system.in_job:
             settings["TENSORWIRE_SECRET"] = secrets.token_hex(32)
             settings["TENSORWIRE_TRANSPORTS"] = "shm,tcp" if wire == "shm" else "tcp"
-        arguments = system.server_arguments(
-            wire, workers, optimizer, threads, self._folder.name,
-            "127.0.0.1" if hosts is None else hosts[0].address,
-        )  # fmt: skip
-        order = worker.Order(
-            system, model, workers, optimizer, self._folder.name, arguments, settings, hosts
-        )
+        order = worker.Order(system, model, workers, optimizer, self._folder.name, settings, hosts)
+
+        def arguments(others: Sequence[str]) -> list[str]:
+            host = "127.0.0.1" if hosts is None else hosts[0][len(others)].address
+            return system.server_arguments(
+                wire, workers, optimizer, threads, self._folder.name, host, servers, others
+            )
+
         try:
-            self._start_workers(order)
-            address = self._address() if system.server is not None else ""
-            self._pids = self.call("start", address, timeout_s=_START_S)
+            addresses = self._start(order, servers if system.server else 0, arguments)
+            self._pids = self.call("start", ",".join(addresses), timeout_s=_START_S)
         except BaseException:
             self.close()
             raise
 
     # --- starting -------------------------------------------------------------------------------
 
-    def _start_workers(self, order: worker.Order) -> None:
+    def _start(
+        self, order: worker.Order, servers: int, arguments: Callable[[Sequence[str]], list[str]]
+    ) -> list[str]:
+        """Starts all pairs, and returns the addresses of the servers, which know those before."""
         barriers = [Pipe() for _ in range(order.workers - 1)]
+        addresses: list[str] = []
 
         def start(rank: int) -> None:
-            ends = [ours for ours, _ in barriers] if rank == 0 else [barriers[rank - 1][1]]
-            options = {"order": order, "rank": rank, "barrier": ends}
-            self._workers[rank] = ProcessPair(self._program, options)
+            ends = [ours for ours, _ in barriers] if rank == 0 else []
+            if 0 < rank < order.workers:
+                ends = [barriers[rank - 1][1]]
+            options: dict[str, Any] = {"order": order, "rank": rank, "barrier": ends}
+            if rank < servers:
+                options["arguments"] = arguments(addresses)
+            self._pairs[rank] = ProcessPair(self._program, options)
 
         try:
-            self._together(start, range(order.workers), "start")
+            for rank in range(servers):
+                start(rank)
+                addresses.append(self._address(rank))
+            self._together(start, range(servers, order.workers), "start")
         finally:
             for both in barriers:
                 for end in both:
                     end.close()
+        return addresses
 
-    def _address(self) -> str:
-        """Waits until the server listens: it is the target of the first worker."""
-        pid = self._workers[0].target_pid
-        self._server = next((each for each in active_children() if each.pid == pid), None)
-        address: str | None = self._workers[0].call("address", _START_S, timeout_s=2 * _START_S)
+    def _address(self, index: int) -> str:
+        """Waits until a server listens: it is the target of the pair of that rank."""
+        pair = self._pairs[index]
+        self._servers += [each for each in active_children() if each.pid == pair.target_pid]
+        address: str | None = pair.call("address", _START_S, timeout_s=2 * _START_S)
         if address is None:
             raise PairError("the server gave no address in time")
         if not address:
-            raise PairError(f"the server ended before it listened{self._said('server')}")
+            raise PairError(f"the server ended before it listened{self._said(f'server{index}')}")
         return address
 
     # --- commands -------------------------------------------------------------------------------
 
     @property
     def pids(self) -> list[int]:
-        """The process numbers of the workers, then of the server."""
-        server = [self._workers[0].target_pid] if self._server is not None else []
-        return [*self._pids, *server]
+        """The process numbers of the workers, then of the servers."""
+        return [*self._pids, *(each.pid or 0 for each in self._servers)]
 
     def prepare(self, timeout_s: float = 300.0) -> None:
         """Lets the system look for its best settings."""
@@ -126,14 +139,14 @@ class Team:
         """Runs `count` steps; `held` as `worker.Driver.run` has it.
 
         Returns:
-            Steps per worker, CPU seconds of all workers, CPU seconds of the server.
+            Steps per worker, CPU seconds of all workers, CPU seconds of the servers.
         """
-        before = self._server_cpu()
+        before = self.server_cpu()
         answers = self.call("run", count, held, timeout_s=timeout_s)
         return (
             [times for times, _ in answers],
             sum(cpu for _, cpu in answers),
-            self._server_cpu() - before,
+            self.server_cpu() - before,
         )
 
     def digest(self) -> list[float]:
@@ -144,11 +157,12 @@ class Team:
         """Where the workers are after their last step."""
         return End.of(self.call("end", timeout_s=120.0))
 
-    def _server_cpu(self) -> float:
-        if self._server is None or self.closed:
+    def server_cpu(self) -> float:
+        """CPU seconds of all servers so far."""
+        if self.closed:
             return 0.0
         try:
-            return process_cpu_seconds(self._workers[0].target_pid)
+            return sum(process_cpu_seconds(each.pid or 0) for each in self._servers)
         except ProcessLookupError as error:
             self.close()
             raise PairError("the server process has ended") from error
@@ -159,14 +173,14 @@ class Team:
             raise PairError(f"the processes of {self._name} have ended")
 
         def call(rank: int) -> Any:
-            pair = self._workers[rank]
+            pair = self._pairs[rank]
             try:
                 return pair.call(method, *arguments, timeout_s=timeout_s)
             except PairError as error:
                 said = self._said(f"worker{rank}") if pair.closed else ""
                 raise PairError(f"worker {rank}: {error}{said}") from error
 
-        return self._together(call, range(len(self._workers)), method)
+        return self._together(call, self._workers, method)
 
     def _together(self, act: Callable[[int], Any], ranks: Sequence[int], name: str) -> list[Any]:
         """Acts for each worker in a thread of its own; whatever fails ends the team."""
@@ -177,9 +191,10 @@ class Team:
                 done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
                 for each in done:
                     each.result()
-                if waiting and self._server is not None and not self._server.is_alive():
-                    code, said = self._server.exitcode, self._said("server")
-                    raise PairError(f"the server ended in '{name}', exit code {code}{said}")
+                for index, server in enumerate(self._servers if waiting else ()):
+                    if not server.is_alive():
+                        code, said = server.exitcode, self._said(f"server{index}")
+                        raise PairError(f"the server ended in '{name}', exit code {code}{said}")
         except BaseException:
             self.close()
             raise
@@ -198,7 +213,7 @@ class Team:
         if self.closed:
             return
         self.closed = True
-        with ThreadPoolExecutor(max(1, len(self._workers))) as pool:  # they may end together only
-            list(pool.map(ProcessPair.close, self._workers.values()))
+        with ThreadPoolExecutor(max(1, len(self._pairs))) as pool:  # they may end together only
+            list(pool.map(ProcessPair.close, self._pairs.values()))
         self._pool.shutdown()
         self._folder.cleanup()

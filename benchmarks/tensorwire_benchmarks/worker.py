@@ -1,7 +1,7 @@
 """A worker process of one system: trains when it is told to, and says when what happened.
 
-It is the driver of a pair (`tensorwire.bench.processes`). The target of the first worker is the
-system's server, if it has one; the others have nothing to do. The loop is the same for every
+It is the driver of a pair (`tensorwire.bench.processes`). The targets of the first workers are the
+system's servers, if it has some; the others have nothing to do. The loop is the same for every
 system: barrier, forward, backward, exchange, zero_grad. The barrier is the bench's own and lies
 before the clock of a step starts, so that all workers begin together and their gradients are ready
 at about the same time. The moment of the last gradient is taken by a hook on every parameter, put
@@ -25,10 +25,12 @@ from typing import Any
 
 from tensorwire.bench.harness import median
 from tensorwire_benchmarks.figures import End, StepTimes
-from tensorwire_benchmarks.link import Hosts
+from tensorwire_benchmarks.link import Host
 from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace
 from tensorwire_benchmarks.workloads.catalog import Workload
+
+TeamHosts = tuple[Sequence[Host], Sequence[Host]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,8 @@ class Order:
 
     Attributes:
         folder: the team's, also for what processes write to their standard error.
-        arguments: of the system's server, but for the descriptor of its address.
         settings: what the environment of all has beside the bench's own.
-        hosts: where the server is, and where the workers are; None for here.
+        hosts: those of the servers and those of the workers, in turn; None for here.
     """
 
     system: System
@@ -47,16 +48,16 @@ class Order:
     workers: int
     optimizer: str
     folder: str
-    arguments: list[str]
     settings: dict[str, str]
-    hosts: Hosts | None
+    hosts: TeamHosts | None
 
-    def enter(self, who: str, host: int, settings: dict[str, str]) -> None:
-        """Makes this process, which has not imported torch, one of the team's."""
-        with open(Path(self.folder, f"{who}.err"), "wb") as errors:
+    def enter(self, who: str, rank: int, settings: dict[str, str]) -> None:
+        """Makes this process, which has not imported torch, the server or worker of that rank."""
+        with open(Path(self.folder, f"{who}{rank}.err"), "wb") as errors:
             os.dup2(errors.fileno(), 2)
         if self.hosts is not None:
-            self.hosts[host].enter()
+            theirs = self.hosts[0 if who == "server" else 1]
+            theirs[rank % len(theirs)].enter()
         use_settings(self.settings | settings)
 
 
@@ -128,18 +129,23 @@ class Driver:
         self._batches = model.batches(torch, self._rank)
         return os.getpid()
 
-    def _enter(self, server: str) -> TrainerPlace:
-        """Makes this process the worker, with torch."""
-        order, rank, settings = self._order, self._rank, {}
+    def _enter_job(self, server: str, transports: str) -> None:
+        """Makes this process the worker, without torch."""
+        order, settings = self._order, {}
         if order.system.in_job:
             settings = {
-                "TENSORWIRE_RANK": str(rank),
+                "TENSORWIRE_RANK": str(self._rank),
                 "TENSORWIRE_WORKERS": str(order.workers),
                 "TENSORWIRE_SERVERS": server,
-                # On tcp the server is on another host; workers are on one, and share memory there.
-                "TENSORWIRE_TRANSPORTS": "shm,tcp",
+                "TENSORWIRE_TRANSPORTS": transports,
             }
-        order.enter(f"worker{rank}", 1, settings)
+        order.enter("worker", self._rank, settings)
+
+    def _enter(self, server: str) -> TrainerPlace:
+        """Makes this process the worker, with torch."""
+        order, rank = self._order, self._rank
+        # On tcp the server is on another host; workers are on one, and share memory there.
+        self._enter_job(server, "shm,tcp")
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
         return TrainerPlace(
@@ -221,15 +227,16 @@ class Driver:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """Beside the first worker the system's server, if it has one; else it waits for the end."""
+    """Runs a server of the system, if the pair has one; else it waits for the end."""
     for end in options.get("barrier", ()):
         end.close()
-    order: Order | None = options.get("order")
-    if order is None or order.system.server is None or options["rank"]:
+    arguments: list[str] | None = options.get("arguments")
+    if arguments is None:
         with contextlib.suppress(EOFError):
             link.recv()
         return
-    order.enter("server", 0, {})
+    order: Order = options["order"]
+    order.enter("server", options["rank"], {})
     reading, writing = os.pipe()
 
     def tell() -> None:
@@ -240,5 +247,5 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         os._exit(0)  # the worker has ended; what waits for it holds threads
 
     threading.Thread(target=tell, daemon=True).start()
-    arguments = [*order.arguments, "--address-fd", str(writing)]
-    importlib.import_module(order.system.server).main(arguments)
+    server = importlib.import_module(str(order.system.server))
+    server.main([*arguments, "--address-fd", str(writing)])

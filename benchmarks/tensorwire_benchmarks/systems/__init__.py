@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 _PACKAGE = "tensorwire_benchmarks.systems"
@@ -57,12 +57,14 @@ class System:
         return None
 
     def server_arguments(
-        self, wire: str, workers: int, optimizer: str, threads: int, folder: str, host: str
-    ) -> list[str]:
-        """Arguments of the server, but for the descriptor of its address."""
+        self, wire: str, workers: int, optimizer: str, threads: int, folder: str, host: str,
+        count: int = 1, others: Sequence[str] = (),
+    ) -> list[str]:  # fmt: skip
+        """Arguments of a server after the `others`, but for the descriptor of its address."""
         if self.in_job:
-            own = ["--index", "0", "--workers", str(workers), "--listen", f"{host}:0"]
-            return [*own, "--threads", str(threads)]
+            own = ["--index", str(len(others)), "--workers", str(workers), "--count", str(count)]
+            own += ["--servers", ",".join(others)] if others else []
+            return [*own, "--listen", f"{host}:0", "--threads", str(threads)]
         where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else f"{host}:0"
         own = ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
         return [*own, *self.options]
