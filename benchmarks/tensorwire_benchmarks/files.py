@@ -45,13 +45,10 @@ from tensorwire.bench.rows import Report, Row
 from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
-from tensorwire.files import SealedModel
+from tensorwire.files import JobReader, SealedModel
 from tensorwire.parameters.server.lending.spare import KEEP_S
 
-from .files_jobs import running_job
-from .files_mount import MountWays, why_no_mount, why_no_passthrough
-from .files_steps import measure_steps
-from .files_timing import (
+from .files_mount import (
     ALONE,
     COPY,
     MIB,
@@ -60,9 +57,13 @@ from .files_timing import (
     SMALL_BYTES,
     TMPFS,
     TORCH,
+    MountWays,
     Way,
     timed,
+    why_no_mount,
+    why_no_passthrough,
 )
+from .files_steps import SteppedJob, measure_steps, running_job
 
 CASES = (
     PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, SNAPSHOT_FIRST, MOUNT, MOUNT_RANDOM,
@@ -117,14 +118,12 @@ def run(settings: FilesSettings, tell: Told) -> Report:
         still = [case for case in cases if case not in (TRAINING, STEP)]
         for several in (still, [TRAINING] if TRAINING in cases else []):
             if several:
-                total_mib = settings.total_mib if several is still else settings.large_mib
+                count = settings.total_mib // settings.large_mib if several is still else 1
+                size = settings.large_mib * MIB
                 with (
                     tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-                    running_job(
-                        Path(folder), ("--workers", "1"), "files_worker.py", settings.large_mib,
-                        total_mib,
-                    ) as address,
-                ):  # fmt: skip
+                    running_job(Path(folder), ("--workers", "1"), size, max(1, count)) as address,
+                ):
                     _measure_all(report, settings, several, Path(folder), address, tell)
     report.verdicts = [bar.judge(report) for bar in BARS]
     return report
@@ -181,37 +180,33 @@ def _measure_all(
                 size, make = makes[case]
                 is_slow = case == SNAPSHOT_FIRST
                 rounds = min(settings.rounds, _FIRST_ROUNDS) if is_slow else settings.rounds
-                _measure(report, case, size, make(), rounds)
-
-
-def _measure(report: Report, case: str, size: int, ways: Mapping[str, Way], rounds: int) -> None:
-    """The first of the ways is ours; the others are what it is beside."""
-    add_rows(report, case, size, take_turns(ways, rounds), limit=COPY, moves=True)
+                turns = take_turns(make(), rounds)  # the first of the ways is ours
+                add_rows(report, case, size, turns, limit=COPY, moves=True)
 
 
 def _measure_training(report: Report, settings: FilesSettings, folder: Path, ways: _Ways) -> None:
     """Time per step with a reader and without, window by window."""
-    (folder / "train").touch()
     rates: list[float] = []
+    with JobReader(ways.address) as reader:
+        job = SteppedJob(folder, reader)
 
-    def window(told: list[float] | None) -> float:
-        with ways.reading(told):
-            return _steps_in(folder, settings.window_s)
+        def window(told: list[float] | None) -> float:
+            with ways.reading(told):
+                return job.step_s(settings.window_s)
 
-    both = {OURS: partial(window, rates), ALONE: partial(window, None)}
-    steps = take_turns(both, max(6, 3 * settings.rounds // 2))
-    (folder / "train").unlink()
+        both = {OURS: partial(window, rates), ALONE: partial(window, None)}
+        steps = take_turns(both, max(6, 3 * settings.rounds // 2))
     note = f"beside a reader of {min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f} MB/s"
     add_rows(report, TRAINING, 0, steps, {OURS: note})
 
 
 class _Ways:
-    """How the bytes of a job are read, and what that is beside."""
+    """How the bytes of a job at an address are read, and what that is beside."""
 
     def __init__(self, folder: Path, address: str, large_bytes: int) -> None:
         from tensorwire.files.filesystem import TensorwireFileSystem
 
-        self._folder, self._large = folder, large_bytes
+        self._folder, self._large, self.address = folder, large_bytes, address
         self._fs = TensorwireFileSystem(address, skip_instance_cache=True)
         self._path = "params/p0.npy"
         self._file = folder / "p0.npy"
@@ -343,7 +338,7 @@ class _Ways:
             yield
             return
         script = Path(__file__).with_name("files_reader.py")
-        command = [sys.executable, str(script), self._fs.address, self._path]
+        command = [sys.executable, str(script), self.address, self._path]
         command.append(str(_READ_BYTES_PER_S))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None
@@ -387,24 +382,6 @@ def _into_memory(tensors: Sequence[Any], is_there: bool) -> float:
         return timed(write_all)
     finally:
         os.close(descriptor)
-
-
-def _steps_in(folder: Path, window_s: float) -> float:
-    """Seconds per step over a window."""
-    file = folder / "steps"
-    while not file.exists():
-        time.sleep(0.01)
-    first, started = int(file.read_text()), time.perf_counter()
-    while (now := int(file.read_text())) == first:
-        time.sleep(0.001)
-    first, started = now, time.perf_counter()
-    while time.perf_counter() - started < window_s:
-        time.sleep(0.01)
-    last = now = int(file.read_text())
-    while now == last:  # until the end of a step
-        time.sleep(0.001)
-        now = int(file.read_text())
-    return (time.perf_counter() - started) / (now - first)
 
 
 BARS = (

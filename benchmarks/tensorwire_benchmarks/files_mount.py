@@ -1,7 +1,8 @@
-"""A parameter read by a mount of ours, beside tmpfs and beside another program that answers FUSE.
+"""How `bench files` times a read, and a parameter by a mount of ours.
 
-That is passthrough_ll, the example of libfuse whose files are those of a folder, here one on tmpfs.
-Debian has its source in libfuse3-dev, and it is compiled here.
+Beside that are tmpfs and another program that answers FUSE: passthrough_ll, the example of libfuse
+whose files are those of a folder, here one on tmpfs. Debian has its source in libfuse3-dev, and it
+is compiled here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import numpy as np
 
 from tensorwire.errors import UnavailableError
 
-from .files_timing import MIB, OURS, PASSTHROUGH, SMALL_BYTES, TMPFS, Way, timed_cold
+MIB = 1 << 20
+OURS, COPY, TMPFS, TORCH, ALONE = "tensorwire", "copy", "tmpfs", "torch", "alone"
+PASSTHROUGH, PYTHON = "passthrough_ll", "python"
+SMALL_BYTES = 4096
+
+Way = Callable[[], float]
+"""Does it once; the seconds that it took."""
 
 _SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 _MOUNT_S = 10.0
@@ -53,6 +60,22 @@ def compile_c(source: Path, program: Path, *flags: str) -> None:
     )  # fmt: skip
     if done.returncode != 0:
         raise UnavailableError(f"{source.name} cannot be compiled: {done.stderr.strip()}")
+
+
+def timed(action: Callable[[], object]) -> float:
+    """What it makes is thrown away within the time, as a program does that reads on."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def timed_cold(path: Path, action: Callable[[], object]) -> float:
+    """Likewise, when the kernel has kept nothing of a file; of tmpfs it keeps all."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    found = timed(action)
+    os.close(descriptor)
+    return found
 
 
 @contextlib.contextmanager

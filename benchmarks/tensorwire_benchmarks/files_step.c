@@ -38,8 +38,8 @@ static long next_version(int file, long done) {
 int main(int argc, char** argv) {
   if (argc != 3) return fprintf(stderr, "usage: %s FOLDER RANK\n", argv[0]), 2;
   char parameter[4096], gradient[4096], commit[4096], version_path[4096];
-  snprintf(parameter, sizeof parameter, "%s/params/p.npy", argv[1]);
-  snprintf(gradient, sizeof gradient, "%s/grads/%s/p.npy", argv[1], argv[2]);
+  snprintf(parameter, sizeof parameter, "%s/params/p0.npy", argv[1]);
+  snprintf(gradient, sizeof gradient, "%s/grads/%s/p0.npy", argv[1], argv[2]);
   snprintf(commit, sizeof commit, "%s/grads/%s/commit", argv[1], argv[2]);
   snprintf(version_path, sizeof version_path, "%s/grads/%s/version", argv[1], argv[2]);
   int version_file = open_file(version_path, O_RDONLY);

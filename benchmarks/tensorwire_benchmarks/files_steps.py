@@ -1,6 +1,7 @@
-"""Steps of a job whose second worker is a program in C that has files, beside one of Python.
+"""The jobs that `bench files` starts; and steps of one whose second worker is a program in C.
 
-Two jobs with the same model live at the same time, one with each, and take turns.
+That worker has files, beside it is one of Python. Two jobs with the same model live at the same
+time, one with each, and take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,17 +18,50 @@ from tensorwire.bench.measuring import add_rows, take_turns
 from tensorwire.bench.rows import Report
 from tensorwire.errors import UnavailableError
 from tensorwire.files import FileWorker, JobReader
+from tensorwire.jobs.job_file import running_servers
+from tensorwire_benchmarks.jobs import LaunchedJob, run_command, script
 
-from .files_jobs import running_job
-from .files_mount import compile_c, mounted
-from .files_timing import OURS, PYTHON
+from .files_mount import OURS, PYTHON, compile_c, mounted
 
 _SOURCE = Path(__file__).with_name("files_step.c")
 _STEP_S = 30.0  # for one that does not come
 _LOOK_S = 5e-4
 
 
-class _SteppedJob:
+@contextlib.contextmanager
+def running_job(
+    folder: Path, run: Sequence[str], size_bytes: int, count: int = 1, end_s: float = 60.0
+) -> Iterator[str]:
+    """A job of `files_worker.py`; the address of its server.
+
+    Args:
+        folder: of the job.
+        run: the arguments of `tensorwire run`.
+        size_bytes: of a parameter.
+        count: of parameters.
+        end_s: how long it may take to end itself, before it is terminated.
+
+    Raises:
+        PairError: it has not started.
+    """
+    words = script("files_worker.py", folder, size_bytes, count)
+    before = {each.address for each in running_servers()}
+    with LaunchedJob([*run_command(*run), *words], folder) as job:
+        job.until((folder / "ready").exists, "a job of the bench has not started")
+        try:
+            (address,) = {
+                each.address
+                for each in running_servers()
+                if each.address not in before and str(folder) in each.command
+            }
+            yield address
+        finally:
+            (folder / "end").touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(end_s)
+
+
+class SteppedJob:
     """A job that trains when it may."""
 
     def __init__(self, folder: Path, reader: JobReader) -> None:
@@ -58,13 +92,11 @@ class _SteppedJob:
 
 
 @contextlib.contextmanager
-def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_SteppedJob]:
+def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[SteppedJob]:
     folder.mkdir()
     workers = ["--workers", "1", "--file-workers", "1"] if by_files else ["--workers", "2"]
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(
-            running_job(folder, workers, "files_step_worker.py", size_bytes, end_s=0.0)
-        )
+        address = stack.enter_context(running_job(folder, workers, size_bytes, end_s=0.0))
         reader = stack.enter_context(JobReader(address))
         if by_files:
             _await_worker(address)
@@ -74,7 +106,7 @@ def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[_SteppedJob]
             command = [str(program), str(folder / "mount"), "1"]
             process = stack.enter_context(subprocess.Popen(command))
             stack.callback(process.terminate)
-        yield _SteppedJob(folder, reader)
+        yield SteppedJob(folder, reader)
 
 
 def _await_worker(address: str) -> None:

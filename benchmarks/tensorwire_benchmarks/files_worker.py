@@ -1,9 +1,10 @@
-"""The job that `bench files` reads: a model of so many MiB, whose steps the bench lets go.
+"""The job that `bench files` reads: parameters of so many bytes, whose steps the bench lets go.
 
-    python files_worker.py FOLDER LARGE_MIB TOTAL_MIB
+    python files_worker.py FOLDER SIZE_BYTES COUNT
 
-It trains while `FOLDER/train` is there, and ends when `FOLDER/end` is. How many steps it has made
-is in `FOLDER/steps`.
+`FOLDER/ready` is there when it has begun. It trains while `FOLDER/train` is there, and ends when
+`FOLDER/end` is. The gradient of the last worker is twice the parameter, as that of the program in C
+is which may be in its place.
 """
 
 from __future__ import annotations
@@ -16,30 +17,26 @@ import torch
 
 import tensorwire.torch as tw
 
-_MIB = 1 << 20
 
-
-def main(folder: Path, large_mib: int, total_mib: int) -> None:
-    """Trains one parameter of `large_mib`, and others of the same size up to `total_mib`."""
+def main(folder: Path, size_bytes: int, count: int) -> None:
+    """Trains parameters `p0`, `p1` and so on."""
     torch.set_num_threads(1)
     job = tw.init()
     model = torch.nn.Module()
-    for index in range(max(1, total_mib // large_mib)):
-        value = torch.randn(large_mib * _MIB // 4)
+    for index in range(count):
+        value = torch.randn(size_bytes // 4)
         model.register_parameter(f"p{index}", torch.nn.Parameter(value))
     optimizer = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
-    steps = 0
-    (folder / "ready").touch()
+    if job.rank == 0:
+        (folder / "ready").touch()
+    scale = 1.0 if job.rank == job.size - 1 else 1.5
     while not (folder / "end").exists():
         if not (folder / "train").exists():
-            time.sleep(0.02)
+            time.sleep(0.01)
             continue
         optimizer.zero_grad()
-        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        (scale * sum(parameter.square().sum() for parameter in model.parameters())).backward()
         optimizer.step()
-        steps += 1
-        (folder / "steps.part").write_text(str(steps))
-        (folder / "steps.part").replace(folder / "steps")
     optimizer.close()
     job.close()
 

@@ -6,6 +6,11 @@ handling and without progress threads: of the settings tried the fastest, as not
 progressed at the target. The tcp wire emulates one-sided access, so the target needs its thread.
 Two kinds of memory: "nixl" has plain pages, as torch tensors, our regions and the limits have;
 "nixl-huge" has what numpy gives to large arrays, huge pages where the kernel allows them.
+
+"nixl-gpu" is between two processes that use one GPU. Memory of the GPU is a torch tensor,
+registered as VRAM; pinned memory is one that torch has pinned. UCX chooses its transports (CUDA IPC
+between processes of one host). So far this was run with memory of the host only, in place of that
+of a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ import numpy as np
 from tensorwire.bench.processes import serve_messages
 from tensorwire_benchmarks.rivals.base import Operation, RivalDriver
 
+_TYPES = {"gpu": "VRAM"}
+"""By kind of memory, where it is not DRAM."""
+
 
 def _agent(name: str, wire: str) -> Any:
     if wire == "tcp":
@@ -28,15 +36,15 @@ def _agent(name: str, wire: str) -> Any:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    api = module()
-    progress = wire == "tcp" and name == "target"
+    api = _module()
+    progress = wire == "gpu" or (wire == "tcp" and name == "target")
     config = api.nixl_agent_config(enable_prog_thread=progress, backends=[])
     agent = api.nixl_agent(name, config)
-    agent.create_backend("UCX", {} if wire == "tcp" else {"ucx_error_handling_mode": "none"})
+    agent.create_backend("UCX", {"ucx_error_handling_mode": "none"} if wire == "shm" else {})
     return agent
 
 
-def module() -> Any:
+def _module() -> Any:
     """NIXL, by whichever name its package has."""
     for name in ("nixl._api", "nixl_cu12", "nixl_cu13"):
         try:
@@ -46,15 +54,25 @@ def module() -> Any:
     raise ModuleNotFoundError("no nixl package; pip install nixl-cu12")
 
 
-def _memory(size_bytes: int, huge: bool) -> Any:
-    """Touched memory: plain pages, or numpy's own, which asks the kernel for huge ones."""
-    if huge:
-        return np.ones(size_bytes, np.uint8)
+def _memory(kind: str, size_bytes: int) -> tuple[Any, int]:
+    """Memory that was written to, and its address.
+
+    Of the host it is "plain" pages, or "host": numpy's own, which asks the kernel for huge ones.
+    """
+    if kind in ("gpu", "pinned"):
+        torch = importlib.import_module("torch")
+        where = {"device": "cuda:0"} if kind == "gpu" else {"pin_memory": True}
+        tensor = torch.ones(size_bytes, dtype=torch.uint8, **where)
+        torch.cuda.synchronize()
+        return tensor, tensor.data_ptr()
+    if kind == "host":
+        array = np.ones(size_bytes, np.uint8)
+        return array, array.ctypes.data
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     array = np.frombuffer(pages, np.uint8)
     array[:] = 1
-    return array
+    return array, array.ctypes.data
 
 
 class Driver(RivalDriver):
@@ -63,7 +81,6 @@ class Driver(RivalDriver):
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         super().__init__(link, options)
         self._wire = str(options["wire"])
-        self._huge = bool(options["huge"])
         self._agent = _agent("driver", self._wire)
         link.send(("start", self._wire))
         link.recv()
@@ -72,26 +89,31 @@ class Driver(RivalDriver):
     def connect_case(self, case: str, size_bytes: int) -> tuple[Operation, str]:
         """`case` is "write", "read", or a batch such as "batch_256x1KiB", whose pieces lie apart.
 
-        A batch by index makes its transfer from the prepared lists each time.
+        A batch by index makes its transfer from the prepared lists each time. With a GPU it is
+        "write_gpu_to_pinned" and the like.
         """
         agent = self._agent
         self._release()
         pieces = int(case.removeprefix("batch_").partition("x")[0]) if "batch" in case else 1
         piece = size_bytes // pieces
         stride = piece * 2 if pieces > 1 else piece
-        self.link.send(("prepare", stride * pieces))
+        near_kind = far_kind = "host" if self.options["huge"] else "plain"
+        if self._wire == "gpu":
+            _, near_kind, _, far_kind = case.split("_")
+        near_type, far_type = (_TYPES.get(kind, "DRAM") for kind in (near_kind, far_kind))
+        self.link.send(("prepare", far_kind, stride * pieces))
         base, metadata = self.link.recv()
         peer = agent.add_remote_agent(metadata)
-        array = _memory(stride * pieces, self._huge)
-        registered = agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
-        near = [(array.ctypes.data + i * stride, piece, 0) for i in range(pieces)]
+        memory, address = _memory(near_kind, stride * pieces)
+        registered = agent.register_memory([(address, stride * pieces, 0, "")], near_type)
+        near = [(address + i * stride, piece, 0) for i in range(pieces)]
         far = [(base + i * stride, piece, 0) for i in range(pieces)]
-        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", near, "DRAM")
-        remote = agent.prep_xfer_dlist(peer, far, "DRAM")
+        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", near, near_type)
+        remote = agent.prep_xfer_dlist(peer, far, far_type)
         indices = np.arange(pieces, dtype=np.int32)
         direction = "READ" if case == "read" else "WRITE"
         handle = agent.make_prepped_xfer(direction, local, indices, remote, indices)
-        self._cleanup = [handle, local, remote, registered, peer, array]
+        self._cleanup = [handle, local, remote, registered, peer, memory]
 
         def finish(transfer: Any) -> None:
             state = agent.transfer(transfer)
@@ -107,7 +129,8 @@ class Driver(RivalDriver):
 
         if case.endswith("_by_index"):
             return by_index, f"transfer made by index each time, polled, UCX over {self._wire}"
-        return (lambda: finish(handle)), f"prepared transfer, polled, UCX over {self._wire}"
+        way = "as it chooses" if self._wire == "gpu" else f"over {self._wire}"
+        return (lambda: finish(handle)), f"prepared transfer, polled, UCX {way}"
 
     def _release(self) -> None:
         if not self._cleanup:
@@ -131,14 +154,13 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         state["agent"] = _agent("target", wire)
         return True
 
-    def prepare(size_bytes: int) -> tuple[int, bytes]:
+    def prepare(kind: str, size_bytes: int) -> tuple[int, bytes]:
         agent = state["agent"]
         if "registered" in state:
             agent.deregister_memory(state.pop("registered"))
-        state["array"] = array = _memory(size_bytes, bool(options["huge"]))
-        state["registered"] = agent.register_memory(
-            [(array.ctypes.data, array.nbytes, 0, "")], "DRAM"
-        )
-        return array.ctypes.data, agent.get_agent_metadata()
+        state["memory"], address = _memory(kind, size_bytes)
+        where = [(address, size_bytes, 0, "")]
+        state["registered"] = agent.register_memory(where, _TYPES.get(kind, "DRAM"))
+        return address, agent.get_agent_metadata()
 
     serve_messages(link, {"start": start, "prepare": prepare})

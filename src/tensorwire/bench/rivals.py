@@ -60,9 +60,8 @@ RIVALS: tuple[Rival, ...] = (
     ),
     Rival("nixl-huge", *_NIXL, _MOVES, {"shm": {"wire": "shm", "huge": True}}),
     Rival(
-        "nixl-gpu", f"{checkout.PACKAGE}.rivals.nixl_gpu",
-        (("nixl", "nixl_cu12", "nixl_cu13"), ("torch",)), "pip install nixl-cu13 torch",
-        ("write",), {"gpu": {}},
+        "nixl-gpu", _NIXL[0], (*_NIXL[1], ("torch",)), "pip install nixl-cu13 torch",
+        ("write",), {"gpu": {"wire": "gpu", "huge": False}},
     ),
     Rival(
         "torch-rpc", f"{checkout.PACKAGE}.rivals.torch_rpc", *_TORCH, _MOVES, _BOTH, polls=True
