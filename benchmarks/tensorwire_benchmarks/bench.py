@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.parameters import most_threads
 from tensorwire_benchmarks.figures import End
-from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.systems import OWN, System
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 ALONE = "alone"
@@ -58,21 +58,21 @@ class Bench:
     """
 
     name: str
-    called: str
     models: Sequence[Workload]
     quick: Sequence[Workload]
     wires: Sequence[str]
     usual: Sequence[str]
     systems: Sequence[System]
     names: Sequence[str]
-    own: str
-    stem: str
-    joint: str
-    whole: str
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
     alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]] | None = None
     parts: bool = False
+    called: str = "models"
+    own: str = OWN
+    stem: str = "{wire}.{model}"
+    joint: str = "."
+    whole: str = ""
     links: Mapping[str, int] = field(default_factory=dict)
 
     def settings(self, quick: bool = False) -> Settings:

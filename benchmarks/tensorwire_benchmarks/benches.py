@@ -31,17 +31,12 @@ OPTIMIZERS = ("sgd", "adamw")
 
 TRAINING = Bench(
     name="training",
-    called="models",
     models=MODELS,
     quick=MODELS[:2],
     wires=("shm", "tcp", ALONE),
     usual=("shm", "tcp", ALONE),
     systems=SYSTEMS,
     names=(OWN, LIMIT, *(system.name for system in SYSTEMS if system.name != OWN)),
-    own=OWN,
-    stem="{wire}.{model}",
-    joint=".",
-    whole="",
     alone=alone.beside_plain,
     judge=verdicts.judge_training,
 )
@@ -75,17 +70,12 @@ PLACEMENT = Bench(
 
 PARAMETERS = Bench(
     name="parameters",
-    called="models",
     models=(DLRM_ADAGRAD,),
     quick=(DLRM_ADAGRAD.reduced(),),
     wires=("shm", "tcp"),
     usual=("shm", "tcp"),
     systems=(*SYSTEMS[:2], PLAIN),
     names=(*(system.name for system in SYSTEMS[:2]), PLAIN.name),
-    own=OWN,
-    stem="{wire}.{model}",
-    joint=".",
-    whole="",
     judge=verdicts.judge_parameters,
 )
 
@@ -98,10 +88,6 @@ LINKS = Bench(
     usual=("1gbit", "2.5gbit", "5gbit"),
     systems=(SYSTEMS[0], GRPC),
     names=(OWN, LIMIT, GRPC.name),
-    own=OWN,
-    stem="{wire}.{model}",
-    joint=".",
-    whole="",
     judge=verdicts.judge_links,
     links={"1gbit": 1000, "2.5gbit": 2500, "5gbit": 5000},
 )

@@ -1,7 +1,7 @@
 """What durability costs while nobody dies: two jobs that do the same, one durable, in turns.
 
 A job is two workers and one server on shared memory, `tensorwire run --durable` or `--no-durable`;
-both live at the same time, and a worker waits between turns (`durable_worker.py`). In the cases
+both live at the same time, and a worker waits between turns (`job_worker.py`). In the cases
 "exchange" workers do nothing but push gradients that are there already, and step; what is compared
 is the server's CPU time of a step. In the case "computation" they also sleep, ten times as long as
 such an exchange lasts without durability, and the time of a step is compared.
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from tensorwire.bench.processes import PairError
 from tensorwire.bench.report import add_groups, new_table
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
 from tensorwire.bench.verdicts import EQUAL, Bar, Figure
-from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
+from tensorwire_benchmarks.jobs import LinkedJob, linked, run_command, script
 
 ON, OFF = "durable", "not durable"
 NOW, BEFORE = "now", "before"
@@ -176,7 +175,7 @@ def _told(interval: Sequence[float] | None) -> str:
 
 def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
     commands = {ON: _command("--on-death=restart"), OFF: _command("--on-death=end")}
-    with _twins(commands, optimizer, settings.tensors) as sides:
+    with _twins(commands, optimizer, settings) as sides:
         exchange = _take_turns(sides, settings.turns, settings.steps, 0.0)
         compute_s = _calibrate(sides[OFF], settings, median(exchange[OFF].seconds))
         whole = _take_turns(sides, settings.turns, settings.computing_steps, compute_s)
@@ -194,7 +193,7 @@ def _measure_beside(report: Report, optimizer: str, size: int, settings: CostSet
     python = Path(settings.beside, ".venv/bin/python")
     # Of a checkout before durability; it knows no option.
     commands = {NOW: _command("--on-death=end"), BEFORE: _command(python=str(python.absolute()))}
-    with _twins(commands, optimizer, settings.tensors) as sides:
+    with _twins(commands, optimizer, settings) as sides:
         turns = _take_turns(sides, settings.turns, settings.steps, 0.0)
         memory = {name: side.memory() for name, side in sides.items()}
     case = f"cost.before.{optimizer}"
@@ -264,15 +263,15 @@ def _calibrate(side: _Twin, settings: CostSettings, exchange_s: float) -> float:
 class _Twin(LinkedJob):
     """One of the two jobs."""
 
-    def __init__(self, command: list[str], optimizer: str, tensors: int, folder: str) -> None:
-        words = script("durable_worker.py", self.ADDRESS, optimizer, tensors)
-        super().__init__([*command, *words], Path(folder), _WORKERS)
+    def __init__(self, command: list[str], optimizer: str, tensors: int, folder: Path) -> None:
+        words = script("job_worker.py", self.ADDRESS, optimizer, tensors, 1 << 20)
+        super().__init__([*command, *words], folder, _WORKERS)
 
     def run(self, steps: int, compute_s: float) -> tuple[float, float, int]:
         """A turn: seconds and the server's CPU seconds of a step, and its bytes of notes."""
         (server,) = self.servers()
         before = process_cpu_seconds(server)
-        answers = self.turn(steps=steps, compute_s=compute_s)
+        answers = self.turn(steps=steps, compute_s=compute_s, backward=False)
         cpu_s = process_cpu_seconds(server) - before
         seconds = max(answer["seconds"] for answer in answers)
         return seconds / steps, cpu_s / steps, answers[0]["notes"]
@@ -288,16 +287,12 @@ class _Twin(LinkedJob):
         return found["Rss"], found["Pss"]
 
 
-@contextlib.contextmanager
 def _twins(
-    commands: Mapping[str, list[str]], optimizer: str, tensors: int
-) -> Iterator[dict[str, _Twin]]:
-    """Both jobs; they are let end well where nothing has failed."""
-    with contextlib.ExitStack() as stack:
-        made = {}
-        for name, command in commands.items():
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorwire-bench-"))
-            made[name] = stack.enter_context(_Twin(command, optimizer, tensors, folder))
-        yield made
-        for twin in made.values():
-            twin.end()
+    commands: Mapping[str, list[str]], optimizer: str, settings: CostSettings
+) -> contextlib.AbstractContextManager[dict[str, _Twin]]:
+    return linked(
+        {
+            name: partial(_Twin, command, optimizer, settings.tensors)
+            for name, command in commands.items()
+        }
+    )

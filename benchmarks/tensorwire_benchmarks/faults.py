@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -128,21 +128,6 @@ class FaultRow(Row):
         return self.parameters_equal and self.samples_once and self.steps_once
 
 
-@dataclass(slots=True)
-class _Found:
-    """What is known of one scenario so far; `wrong` is what the judge said, by its kinds."""
-
-    kills: list[Kill] = field(default_factory=list)
-    warm: list[float] = field(default_factory=list)
-    cold: list[float] = field(default_factory=list)
-    rejoin: list[float] = field(default_factory=list)
-    wrong: dict[str, list[str]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    judged: int = 0
-    bytes: int = 0
-    script_s: float | None = None
-
-
 def recovery_s(kill: float, times: Sequence[float]) -> float | None:
     """From a kill to the end of the longest pause of the steps after it; None without a step."""
     after = [at for at in times if at > kill]
@@ -158,8 +143,8 @@ def run(settings: FaultSettings, tell: Told) -> Report:
             kills = -(-(settings.kills - done) // (len(settings.scenarios) - place))
             scenario = _Scenario(name, kills, settings, chance)
             scenario.run(partial(_tell, tell, done, settings.kills, name))
-            done += len(scenario.found.kills)
-            report.rows.append(_row(name, scenario.found))
+            done += len(scenario.kills)
+            report.rows.append(scenario.row())
         if settings.changes is not None:
             faults_changes.measure(report, settings.changes, lambda what: tell(done, done, what))
         if settings.cost is not None:
@@ -247,48 +232,51 @@ def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
             console.print(Text(f"{row.case}: {failure}", style="bold red"), soft_wrap=True)
 
 
-def _row(name: str, found: _Found) -> FaultRow:
-    ended = found.judged > 0 and not found.failures
-
-    def middle(seconds: list[float]) -> float | None:
-        return median(seconds) if seconds else None
-
-    row = FaultRow(
-        "faults", name, "tensorwire", found.bytes,
-        note=WORKERS_STAY.get(name, ""),
-        kills=len(found.kills),
-        standby_kills=sum(kill.who == "standby" for kill in found.kills),
-        worker_kills=sum(kill.who == "worker" for kill in found.kills),
-        opening_kills=sum(kill.opening for kill in found.kills),
-        double_kills=sum(kill.double for kill in found.kills),
-        parameters_equal=ended and not found.wrong.get("parameters"),
-        samples_once=ended and not found.wrong.get("samples"),
-        steps_once=ended and not found.wrong.get("steps"),
-        warm_kills=len(found.warm), cold_kills=len(found.cold),
-        warm_s_median=middle(found.warm), cold_s_median=middle(found.cold),
-        rejoin_s_median=middle(found.rejoin), script_s=found.script_s,
-        failures=(*found.failures, *(text for each in found.wrong.values() for text in each)),
-    )  # fmt: skip
-    both = found.warm + found.cold
-    return row.timed(both) if both else row
-
-
 class _Scenario:
     """One scenario: an undisturbed job, then disturbed ones until there were so many kills.
 
     Attributes:
-        found: what is known so far.
+        kills: so far.
     """
 
     def __init__(
         self, name: str, kills: int, settings: FaultSettings, chance: random.Random
     ) -> None:
-        self._name, self._kills, self._settings, self._chance = name, kills, settings, chance
-        self.found = _Found()
+        self._name, self._wanted, self._settings, self._chance = name, kills, settings, chance
+        self.kills: list[Kill] = []
+        self._seconds: dict[str, list[float]] = {"warm": [], "cold": [], "worker": []}
+        self._wrong: dict[str, list[str]] = {}  # what the judge said, by its kinds
+        self._failures: list[str] = []
+        self._judged = self._bytes = 0
+        self._script_s: float | None = None
+
+    def row(self) -> FaultRow:
+        """What is known so far."""
+        kills, wrong = self.kills, self._wrong
+        ended = self._judged > 0 and not self._failures
+        middles = {who: median(each) if each else None for who, each in self._seconds.items()}
+        warm, cold = self._seconds["warm"], self._seconds["cold"]
+        row = FaultRow(
+            "faults", self._name, "tensorwire", self._bytes,
+            note=WORKERS_STAY.get(self._name, ""),
+            kills=len(kills),
+            standby_kills=sum(kill.who == "standby" for kill in kills),
+            worker_kills=sum(kill.who == "worker" for kill in kills),
+            opening_kills=sum(kill.opening for kill in kills),
+            double_kills=sum(kill.double for kill in kills),
+            parameters_equal=ended and not wrong.get("parameters"),
+            samples_once=ended and not wrong.get("samples"),
+            steps_once=ended and not wrong.get("steps"),
+            warm_kills=len(warm), cold_kills=len(cold),
+            warm_s_median=middles["warm"], cold_s_median=middles["cold"],
+            rejoin_s_median=middles["worker"], script_s=self._script_s,
+            failures=(*self._failures, *(text for each in wrong.values() for text in each)),
+        )  # fmt: skip
+        return row.timed(warm + cold) if warm or cold else row
 
     def run(self, tell: Callable[[int], None]) -> None:
-        """Runs it to its end, or until a job fails; what failed is in `found`."""
-        self._tell, found = tell, self.found
+        """Runs it to its end, or until a job fails; the row has what failed."""
+        self._tell = tell
         tell(0)
         with tempfile.TemporaryDirectory(prefix="tensorwire-faults-") as made:
             folder = Path(made)
@@ -298,34 +286,34 @@ class _Scenario:
                     job.finish()
                 head = json.loads((whole / "final-0").read_bytes().partition(b"\n")[0])
                 models = ("/model", "/body", "/head")
-                found.bytes = sum(size for path, _, _, size in head if path.startswith(models))
+                self._bytes = sum(size for path, _, _, size in head if path.startswith(models))
                 if self._name not in WORKERS_STAY:
-                    found.script_s = median([_script_s(self._name, folder) for _ in range(3)])
-                while len(found.kills) < self._kills:
-                    self._disturb(whole, folder / f"disturbed-{found.judged}")
+                    self._script_s = median([_script_s(self._name, folder) for _ in range(3)])
+                while len(self.kills) < self._wanted:
+                    self._disturb(whole, folder / f"disturbed-{self._judged}")
             except PairError as error:
-                found.failures.append(str(error))
+                self._failures.append(str(error))
 
     def _job(self, folder: Path, pace_s: float) -> DisturbedJob:
         return DisturbedJob(self._name, folder, pace_s, self._settings.epochs)
 
     def _disturb(self, whole: Path, folder: Path) -> None:
-        found, before = self.found, len(self.found.kills)
+        before = len(self.kills)
         self._kill_launchers(folder) if self._name == LAUNCHER else self._kill_members(folder)
-        if len(found.kills) == before:
+        if len(self.kills) == before:
             raise PairError("the job ended before anything could be killed")
-        _note_recoveries(folder, found.kills[before:], found)
+        self._note_recoveries(folder, self.kills[before:])
         workers, samples = WORKERS.get(self._name, 2), _SAMPLES.get(self._name, 1280)
         for kind, texts in faults_judge.judge(whole, folder, workers, samples).items():
-            found.wrong.setdefault(kind, []).extend(texts)
-        found.judged += 1
+            self._wrong.setdefault(kind, []).extend(texts)
+        self._judged += 1
 
     def _kill_members(self, folder: Path) -> None:
         """One job whose servers, workers and standbys are killed until it ends."""
-        kills, chance = self.found.kills, self._chance
+        kills, chance = self.kills, self._chance
         with self._job(folder, self._settings.disturbed_pace_s) as job:
             kills += job.kill_early(chance) if chance.random() < _EARLY else []
-            while len(kills) < self._kills and (together := job.kill(chance)):
+            while len(kills) < self._wanted and (together := job.kill(chance)):
                 kills += together
                 self._tell(len(kills))
                 if not job.await_steps(STEPS_AFTER):
@@ -334,15 +322,31 @@ class _Scenario:
 
     def _kill_launchers(self, folder: Path) -> None:
         """One job whose launcher is killed, and which is started again until it ends."""
-        kills, killed = self.found.kills, True
+        kills, killed = self.kills, True
         while killed:
             with self._job(folder, self._settings.disturbed_pace_s) as job:
-                killed = len(kills) < self._kills and job.kill_launcher(self._chance)
+                killed = len(kills) < self._wanted and job.kill_launcher(self._chance)
                 if killed:
                     kills.append(Kill(time.monotonic(), "launcher", timed=False))
                     self._tell(len(kills))
                 else:
                     job.finish()
+
+    def _note_recoveries(self, folder: Path, kills: list[Kill]) -> None:
+        lines = (folder / "events-0").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        ends = [kill.at for kill in kills[1:]] + [float("inf")]
+        for kill, end in zip(kills, ends, strict=True):
+            after = [event for event in events if kill.at < event["at"] < end]
+            if not kill.timed or not after:
+                continue
+            # Later pauses have other causes: one of these steps needed the repair.
+            last = after[0]["step"] + STEPS_AFTER
+            near = [event["at"] for event in after if event["step"] < last]
+            taken = recovery_s(kill.at, near)
+            if kill.who != "standby" and taken is not None:
+                servers = "warm" if kill.warm else "cold"
+                self._seconds[servers if kill.who == "server" else "worker"].append(taken)
 
 
 def _script_s(name: str, folder: Path) -> float:
@@ -356,18 +360,3 @@ def _script_s(name: str, folder: Path) -> float:
     if done.returncode:
         raise PairError(f"the script alone: {last_line(done.stderr)}")
     return time.monotonic() - began
-
-
-def _note_recoveries(folder: Path, kills: list[Kill], found: _Found) -> None:
-    events = [json.loads(line) for line in (folder / "events-0").read_text().splitlines()]
-    ends = [kill.at for kill in kills[1:]] + [float("inf")]
-    for kill, end in zip(kills, ends, strict=True):
-        after = [event for event in events if kill.at < event["at"] < end]
-        if not kill.timed or not after:
-            continue
-        # Later pauses have other causes: one of these steps needed the repair.
-        near = [event["at"] for event in after if event["step"] < after[0]["step"] + STEPS_AFTER]
-        taken = recovery_s(kill.at, near)
-        if kill.who != "standby" and taken is not None:
-            servers = found.warm if kill.warm else found.cold
-            (servers if kill.who == "server" else found.rejoin).append(taken)

@@ -45,8 +45,9 @@ from tensorwire.bench.rows import Report, Row
 from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
-from tensorwire.files import JobReader, SealedModel
+from tensorwire.files import SealedModel
 from tensorwire.parameters.server.lending.spare import KEEP_S
+from tensorwire_benchmarks.jobs import LinkedJob
 
 from .files_mount import (
     ALONE,
@@ -63,7 +64,7 @@ from .files_mount import (
     why_no_mount,
     why_no_passthrough,
 )
-from .files_steps import SteppedJob, measure_steps, running_job
+from .files_steps import measure_steps, running_job, step_s
 
 CASES = (
     PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, SNAPSHOT_FIRST, MOUNT, MOUNT_RANDOM,
@@ -122,9 +123,13 @@ def run(settings: FilesSettings, tell: Told) -> Report:
                 size = settings.large_mib * MIB
                 with (
                     tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-                    running_job(Path(folder), ("--workers", "1"), size, max(1, count)) as address,
-                ):
-                    _measure_all(report, settings, several, Path(folder), address, tell)
+                    running_job(Path(folder), ["--workers", "1"], 1, size, max(1, count)) as (
+                        job, address,
+                    ),
+                ):  # fmt: skip
+                    with contextlib.closing(_Ways(Path(folder), address, size)) as ways:
+                        _measure_all(report, settings, several, job, ways, tell)
+                    job.end()
     report.verdicts = [bar.judge(report) for bar in BARS]
     return report
 
@@ -149,11 +154,10 @@ def _measure_all(
     report: Report,
     settings: FilesSettings,
     cases: Sequence[str],
-    folder: Path,
-    address: str,
+    job: LinkedJob,
+    ways: _Ways,
     tell: Told,
 ) -> None:
-    ways = _Ways(folder, address, settings.large_mib * MIB)
     total = settings.total_mib // settings.large_mib * settings.large_mib * MIB
     makes: dict[str, tuple[int, Callable[[], Mapping[str, Way]]]] = {
         PARAMETER: (settings.large_mib * MIB, ways.parameter),
@@ -167,35 +171,34 @@ def _measure_all(
         MOUNT_RANDOM_APART: (SMALL_BYTES, partial(ways.mounts.random, apart=True)),
         MOUNT_MAPPED: (settings.large_mib * MIB, ways.mount_mapped),
     }
-    with contextlib.closing(ways):
-        for case in cases:
-            tell(settings.cases.index(case), len(settings.cases), case)
-            if case == TRAINING:
-                _measure_training(report, settings, folder, ways)
-            elif case == MOUNT_MAPPED and not ways.mounts.passes_through():
-                note = "the kernel passes nothing through here: it asks the mount for each page"
-                report.settings["warnings"].append(f"{case} is left out: {note}")
-                report.rows.append(Row("files", case, OURS, 0, note=note))
-            else:
-                size, make = makes[case]
-                is_slow = case == SNAPSHOT_FIRST
-                rounds = min(settings.rounds, _FIRST_ROUNDS) if is_slow else settings.rounds
-                turns = take_turns(make(), rounds)  # the first of the ways is ours
-                add_rows(report, case, size, turns, limit=COPY, moves=True)
+    for case in cases:
+        tell(settings.cases.index(case), len(settings.cases), case)
+        if case == TRAINING:
+            _measure_training(report, settings, job, ways)
+        elif case == MOUNT_MAPPED and not ways.mounts.passes_through():
+            note = "the kernel passes nothing through here: it asks the mount for each page"
+            report.settings["warnings"].append(f"{case} is left out: {note}")
+            report.rows.append(Row("files", case, OURS, 0, note=note))
+        else:
+            size, make = makes[case]
+            is_slow = case == SNAPSHOT_FIRST
+            rounds = min(settings.rounds, _FIRST_ROUNDS) if is_slow else settings.rounds
+            turns = take_turns(make(), rounds)  # the first of the ways is ours
+            add_rows(report, case, size, turns, limit=COPY, moves=True)
 
 
-def _measure_training(report: Report, settings: FilesSettings, folder: Path, ways: _Ways) -> None:
+def _measure_training(
+    report: Report, settings: FilesSettings, job: LinkedJob, ways: _Ways
+) -> None:  # fmt: skip
     """Time per step with a reader and without, window by window."""
     rates: list[float] = []
-    with JobReader(ways.address) as reader:
-        job = SteppedJob(folder, reader)
 
-        def window(told: list[float] | None) -> float:
-            with ways.reading(told):
-                return job.step_s(settings.window_s)
+    def window(told: list[float] | None) -> float:
+        with ways.reading(told):
+            return step_s(job, settings.window_s)
 
-        both = {OURS: partial(window, rates), ALONE: partial(window, None)}
-        steps = take_turns(both, max(6, 3 * settings.rounds // 2))
+    both = {OURS: partial(window, rates), ALONE: partial(window, None)}
+    steps = take_turns(both, max(6, 3 * settings.rounds // 2))
     note = f"beside a reader of {min(rates) / 1e6:.0f} to {max(rates) / 1e6:.0f} MB/s"
     add_rows(report, TRAINING, 0, steps, {OURS: note})
 
@@ -206,7 +209,7 @@ class _Ways:
     def __init__(self, folder: Path, address: str, large_bytes: int) -> None:
         from tensorwire.files.filesystem import TensorwireFileSystem
 
-        self._folder, self._large, self.address = folder, large_bytes, address
+        self._folder, self._large, self._address = folder, large_bytes, address
         self._fs = TensorwireFileSystem(address, skip_instance_cache=True)
         self._path = "params/p0.npy"
         self._file = folder / "p0.npy"
@@ -338,7 +341,7 @@ class _Ways:
             yield
             return
         script = Path(__file__).with_name("files_reader.py")
-        command = [sys.executable, str(script), self.address, self._path]
+        command = [sys.executable, str(script), self._address, self._path]
         command.append(str(_READ_BYTES_PER_S))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None

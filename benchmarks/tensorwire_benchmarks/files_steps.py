@@ -16,88 +16,61 @@ from pathlib import Path
 
 from tensorwire.bench.measuring import add_rows, take_turns
 from tensorwire.bench.rows import Report
-from tensorwire.errors import UnavailableError
-from tensorwire.files import FileWorker, JobReader
+from tensorwire.files import FileWorker
 from tensorwire.jobs.job_file import running_servers
-from tensorwire_benchmarks.jobs import LaunchedJob, run_command, script
+from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
 
 from .files_mount import OURS, PYTHON, compile_c, mounted
 
 _SOURCE = Path(__file__).with_name("files_step.c")
 _STEP_S = 30.0  # for one that does not come
-_LOOK_S = 5e-4
 
 
 @contextlib.contextmanager
 def running_job(
-    folder: Path, run: Sequence[str], size_bytes: int, count: int = 1, end_s: float = 60.0
-) -> Iterator[str]:
-    """A job of `files_worker.py`; the address of its server.
+    folder: Path, run: Sequence[str], workers: int, size_bytes: int, count: int = 1
+) -> Iterator[tuple[LinkedJob, str]]:
+    """A job of `job_worker.py`, and the address of its server.
 
     Args:
         folder: of the job.
         run: the arguments of `tensorwire run`.
+        workers: those of Python.
         size_bytes: of a parameter.
         count: of parameters.
-        end_s: how long it may take to end itself, before it is terminated.
 
     Raises:
         PairError: it has not started.
     """
-    words = script("files_worker.py", folder, size_bytes, count)
+    words = script("job_worker.py", LinkedJob.ADDRESS, "sgd", count, size_bytes)
     before = {each.address for each in running_servers()}
-    with LaunchedJob([*run_command(*run), *words], folder) as job:
-        job.until((folder / "ready").exists, "a job of the bench has not started")
-        try:
-            (address,) = {
-                each.address
-                for each in running_servers()
-                if each.address not in before and str(folder) in each.command
-            }
-            yield address
-        finally:
-            (folder / "end").touch()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(end_s)
+    with LinkedJob([*run_command(*run), *words], folder, workers) as job:
+        (address,) = {
+            each.address
+            for each in running_servers()
+            if each.address not in before and str(folder) in each.command
+        }
+        yield job, address
 
 
-class SteppedJob:
-    """A job that trains when it may."""
+def step_s(job: LinkedJob, window_s: float) -> float:
+    """Seconds per step of a window, after two steps that are not counted."""
 
-    def __init__(self, folder: Path, reader: JobReader) -> None:
-        self._train, self._reader = folder / "train", reader
+    def turn(steps: int) -> float:
+        answers = job.turn(steps=steps, compute_s=0.0, backward=True)
+        return max(float(answer["seconds"]) for answer in answers) / steps
 
-    def step_s(self, window_s: float) -> float:
-        """Seconds per step of a window."""
-        self._train.touch()
-        try:
-            self._next_version()  # those that began before are not counted
-            first, started = self._next_version(), time.perf_counter()
-            while time.perf_counter() - started < window_s:
-                time.sleep(_LOOK_S)
-            last = self._next_version()
-            return (time.perf_counter() - started) / (last - first)
-        finally:
-            self._train.unlink()
-
-    def _next_version(self) -> int:
-        """Waits until a step is made."""
-        store = self._reader.store()
-        before, deadline = store.version(), time.monotonic() + _STEP_S
-        while (now := store.version()) == before:
-            if time.monotonic() > deadline:
-                raise UnavailableError("the job of the bench makes no steps")
-            time.sleep(_LOOK_S)
-        return now
+    return turn(max(1, int(window_s / turn(2))))
 
 
 @contextlib.contextmanager
-def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[SteppedJob]:
+def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[LinkedJob]:
     folder.mkdir()
-    workers = ["--workers", "1", "--file-workers", "1"] if by_files else ["--workers", "2"]
+    run = ["--workers", "1", "--file-workers", "1"] if by_files else ["--workers", "2"]
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(running_job(folder, workers, size_bytes, end_s=0.0))
-        reader = stack.enter_context(JobReader(address))
+        job, address = stack.enter_context(
+            running_job(folder, run, 1 if by_files else 2, size_bytes)
+        )
         if by_files:
             _await_worker(address)
             program = folder / "files_step"
@@ -106,7 +79,7 @@ def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[SteppedJob]:
             command = [str(program), str(folder / "mount"), "1"]
             process = stack.enter_context(subprocess.Popen(command))
             stack.callback(process.terminate)
-        yield SteppedJob(folder, reader)
+        yield job
 
 
 def _await_worker(address: str) -> None:
@@ -137,7 +110,7 @@ def measure_steps(report: Report, case: str, size_bytes: int, pairs: int, window
             for system in (OURS, PYTHON)
         }
         steps = take_turns(
-            {name: partial(job.step_s, window_s) for name, job in jobs.items()}, pairs
+            {name: partial(step_s, job, window_s) for name, job in jobs.items()}, pairs
         )
     notes = {OURS: "a file worker in C by a mount", PYTHON: "a worker of Python"}
     told = {system: f"the second worker is {note}" for system, note in notes.items()}

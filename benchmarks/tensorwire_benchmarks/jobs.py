@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tensorwire.bench.processes import PairError
 
@@ -160,6 +161,9 @@ def _ticks_asleep(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields and fields[0] == b"S" else 0
 
 
+J = TypeVar("J", bound="LinkedJob")
+
+
 class LinkedJob(LaunchedJob):
     """A job whose workers connect to the bench, and do a turn when it sends them a line of JSON.
 
@@ -234,3 +238,20 @@ class LinkedJob(LaunchedJob):
             raise self.failed("a worker has ended")
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+@contextlib.contextmanager
+def linked(jobs: Mapping[str, Callable[[Path], J]]) -> Iterator[dict[str, J]]:
+    """Starts jobs that live at the same time, each in a folder of its own.
+
+    They are let end well where nothing has failed.
+    """
+    with contextlib.ExitStack() as stack:
+        made: dict[str, J] = {}
+        for name, make in jobs.items():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorwire-bench-"))
+            made[name] = make(Path(folder))
+            stack.enter_context(made[name])
+        yield made
+        for job in made.values():
+            job.end()

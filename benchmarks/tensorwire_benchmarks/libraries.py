@@ -11,21 +11,20 @@ gradients are clipped: the norm is summed in another order, and training makes t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tensorwire.bench.harness import laps_of, median
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Report, Row
-from tensorwire_benchmarks.jobs import LinkedJob, script
+from tensorwire_benchmarks.jobs import LinkedJob, linked, script
 from tensorwire_benchmarks.workloads.catalog import LIBRARY_MODELS, Workload
 
 LIBRARIES = ("lightning", "transformers")
@@ -94,11 +93,7 @@ def _measure(library: str, model: Workload, turns: int) -> dict[str, list[list[f
     order = json.dumps({"library": library, "model": model.name, "tiny": model.tiny,
                         "steps": _WARM + sum(laps)})  # fmt: skip
     found: dict[str, list[list[float]]] = {OWN: [], RIVAL: []}
-    with contextlib.ExitStack() as stack:
-        sides = {}
-        for name in (OWN, RIVAL):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorwire-bench-"))
-            sides[name] = stack.enter_context(_side(name, order, folder))
+    with linked({name: partial(_side, name, order) for name in found}) as sides:
         for turn, count in enumerate((_WARM, *laps)):
             losses = {}
             for name in (OWN, RIVAL) if turn % 2 else (RIVAL, OWN):
@@ -109,8 +104,6 @@ def _measure(library: str, model: Workload, turns: int) -> dict[str, list[list[f
                     found[name].append(list(map(max, zip(*each, strict=True))))
             if not turn:
                 _compare(losses[OWN], losses[RIVAL])
-        for side in sides.values():
-            side.end()
     return found
 
 
@@ -120,10 +113,10 @@ def _compare(own: Sequence[float], rival: Sequence[float]) -> None:
             raise PairError(f"the losses differ: {ours} on a job, {theirs} of DDP")
 
 
-def _side(name: str, order: str, folder: str) -> LinkedJob:
+def _side(name: str, order: str, folder: Path) -> LinkedJob:
     """The job of one side."""
     module, *options = _LAUNCHERS[name]
     words = script("library_worker.py", name, LinkedJob.ADDRESS, order)
     command = [sys.executable, "-m", module, *options, *words]
     quiet = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    return LinkedJob(command, Path(folder), _WORKERS, **quiet)
+    return LinkedJob(command, folder, _WORKERS, **quiet)
