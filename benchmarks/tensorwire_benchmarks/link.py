@@ -75,17 +75,11 @@ def two_hosts(megabits: int) -> Iterator[Hosts]:
     tag = f"twb{os.getpid() % 100000}"
     a, b = (Host(f"{tag}{x}", f"{_PREFIX}{i}", f"{tag}{x}v") for i, x in ((1, "a"), (2, "b")))
     with contextlib.ExitStack() as stack:
-        for host in (a, b):
-            _run("ip", "netns", "add", host.name)
-            stack.callback(_run, "ip", "netns", "del", host.name)
+        _make(stack, a.name, b.name)
         _run("ip", "link", "add", a.device, "netns", a.name, "type", "veth",
              "peer", "name", b.device, "netns", b.name)  # fmt: skip
         for host in (a, b):
-            address = f"{host.address}/24"
-            _run(*host.command("ip", "addr", "add", address, "dev", host.device))
-            _run(*host.command("ip", "link", "set", host.device, "up"))
-            _run(*host.command("ip", "link", "set", "lo", "up"))
-            _run(*host.command(*_bucket(host, megabits)))
+            _plug(host, megabits, _QUEUE_MS)
         yield a, b
 
 
@@ -105,9 +99,7 @@ def switched_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
     switch = f"{tag}s"
     hosts = [Host(f"{tag}h{i}", f"{_PREFIX}{i + 1}", f"v{i}") for i in range(count)]
     with contextlib.ExitStack() as stack:
-        for name in (switch, *(host.name for host in hosts)):
-            _run("ip", "netns", "add", name)
-            stack.callback(_run, "ip", "netns", "del", name)
+        _make(stack, switch, *(host.name for host in hosts))
         inside = ("ip", "netns", "exec", switch)
         _run(*inside, "ip", "link", "add", "bridge", "type", "bridge")
         _run(*inside, "ip", "link", "set", "bridge", "up")
@@ -116,14 +108,26 @@ def switched_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
                  "peer", "name", host.device, "netns", switch)  # fmt: skip
             _run(*inside, "ip", "link", "set", host.device, "master", "bridge", "up")
             _run(*inside, *_bucket(host, megabits, _SWITCH_QUEUE_MS))
-            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", host.device))
-            _run(*host.command("ip", "link", "set", host.device, "up"))
-            _run(*host.command("ip", "link", "set", "lo", "up"))
-            _run(*host.command(*_bucket(host, megabits, _SWITCH_QUEUE_MS)))
+            _plug(host, megabits, _SWITCH_QUEUE_MS)
         yield hosts
 
 
-def _bucket(host: Host, megabits: int, queue_ms: int = _QUEUE_MS) -> list[str]:
+def _make(stack: contextlib.ExitStack, *names: str) -> None:
+    """Adds namespaces, until the stack is closed."""
+    for name in names:
+        _run("ip", "netns", "add", name)
+        stack.callback(_run, "ip", "netns", "del", name)
+
+
+def _plug(host: Host, megabits: int, queue_ms: int) -> None:
+    """Gives a host its address, and what it sends its speed."""
+    _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", host.device))
+    _run(*host.command("ip", "link", "set", host.device, "up"))
+    _run(*host.command("ip", "link", "set", "lo", "up"))
+    _run(*host.command(*_bucket(host, megabits, queue_ms)))
+
+
+def _bucket(host: Host, megabits: int, queue_ms: int) -> list[str]:
     burst = max(megabits * 125, 16 << 10)  # what one millisecond carries, and a large packet
     return [
         *("tc", "qdisc", "replace", "dev", host.device, "root", "tbf"),
