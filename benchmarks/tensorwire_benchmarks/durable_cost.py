@@ -29,9 +29,9 @@ from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.measuring import take_turns
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.report import add_groups, new_table
+from tensorwire.bench.report import print_columns, shown
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
-from tensorwire.bench.verdicts import EQUAL, Bar, Figure
+from tensorwire.bench.verdicts import EQUAL, MIB, Bar, Figure
 from tensorwire_benchmarks.jobs import LinkedJob, linked, run_command, script
 
 ON, OFF = "durable", "not durable"
@@ -141,36 +141,38 @@ def _step_ratio(row: Any) -> Figure | None:
 def print_costs(report: Report, console: Console) -> None:
     """One table, if there are rows of it."""
     rows = [row for row in report.rows if isinstance(row, CostRow)]
-    if not rows:
-        return
-    table = new_table(
-        f"what durability costs, {format_size(rows[0].bytes)}: a step; of the server, CPU, memory",
-        "case", "job", ">step", ">CPU", ">RSS", ">PSS", ">notes", ">CPU ratio", ">step ratio",
-    )  # fmt: skip
-    cells = []
-    for row in rows:
-        sizes = [
-            "–" if size is None else f"{size / (1 << 20):.0f} MiB"
-            for size in (row.rss_bytes, row.pss_bytes, row.notes_bytes)
-        ]
-        ratios = [
-            "–" if ratio is None else f"{ratio:.3g}" + _told(interval)
-            for ratio, interval in (
-                (row.cpu_ratio, row.cpu_ratio_interval), (row.step_ratio, row.step_ratio_interval),
-            )
-        ]  # fmt: skip
-        times = format_seconds(row.seconds_median), format_seconds(row.cpu_seconds_remote)
-        case = row.case.removeprefix("cost.")
-        cells.append([case, row.system, *times, *sizes, *ratios])
-    add_groups(table, cells)
-    console.print(table)
+
+    def mebibytes(name: str) -> Callable[[CostRow], str]:
+        def cell(row: CostRow) -> str:
+            size = getattr(row, name)
+            return "–" if size is None else f"{size / MIB:.0f} MiB"
+
+        return cell
+
+    def ratio(name: str) -> Callable[[CostRow], str]:
+        def cell(row: CostRow) -> str:
+            value, interval = getattr(row, name), getattr(row, f"{name}_interval")
+            around = f" ({interval[0]:.3g}–{interval[1]:.3g})" if interval else ""
+            return shown(value, ".3g") + around
+
+        return cell
+
+    size = format_size(rows[0].bytes) if rows else ""
+    title = f"what durability costs, {size}: a step; of the server, CPU, memory"
+    print_columns(console, title, rows, {
+        "case": lambda row: row.case.removeprefix("cost."),
+        "job": lambda row: row.system,
+        ">step": lambda row: format_seconds(row.seconds_median),
+        ">CPU": lambda row: format_seconds(row.cpu_seconds_remote),
+        ">RSS": mebibytes("rss_bytes"),
+        ">PSS": mebibytes("pss_bytes"),
+        ">notes": mebibytes("notes_bytes"),
+        ">CPU ratio": ratio("cpu_ratio"),
+        ">step ratio": ratio("step_ratio"),
+    })  # fmt: skip
     for row in rows:
         if row.note:
             console.print(f"{row.case}, {row.system}: {row.note}", style="dim", soft_wrap=True)
-
-
-def _told(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f" ({interval[0]:.3g}–{interval[1]:.3g})"
 
 
 def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:

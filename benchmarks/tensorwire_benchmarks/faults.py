@@ -40,7 +40,7 @@ from rich.text import Text
 from tensorwire.bench.harness import median
 from tensorwire.bench.measuring import measuring
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.report import add_groups, machine_line, new_table, print_verdicts
+from tensorwire.bench.report import machine_line, print_columns, print_verdicts
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 from tensorwire.command import Told
 from tensorwire_benchmarks import durable_cost, faults_changes, faults_judge
@@ -198,33 +198,30 @@ def _rows(report: Report) -> list[FaultRow]:
 def print_faults(report: Report, console: Console) -> None:
     """A table of kills and one of costs, what went wrong, verdicts."""
     console.print(machine_line(report), soft_wrap=True)
-    if rows := _rows(report):
-        _print_kills(rows, console)
+    _print_kills(_rows(report), console)
     faults_changes.print_changes(report, console)
     durable_cost.print_costs(report, console)
     print_verdicts(report, console)
 
 
 def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
-    table = new_table(
-        "jobs whose processes are killed: how often, before the first step, two at once; equal?",
-        "scenario", ">kills", "parameters", "samples", "steps", ">warm (kills)", ">cold (kills)",
-        ">worker (kills)", ">its script",
-    )  # fmt: skip
     words = {True: ("equal", "green"), False: ("WRONG", "bold red")}
-    add_groups(table, (
-        [
-            row.case, f"{row.kills}, {row.opening_kills}, {row.double_kills}",
-            *(Text(*words[good])
-              for good in (row.parameters_equal, row.samples_once, row.steps_once)),
-            f"{format_seconds(row.warm_s_median)} ({row.warm_kills})",
-            f"{format_seconds(row.cold_s_median)} ({row.cold_kills})",
-            f"{format_seconds(row.rejoin_s_median)} ({row.worker_kills})",
-            format_seconds(row.script_s),
-        ]
-        for row in rows
-    ))  # fmt: skip
-    console.print(table)
+
+    def taken(seconds: str, kills: str) -> Callable[[FaultRow], str]:
+        return lambda row: f"{format_seconds(getattr(row, seconds))} ({getattr(row, kills)})"
+
+    title = "jobs whose processes are killed: how often, before the first step, two at once; equal?"
+    print_columns(console, title, rows, {
+        "scenario": lambda row: row.case,
+        ">kills": lambda row: f"{row.kills}, {row.opening_kills}, {row.double_kills}",
+        "parameters": lambda row: Text(*words[row.parameters_equal]),
+        "samples": lambda row: Text(*words[row.samples_once]),
+        "steps": lambda row: Text(*words[row.steps_once]),
+        ">warm (kills)": taken("warm_s_median", "warm_kills"),
+        ">cold (kills)": taken("cold_s_median", "cold_kills"),
+        ">worker (kills)": taken("rejoin_s_median", "worker_kills"),
+        ">its script": lambda row: format_seconds(row.script_s),
+    })  # fmt: skip
     for row in rows:
         if row.case in WORKERS_STAY:
             console.print(Text(f"{row.case}: {row.note}", style="dim"), soft_wrap=True)

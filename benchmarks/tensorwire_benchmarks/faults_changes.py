@@ -41,7 +41,7 @@ from rich.console import Console
 
 from tensorwire.bench.harness import median
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.report import add_groups, new_table
+from tensorwire.bench.report import print_columns
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 from tensorwire_benchmarks.jobs import LaunchedJob, read, run_command, script
 from tensorwire_benchmarks.systems import LIMIT, OWN
@@ -128,24 +128,18 @@ def judge(report: Report) -> list[Verdict]:
 def print_changes(report: Report, console: Console) -> None:
     """One table, if there are rows of it."""
     rows = [row for row in report.rows if isinstance(row, ChangeRow)]
-    if not rows:
-        return
-    limits = {row.case: row for row in report.rows if row.system == LIMIT}
-    table = new_table(
-        "how long workers wait when something changes, beyond a step",
-        "what", ">times", ">pause", ">p99", ">limit", "each sample once",
-    )  # fmt: skip
-    cells = [
-        [
-            row.case.removeprefix("changes."), str(row.operations),
-            format_seconds(row.seconds_median), format_seconds(row.seconds_p99),
-            format_seconds(limits[row.case].seconds_median),
-            row.failures[0] if row.failures else "yes" if row.measured else "–",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    add_groups(table, cells)
-    console.print(table)
+    limits = {row.case: row.seconds_median for row in report.rows if row.system == LIMIT}
+    title = "how long workers wait when something changes, beyond a step"
+    print_columns(console, title, rows, {
+        "what": lambda row: row.case.removeprefix("changes."),
+        ">times": lambda row: str(row.operations),
+        ">pause": lambda row: format_seconds(row.seconds_median),
+        ">p99": lambda row: format_seconds(row.seconds_p99),
+        ">limit": lambda row: format_seconds(limits[row.case]),
+        "each sample once": lambda row: (
+            row.failures[0] if row.failures else "yes" if row.measured else "–"
+        ),
+    })  # fmt: skip
 
 
 # --- what happens ---------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -20,6 +20,8 @@ from tensorwire.bench.operations import CPP, LIMITS, PYTHON
 from tensorwire.bench.rows import Report, Row, format_seconds, format_size, write_text
 from tensorwire.bench.svg import compact
 from tensorwire.errors import UnavailableError
+
+R = TypeVar("R")
 
 # --- tables -------------------------------------------------------------------------------------
 
@@ -86,6 +88,17 @@ def add_groups(table: Table, rows: Iterable[Sequence[str | Text]]) -> None:
             table.add_section()
         table.add_row(first if first != previous else "", *others)
         previous = first
+
+
+def print_columns(
+    console: Console, title: str, rows: Sequence[R], columns: Mapping[str, Callable[[R], Any]],
+    **more: Any,
+) -> None:  # fmt: skip
+    """Prints a table with a cell of each row under each heading, if there are rows."""
+    if rows:
+        table = new_table(title, *columns, **more)
+        add_groups(table, ([cell(row) for cell in columns.values()] for row in rows))
+        console.print(table)
 
 
 def shown(figure: float | None, form: str) -> str:
