@@ -101,10 +101,12 @@ class Team:
             self._pairs[rank] = ProcessPair(self._program, options)
 
         try:
+            at_once = [rank for rank in self._workers if rank == 0 or rank >= servers]
+            self._together(start, at_once, "start")
             for rank in range(servers):
-                start(rank)
+                if rank:
+                    start(rank)
                 addresses.append(self._address(rank))
-            self._together(start, range(servers, order.workers), "start")
         finally:
             for both in barriers:
                 for end in both:
