@@ -266,7 +266,7 @@ class Job:
         if weight is not None:
             number = checked_weight(weight)
             if batch is not None:
-                batch.weight, batch.uneven = number, False
+                batch.weight, batch.uneven, batch.partial = number, False, False
             elif not counts:
                 raise RuntimeError("job.weight() before tw.DistributedOptimizer: make it first")
             for replica in counts if batch is None else ():
