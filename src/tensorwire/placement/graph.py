@@ -118,8 +118,11 @@ class Operator:
         name: unique in the graph.
         machine: where it runs.
         inputs: names of tensors.
-        outputs: names of tensors that it makes; nobody else makes them.
+        outputs: names of tensors that it makes; no other operator makes them.
         order: a machine runs its operators in this order, so it tells when outputs are ready.
+
+    Raises:
+        ValueError: a name or an order that makes no sense.
     """
 
     name: str
@@ -145,9 +148,9 @@ class Crossing:
     """A tensor and one machine that uses it and does not make it.
 
     Attributes:
-        tensor: what crosses.
+        tensor: that crosses.
         source: the machine that makes it.
-        target: the machine that uses it; however many operators there do.
+        target: the machine that uses it, by one operator or more.
         ready: order of the operator that makes it.
         needed: order of the first operator at the target that uses it; above `ready`.
     """
@@ -167,8 +170,8 @@ class Graph:
     An operator has a higher order than those that make its inputs, so there are no cycles.
 
     Raises:
-        ValueError: names that are not unique, tensors that nobody makes or two make, an order that
-            contradicts the data flow.
+        ValueError: names that are not unique, operators that use unknown tensors, tensors that no
+            operator makes or two make, an order that contradicts the data flow.
     """
 
     tensors: tuple[Tensor, ...]
@@ -209,7 +212,7 @@ class Graph:
         return self._makers[tensor]
 
     def crossings(self) -> list[Crossing]:
-        """Returns every (tensor, machine that uses it and does not make it) once, in ready order.
+        """Returns each tensor once per machine that uses it and does not make it, in ready order.
 
         The order is the same however the graph was declared.
         """

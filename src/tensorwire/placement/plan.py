@@ -29,7 +29,7 @@ class Slot:
     """A tensor's place in its bucket.
 
     Attributes:
-        tensor: which.
+        tensor: whose place it is.
         protocol: one of PROTOCOLS.
         offset: from the start of the bucket.
         size_bytes: a multiple of ALIGN_BYTES.
@@ -61,7 +61,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """A multiple of ALIGN_BYTES."""
+        """Bytes of all slots, a multiple of ALIGN_BYTES."""
         last = self.slots[-1]
         return last.offset + last.size_bytes
 
@@ -139,7 +139,7 @@ def plan(graph: Graph, *, bucket_bytes: int = 512 << 10, allocate_bytes: int = 6
     on nothing else: not on the order of declaration, nor on operators that nothing crosses to or
     from. The tensors between two machines have places that do not depend on other machines.
 
-    A bucket leaves when its last tensor is ready. No tensor joins a bucket that the target needs
+    A bucket is sent when its last tensor is ready. No tensor joins a bucket that the target needs
     before that tensor is ready: the order in which one process would run the graph stays possible,
     so that no two machines can wait for each other.
 
