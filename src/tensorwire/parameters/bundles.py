@@ -1,4 +1,4 @@
-"""Groups cells that a step changes in one call: on a device a call costs as much as some MiB."""
+"""Groups cells that a step changes in one call, since each call on a device takes its time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ DEVICE_BUNDLE_BYTES = 16 << 20
 
 
 def bundles_of(cells: Sequence[Cell], most_bytes: int) -> dict[int, tuple[Cell, range]]:
-    """Bundles of trained cells of a share, by the place of the first of each.
+    """Groups the cells with gradients, but for tables, into bundles, by each one's first cell.
 
     Args:
         cells: of the share.
         most_bytes: of a bundle of several cells; 0: each cell is alone.
 
     Returns:
-        Each bundle as a cell, and the places of those that it is made of.
+        Each bundle as a cell, and the places in the share of the cells that it is made of.
     """
     found: dict[int, tuple[Cell, range]] = {}
     last = -1

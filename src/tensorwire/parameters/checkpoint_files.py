@@ -2,8 +2,8 @@
 
 Server 0 has the memory. A writer, who knows the job's secret, leases a mailbox at its Node, asks
 for memory and writes there; a reader finds the index and the memory at its door.
-`server/checkpoints.py` is the server's side, `tensorwire.files` the other. docs/internals/files.md
-has the tables.
+`server/lending/checkpoints.py` is the server's side, `tensorwire.files` the other.
+docs/internals/files.md has the tables.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CheckpointFile:
     """A complete file.
 
     Attributes:
-        number: that no other file of this job had.
+        number: its own; no other file of this job ever had it.
         parts: the sizes of its parts.
         modified: when it was complete, in seconds since 1970.
     """
@@ -81,7 +81,7 @@ def index_text(index: Index) -> bytes:
 
 
 def read_index(data: bytes) -> Index:
-    """Raises ValueError if it is none."""
+    """Returns the index in a text of `index_text`; ValueError if it is none."""
     try:
         return {
             str(path): CheckpointFile(int(number), tuple(map(int, parts)), float(modified))
@@ -92,7 +92,11 @@ def read_index(data: bytes) -> Index:
 
 
 def message(told: dict[str, Any]) -> bytes:
-    """Returns a request or answer as it is written; a text that is too long is cut."""
+    """Returns a request or answer as it is written; a long "text" is cut.
+
+    Raises:
+        ValueError: it is too long all the same.
+    """
     data = json.dumps(told).encode()
     if len(data) >= MESSAGE_BYTES and "text" in told:
         data = json.dumps({**told, "text": str(told["text"])[:500]}).encode()
@@ -102,5 +106,5 @@ def message(told: dict[str, Any]) -> bytes:
 
 
 def told_in(data: bytes) -> dict[str, Any]:
-    """Raises ValueError if it is neither."""
+    """Returns the request or answer in a written message; ValueError if it is neither."""
     return parse_json(data.partition(b"\0")[0], dict[str, Any], MESSAGE_BYTES)

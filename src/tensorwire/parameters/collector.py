@@ -1,7 +1,7 @@
 """Keeps Python's collector of cycles from looking at objects that are being made and stay.
 
-A store of 20,000 tensors makes some 300,000 objects. Full collections come ever again meanwhile,
-look at each of them, and took nearly half of the time.
+A store of 20,000 tensors makes some 300,000 objects. Meanwhile full collections ran again and
+again, looked at each of them, and took nearly half of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Makes no collections of cycles inside, in any thread; for short code with many objects."""
+    """Stops collections of cycles inside, in all threads; for short code with many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

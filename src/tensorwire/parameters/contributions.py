@@ -24,7 +24,7 @@ class Contribution:
         slot: for gradients that are pushed.
         produced: for gradients that are produced in their places; None where none can be.
         pool: for gradients produced in any place of a tensor of their size; None where none can be.
-        heads: for the numbers of rows of tables; of `rows.heads_bytes`.
+        heads: for the numbers of rows of tables; `rows.heads_bytes` long.
     """
 
     slot: Bytes
@@ -67,10 +67,10 @@ def _weights(
 class Contributions:
     """The contributions of all slices to one version, as their commits tell them.
 
-    Tensors of a cell are treated alike, and then in one go, if the same slices have a gradient for
-    them, the same number of steps was applied to them and their scalars are equal; almost always
-    that is the whole cell. For each tensor `counts` has the steps applied to it, and `scalars` a
-    row of numbers that the optimizer keeps; the tensors `here` are no tables.
+    Tensors of a cell are treated at once if the same slices have a gradient for them, they had the
+    same number of steps, and their scalars are equal; almost always that is the whole cell. For
+    each tensor `counts` has the steps applied to it, and `scalars` a row of numbers that the
+    optimizer keeps; the tensors `here` are no tables.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Contributions:
         self._all_alike = all(
             each == commit.present for each, commit in zip(alike, commits, strict=True)
         )
-        # One without weight takes no part: its gradient does not count, and none is missed.
+        # A slice without weight takes no part: its gradient does not count, and is not missed.
         weighed = [each for each in commits if each.weight]
         self.all_present = bool(weighed) and all(b"\0" not in each.present for each in weighed)
         applied = [counts[tensor] for tensor in here]

@@ -1,7 +1,7 @@
 """Defines a device with memory of its own, for the tensors that a server's steps change.
 
-There are the parameters, the optimizer's state and the gradients that workers bring; the values
-that a version has are copied to memory of the host, where everybody else finds them.
+The parameters, the optimizer's state and the gradients that workers bring are there; the values of
+each version are copied to memory of the host, where all other readers find them.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ class ShareDevice(Protocol):
         """Returns the first bytes of a region that was allocated on it."""
 
     def empty(self, size_bytes: int) -> DeviceBytes:
-        """Returns memory of this process there, which ends with it."""
+        """Returns zeroed memory on it, which belongs to this process."""
 
     def lock(self, memories: Sequence[Bytes]) -> None:
         """Locks pages of the host's memory, so that the device copies from and to it by itself."""
 
     def copy(self, target: Bytes | DeviceBytes, source: Bytes | DeviceBytes) -> None:
-        """Begins to copy bytes; either is the device's."""
+        """Begins to copy bytes; at least one of both is on the device."""
 
     def synchronize(self) -> None:
         """Returns when all that this thread has begun is done."""
 
     def close(self) -> None:
-        """Lets go of locked pages."""
+        """Unlocks the locked pages."""
 
 
 def suits_device(spec: Spec) -> bool:
     """Tells whether a device may hold all shares of a store, so that their number changes no bit.
 
-    Not where there are tables, of which steps change rows on the host, nor where tensors without a
-    gradient have the most bytes: each array there has room for these too, and that room is taken.
+    It may not where there are tables, since steps change their rows on the host, nor where tensors
+    without a gradient have most of the bytes: each array there has room for these too, in vain.
     """
     trained = sum(padded(each.size_bytes) for each in spec.tensors if each.kind in WITH_GRADIENT)
     rest = sum(padded(each.size_bytes) for each in spec.tensors) - trained

@@ -1,4 +1,4 @@
-"""Both sides: names and words by which a job is paused and parameters are written. Pure.
+"""Defines names and words by which a job is paused and parameters are written. Pure.
 
 A process with the job's secret asks for a pause by a word of server 0. Each store then stands still
 after its next step: the step is made, and no worker has been told. Values that are to become the
@@ -10,7 +10,7 @@ values are there; the workers are told so with the step, and make a version of t
 from __future__ import annotations
 
 PAUSE = "pause"
-"""The region of server 0 with the word that counts: a pause is wanted, no more, wanted, …"""
+"""The region of server 0 with a word that grows by 1 when a pause is wanted, and when it ends."""
 PAUSE_BYTES = 64
 
 HELD_AT = 0

@@ -2,9 +2,9 @@
 
 A step overwrites parameters and state where they lie. A server that is killed in the middle of it
 leaves cells of three kinds: untouched, complete, and for each thread at most one that is torn. The
-journal tells them apart and has a copy of what the torn ones were, so that a successor, which has
-the same memory, restores those, goes on with the cells that are not complete, and makes the very
-same version. A published version is never made again: workers may have overwritten their gradients.
+journal tells them apart and has a copy of each torn cell as it was. A successor, which has the same
+memory, restores the torn cells, changes those that are not complete, and so makes the very same
+version. A published version is never made again: workers may have overwritten their gradients.
 
 No store needs a fence or a flush: a process that is killed leaves a prefix of what each of its
 threads has done, in the order of the program. Source: the undo log of write-ahead logging (Mohan
@@ -66,7 +66,7 @@ class Change:
         cell: its place in the share.
         version: that is made.
         rows: of a table, that are changed.
-        slot: where among the copies of cells its own is.
+        slot: which of the copies of cells is its own.
     """
 
     __slots__ = ("cell", "rows", "slot", "version")
@@ -78,8 +78,8 @@ class Change:
 class Journal:
     """The journal of one store at one server.
 
-    Its methods are what a server does in the rows of transitions.py. They are called by one thread
-    at a time, but those of a `Change` by each that works on cells, for different cells.
+    Its methods are steps of a server in the rows of transitions.py. One thread at a time calls
+    them; but methods that take a `Change` may be called by several threads, for different cells.
 
     Args:
         share: the cells of the server.
@@ -151,7 +151,7 @@ class Journal:
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
 
     def cost(self, threads: int) -> tuple[float, int]:
-        """Returns the seconds that `threads` spent on it since the last call; and its bytes."""
+        """Returns the seconds that it took since the last call, per thread, and its bytes."""
         before, self._spent_before_s = self._spent_before_s, sum(self._spent_s)
         return (self._spent_before_s - before) / threads, self._bytes
 
@@ -185,7 +185,7 @@ class Journal:
 
     def publish(self, version: int, result: Bytes, last: bool = False) -> None:
         """Notes that a version is complete, before anybody is told; `last`: none will follow."""
-        _place(self._result, version)[: len(result)] = result  # that before it stays
+        _place(self._result, version)[: len(result)] = result  # the one before it stays
         if last:
             self._head[_RELEASED] = version
         self._head[_PUBLISHED] = version
@@ -195,7 +195,7 @@ class Journal:
         self._head[_WORKED] += np.uint64(max(spent_s, 0.0) * 1e9)
 
     def save_numbers(self, version: int, numbers: Numbers) -> None:
-        """Copies small values that a step will overwrite; restores them if that was begun."""
+        """Copies the numbers that a step will overwrite; restores them if that step was begun."""
         begun = self._head[_BEGUN] == version
         for kept, each in zip(self._before, numbers, strict=True):
             if begun:
@@ -223,7 +223,7 @@ class Journal:
 
         Args:
             cell: the first of the table's.
-            version: of that.
+            version: whose gradient it is.
             weights: the slices that have given something, and the weight of each.
         """
         noted = self._reduced[cell]
@@ -232,7 +232,7 @@ class Journal:
         noted[0] = version
 
     def noted_reduced(self, cell: int) -> list[tuple[int, float]] | None:
-        """Returns the last values given to `note_reduced`; None without any."""
+        """Returns the last weights given to `note_reduced` for a table; None: there are none."""
         noted = self._reduced[cell]
         if not noted[0]:
             return None
@@ -330,7 +330,7 @@ class _TableUndo:
 
 
 def _room(arrays: Mapping[int, Sequence[Bytes]]) -> int:
-    """Returns bytes for a copy of any cell."""
+    """Returns the bytes of a copy of the largest cell."""
     return padded(max((sum(map(len, each)) for each in arrays.values()), default=1))
 
 
@@ -356,7 +356,7 @@ def _place(results: Bytes, version: int) -> Bytes:
 
 
 def _reduced_words(share: Share) -> int:
-    """Returns how many words a version takes, its number of slices, and each with its weight."""
+    """Returns how many words `note_reduced` writes at most: two, and two for each slice."""
     return 2 + 2 * share.layout.spec.slices
 
 

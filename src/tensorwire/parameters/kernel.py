@@ -1,7 +1,7 @@
 """Defines the interface between a store and the code that does its arithmetic.
 
-A store knows bytes, cells and slices; numbers are the business of an `Kernel` that is handed in, so
-that this layer needs no torch and the kernels can be anybody's.
+A store knows bytes, cells and slices; a `Kernel` that is handed in knows numbers, so that this
+layer needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layout import Cell, TensorSpec
 from .messages import Bytes, Hyper
 
 AVERAGE_ONLY = "average only"
-"""How an optimizer travels that worker 0 applies: servers average gradients, and no more."""
+"""The `Spec.optimizer` of a store whose optimizer worker 0 applies: servers average gradients."""
 
 Rows = NDArray[np.int64]
 Scalars = tuple[float, ...]
@@ -33,7 +33,7 @@ class Lent:
 
 
 Weight = tuple[int | Lent, float]
-"""The place of a slice's gradient, by its slot's number in `Kernel.bind` or lent; its share."""
+"""The place of a slice's gradient, its slot's number in `Kernel.bind` or lent; and its weight."""
 
 
 class Tile(Protocol):
@@ -109,7 +109,7 @@ class Lookup(Protocol):
         """
 
     def square_sums(self) -> NDArray[np.float64]:
-        """Returns for each of these rows the sum of the squares of the reduced gradient."""
+        """Returns the sum of squares of each row that `reduce` returned."""
 
     def step(self, hyper: Hyper, parts: Sequence[TableStep], scale: float) -> list[Scalars]:
         """Applies the reduced gradient to these rows; other rows stay as they are.

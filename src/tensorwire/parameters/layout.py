@@ -1,15 +1,15 @@
 """Computes where every tensor of a store lies, purely from the workers' declarations.
 
-A `Spec` says which tensors there are; a `Layout` gives each its place in one flat range of bytes,
-cuts that range into cells on a grid that does not depend on the number of servers, and deals the
-cells out. Everything that is applied is applied per cell, so the bits of a result cannot depend on
-who owns which cell. No memory, no processes.
+A `Spec` says which tensors there are. A `Layout` gives each its place in one flat range of bytes,
+cuts that range into cells and deals the cells out. The cuts do not depend on the number of servers,
+and steps work on cells, so the bits of a result do not depend on which server owns a cell. No
+memory, no processes.
 
-Backward makes gradients from the last tensor of a model to the first. Were that the order of the
-layout, each server, which has consecutive cells, would get all its bytes in one part of backward,
-and its link would idle in the others. So tensors whose gradients come one after the other make a
-block, and the blocks lie in bit-reversed order of their times (0, 4, 2, 6, 1, 5, 3, 7): every
-consecutive part of the layout, however many servers there are, has blocks of all of backward.
+Backward makes gradients from the last tensor of a model to the first. Each server has consecutive
+cells: with the layout in that order it would get all its bytes in one part of backward, and its
+link would idle in the others. So tensors whose gradients come one after the other make a block, and
+the blocks lie in bit-reversed order of their times (0, 4, 2, 6, 1, 5, 3, 7): every consecutive part
+of the layout, for any number of servers, has blocks of all of backward.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Spec:
     """The facts on which all workers of a store agree.
 
     Attributes:
-        optimizer: class path of what is applied, for the one who applies it.
+        optimizer: the text of the optimizer, for the process that applies it.
         hyper: names of the numbers that each group has in every step.
         groups: how many groups.
         slices: parts of a step, each with its own gradients.
@@ -147,7 +147,7 @@ class Spec:
 
     @staticmethod
     def from_json(data: bytes) -> Spec:
-        """Checks everything: the bytes come from another process.
+        """Returns the Spec of a text of `to_json`, checked: it comes from another process.
 
         Raises:
             ValueError: it is no Spec, with what is wrong.
@@ -279,6 +279,9 @@ class Layout:
         cells: in the order of their bytes; together they cover [0, size_bytes) exactly once.
         size_bytes: of the whole range, a multiple of ALIGN_BYTES, at least that.
         cell_bytes: of a cell at most, but for tables and tensors that must not be cut.
+
+    Raises:
+        ValueError: `cell_bytes` is no multiple of ALIGN_BYTES above 0.
     """
 
     def __init__(self, spec: Spec, cell_bytes: int | None = None) -> None:
@@ -432,7 +435,7 @@ class Selection:
 
 
 def checked_wants(raw: object, spec: Spec) -> list[int] | None:
-    """Checks which tensors' values a worker wants, as it wrote them; None: of all tensors.
+    """Returns the tensors whose values a worker wants, checked; None: all tensors.
 
     Raises:
         ValueError: these are no indices of tensors, or one is there twice.
@@ -519,5 +522,5 @@ def _whole_rows(row_bytes: int, cell_bytes: int) -> int:
 
 
 def padded(size: int) -> int:
-    """Returns the next multiple of ALIGN_BYTES."""
+    """Returns a size rounded up to a multiple of ALIGN_BYTES."""
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES

@@ -60,7 +60,7 @@ ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
 """The state of a tensor in a commit.
 
 ABSENT: the slice has no gradient for it. PUSHED: it was written into the slice's slot. PRODUCED: it
-was produced in the slice's other slot, into which nobody writes. POOLED: it was produced in the
+was produced in the slice's other slot, into which nothing is pushed. POOLED: it was produced in the
 slice's pool, or in the place of another tensor.
 """
 
@@ -72,7 +72,7 @@ POISON = 1 << 62
 
 
 class DisagreementError(ValueError):
-    """The workers do not want the same."""
+    """The error of workers that do not ask for the same."""
 
 
 class Description(NamedTuple):
@@ -106,7 +106,7 @@ class Description(NamedTuple):
 
     @staticmethod
     def from_json(data: bytes, servers: int, known: dict[str, Spec] | None = None) -> Description:
-        """Checks a description for a number of servers; the text of a ValueError names the fault.
+        """Returns a description, checked; the text of a ValueError names the fault.
 
         `known` has Specs by their text, and gets this one: workers describe the same as a rule.
         """
@@ -203,7 +203,7 @@ class Commit:
 
     @property
     def looks(self) -> bool:
-        """The norm of the reduced gradient is taken, of all of it."""
+        """True if the norm of the whole reduced gradient is taken."""
         asked = bool(self.flags & (WANT_NORM | CHECK_FINITE)) or self.max_norm < math.inf
         return asked and self.operation in (APPLY, REDUCE)
 
@@ -227,12 +227,12 @@ class Commit:
 
     @staticmethod
     def size_bytes(groups: int, names: int, tensors: int) -> int:
-        """Returns length of every commit of a store."""
+        """Returns the length of every commit of a store."""
         return _COMMIT.size + 8 * groups * names + tensors
 
     @staticmethod
     def from_bytes(data: Bytes, groups: int, names: int, tensors: int) -> Commit:
-        """Copies it out of memory that its writer may change.
+        """Returns the commit in memory that its writer may change, as a copy.
 
         Raises:
             ValueError: it is no commit.
@@ -256,7 +256,7 @@ class Commit:
         return commit
 
     def difference(self, other: Commit, mine: str = "here", theirs: str = "there") -> str | None:
-        """Returns how two slices of one step disagree; weight and presence may differ.
+        """Returns how two slices of one step disagree, or None; weight and presence may differ.
 
         Args:
             other: another slice's.
@@ -316,15 +316,15 @@ class Result:
     Attributes:
         version: the version that is now in place.
         finite: False: CHECK_FINITE was asked and failed, nothing was applied.
-        norm: of the reduced gradient before clipping; nan where nobody asked.
+        norm: of the reduced gradient before clipping; nan if it was not asked for.
         wait_s: how long the server waited for the last slice after the first.
         work_s: how long it then took.
         notes_s: the part of it that went to copies and notes for a successor.
         notes_bytes: memory for these.
         failed: the store is over, and `message` says why.
         message: text for the user.
-        edited: somebody has written values while the job was paused; the next version is made of
-            them, by PUBLISH with WRITTEN. Server 0 says so.
+        edited: values were written while the job was paused; the next version is made of them, by
+            PUBLISH with WRITTEN. Server 0 says so.
     """
 
     version: int
@@ -357,7 +357,7 @@ class Result:
 
     @staticmethod
     def from_bytes(data: Bytes) -> Result:
-        """Copies it out of memory."""
+        """Returns the result in memory, as a copy."""
         head = _RESULT.unpack(data[: _RESULT.size].tobytes())
         version, failed, finite, edited, norm, wait_s, work_s, notes_s, notes_bytes, size = head
         size = min(max(size, 0), MESSAGE_BYTES)

@@ -119,7 +119,7 @@ class ModelFile:
         return found
 
     def pieces(self, values: Bytes, share: Share, first: bool) -> Iterator[tuple[int, Bytes]]:
-        """Yields the pieces of a server's part of the file: the place of each, and its bytes.
+        """Yields the pieces of a server's part of the file, each with its place in `held` memory.
 
         Args:
             values: of the share.

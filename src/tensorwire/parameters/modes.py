@@ -1,4 +1,4 @@
-"""Server and worker side of modes: how the steps of workers follow each other. Pure.
+"""Defines modes: how the steps of workers follow each other. Pure.
 
 In "sync" a version is made of the commits of all slices. In "async" and "bounded" each commit makes
 a version: each worker goes at its own pace, in "bounded" at most so many steps ahead of the
@@ -27,7 +27,7 @@ class Mode(NamedTuple):
 
     @property
     def is_sync(self) -> bool:
-        """A version is made of the commits of all slices."""
+        """True if a version is made of the commits of all slices."""
         return self.name == "sync"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ SYNC = Mode()
 
 
 def checked_mode(name: Any, staleness: Any) -> Mode:
-    """Returns a mode that there is; the text of a ValueError names the fault."""
+    """Returns the mode of these two values; the text of a ValueError names the fault."""
     if name not in NAMES:
         raise ValueError(f"mode is {', '.join(map(repr, NAMES))}, not {name!r}")
     if name != "bounded":
@@ -60,8 +60,8 @@ class Pace(NamedTuple):
     Attributes:
         version: that it gets, the same number at all servers.
         clock: steps that it has made.
-        behind: so many of the last steps of its own are lacking of the slowest slice in this
-            version: the staleness of the version. Slices that wait for others do not count.
+        behind: how many steps the slowest other worker lacks in this version: the staleness of
+            the version. Workers that wait for all others do not count.
         delay: commits of others between the version with which it computed, and its own commit.
     """
 
@@ -84,10 +84,10 @@ class Paces:
     """The statistics of versions that one worker, or all, have adopted.
 
     Attributes:
-        behind, delays: how often each number was there; from 16 up how often one from it to its
-            double was, so that there are few.
+        behind, delays: how often each number occurred; from 16 up they are counted by powers of
+            two, so that there are few counts.
         most_behind, most_delay: the largest numbers.
-        last: that was told.
+        last: the pace that was added last.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Defines names, words and requests by which readers that are no workers read a store.
 
-Pure. `server/lending/` has the door at which they come and what lies there;
-`tensorwire.files` reads it. docs/internals/files.md has the tables.
+Pure. `server/lending/` has the door for readers and the memory that they read; `tensorwire.files`
+reads it. docs/internals/files.md has the tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BELL = "bell"
 HEART_S = 1.0
 """A reader raises the word of its lease so often while it holds snapshots."""
 LOST_S = 10.0
-"""Without that for so long its snapshots are freed: it is stopped, or does not run."""
+"""A reader whose word has not grown for so long does not run, and loses its snapshots."""
 
 LEASE_BYTES = 1024
 """The size of a reader's lease at a door: its word, its request, and the answer to it."""
@@ -92,7 +92,7 @@ class StoreFacts:
 
     Attributes:
         store: its number.
-        server: index of the server, of so many `servers`.
+        server, servers: index of the server, and how many there are.
         spec: what workers have declared, as `Spec.to_json` has it.
         states: the names of the optimizer's states.
         places: where its share lies of "values" and of each state of the optimizer, by the names
@@ -112,7 +112,7 @@ class StoreFacts:
 
     @staticmethod
     def from_json(data: bytes) -> StoreFacts:
-        """Raises ValueError if it is none."""
+        """Returns the facts of a text of `to_json`; ValueError if it is none."""
         try:
             raw = json.loads(data)
             if raw.pop("format") != FORMAT:
@@ -128,7 +128,7 @@ class StoreFacts:
             raise ValueError(f"a server tells nothing sensible of a store: {error!r}") from error
 
     def layout(self) -> Layout:
-        """Returns the place of every tensor; ValueError if no store is like that."""
+        """Returns the layout of the store; ValueError if `spec` describes none."""
         return Layout(Spec.from_json(self.spec.encode()))
 
 
@@ -143,7 +143,7 @@ class Ask(NamedTuple):
     """A reader's request.
 
     Attributes:
-        kind: of it.
+        kind: what is asked for.
         store: its number.
         version: of the snapshot.
         whole: with the optimizer's state, else values alone.
@@ -160,7 +160,7 @@ class Ask(NamedTuple):
 
     @staticmethod
     def from_bytes(data: Bytes) -> Ask:
-        """Copies it out of memory; ValueError if it is none."""
+        """Returns the request in memory, as a copy; ValueError if it is none."""
         kind, store, version, whole = _ASK.unpack(data[: _ASK.size].tobytes())
         return Ask(AskKind(kind), store, version, bool(whole))
 
@@ -170,7 +170,7 @@ class Copied(NamedTuple):
 
     Attributes:
         model: the region with the server's bytes of the model file.
-        state: that with the state, whose head tells where what lies; "" if there is none.
+        state: the region with the state, whose head has the places of its parts; "": there is none.
         pid, descriptor: the model's memory as `/proc/PID/fd/DESCRIPTOR` of the server's host.
     """
 
@@ -185,7 +185,7 @@ class Copied(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> Copied:
-        """Raises ValueError if it is none."""
+        """Returns the answer of a text of `to_text`; ValueError if it is none."""
         try:
             model, state, pid, descriptor = json.loads(text)
             return Copied(str(model), str(state), int(pid), int(descriptor))

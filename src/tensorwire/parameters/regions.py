@@ -1,7 +1,6 @@
 """Names the regions of a store and defines their sizes and layout.
 
-The one place that says so, for workers and servers; whatever will tell a region of an earlier term
-from one of a later belongs here. docs/internals/parameters.md says what each region is for.
+No other file does, for workers or servers. docs/internals/parameters.md says what each is for.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class RegionKind(StrEnum):
     ON_DEVICE = "on device"
     # At all servers but the first, where each worker goes at its own pace.
     ORDER = "order"
-    # Of snapshots of versions: what is asked for, who holds which, each of them, at a server; what
-    # is answered, at a worker.
+    # Of snapshots of versions: requests, the holders of snapshots, and each snapshot, at a server;
+    # the answers, at a worker.
     ASKS, HOLDERS, SNAPSHOT, REPLY = "asks", "holders", "snapshot", "reply"
     # At a server whose memory outlives it.
     OPENING, JOURNAL, UNDO, TABLE_UNDO, KEPT = "opening", "journal", "undo", "table undo", "kept"
-    # Likewise, where each worker goes at its own pace; who has versions stand still also elsewhere.
+    # LEDGER where each worker goes at its own pace and memory outlives the server; PAUSES always.
     LEDGER, PAUSES = "ledger", "pauses"
     # At server 0: where the store stands still while the job is paused, see hold.py; what is
     # written meanwhile, at each server.
@@ -59,7 +58,7 @@ _REPLY_BLOCK_BYTES = mailbox_bytes(REPLY_BYTES)
 _STAMP_BYTES = 8
 _ORDER_BYTES = 24
 _LEDGER_BYTES, _LEDGER_SLICE_BYTES = 1 << 15, 1 << 13  # pages that are never written need no memory
-# What peers may; else all.
+# Peers may not access these.
 _UNSEEN = (
     RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO,
     RegionKind.HOLDERS, RegionKind.LEDGER, RegionKind.PAUSES,
@@ -104,12 +103,12 @@ def reply_block(server: int) -> slice:
 def units_of(share: Share) -> tuple[range, ...]:
     """Returns the units: the runs of a share's cells that travel together over a network.
 
-    They have at most `layout.cell_bytes`, or are one cell, or all cells of a table, and gradients
-    of one block, so that none of them waits long for the others. A worker writes a unit when it has
-    all its gradients, and the write raises the unit's word to the number of the write. The commit
-    goes ahead and tells these numbers, as stamps. So a server can work on the units that come
-    first, and send back new values, while the rest is on its way: both ways of a link are used. No
-    result relies on the order of writes.
+    A unit has at most `layout.cell_bytes`, or is one cell, or all cells of a table. Its gradients
+    are of one block, so that none of them waits long for the others. A worker writes a unit when it
+    has all its gradients, and the write raises the unit's word to the number of the write. The
+    commit goes ahead and tells these numbers, as stamps. So a server can work on the units that
+    come first, and send back new values, while the rest is on its way: both ways of a link are
+    used. No result relies on the order of writes.
     """
     units: list[range] = []
     tables = {table.cells.start: table.cells for table in tables_of(share)}
@@ -147,7 +146,7 @@ class ServerRegions:
         stamps = _STAMP_BYTES * len(self.units)
         self.unit_words = range(0, stamps, _STAMP_BYTES)
         self._stamps = slice(commit, commit + stamps)
-        # In two places, for those who are a version apart.
+        # In two places, for servers that are a version apart.
         norms = padded(mailbox_bytes(8 * max(len(each.cells) for each in shares), 2))
         self._norms_bytes = norms
         self._sizes = {
@@ -165,7 +164,7 @@ class ServerRegions:
         }  # of all others: the share's
         written = RegionKind.COMMIT, RegionKind.ARRIVED, RegionKind.NORMS, RegionKind.ORDER
         self._access = dict.fromkeys(written, "w")
-        # Who has a part of the model reads the rest there.
+        # A worker that has a part of the model reads the rest there.
         self._access[RegionKind.MASTER] = "none" if spec.pipeline == 1 else "r"
 
     def name(self, kind: RegionKind, which: int | str | None = None) -> str:
@@ -180,7 +179,7 @@ class ServerRegions:
         size_bytes: int | None = None,
         device: str | None = None,
     ) -> Region:
-        """Allocates a region at the server; it is never empty. None: of the size for its kind."""
+        """Allocates a region at the server, never empty; `size_bytes` None: the kind's size."""
         if size_bytes is None:
             size_bytes = self._sizes.get(kind, self.share.size_bytes)
         access = "none" if kind in _UNSEEN else self._access.get(kind, "rw")

@@ -35,7 +35,7 @@ class TensorRows(NamedTuple):
         tensor: its index.
         first: the first of its rows that are here.
         height: how many are.
-        at: which row of the table that one is.
+        at: the table's number of that row.
     """
 
     tensor: int
@@ -69,12 +69,12 @@ class Table(NamedTuple):
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Their indices."""
+        """Indices of the tensors."""
         return tuple([member.tensor for member in self.members])
 
     @property
     def head_bytes(self) -> int:
-        """A count and as many numbers."""
+        """Bytes of a head: a count, and a number for each row."""
         return _NUMBER_BYTES * (1 + self.height)
 
     @property
@@ -135,7 +135,7 @@ def heads_bytes(share: Share) -> int:
 
 
 def changed_starts(shares: Sequence[Share]) -> list[int]:
-    """Returns the begin of each server's part of a worker's memory for changes, and the end."""
+    """Returns where each server's part of a worker's memory for changes begins, and the end."""
     starts = [0]
     for share in shares:
         tables = tables_of(share)
@@ -150,7 +150,7 @@ def rows_here(member: TensorRows, rows: Rows) -> tuple[int, int]:
 
 
 def take_meant(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Gradient]:
-    """Takes all gradients of tables; returns the ones that a commit means, withdraws the rest."""
+    """Empties `gradients` of tables; returns those that a commit means."""
     means = commit.operation in (APPLY, REDUCE)
     found = {i: each for i, each in gradients.items() if means and commit.present[i]}
     gradients.clear()
@@ -197,13 +197,16 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """Puts a version's changes into a worker's view of a server's rows of a table.
+    """Puts a version's changes, if there are any, into a worker's view of a table's rows.
 
     Args:
         table: the rows of one server.
         version: that is in place.
-        memory: what this server has written; ValueError if it cannot be.
+        memory: where this server writes its changes.
         view: these rows.
+
+    Raises:
+        ValueError: the server has written rows that it does not have.
     """
     end = table.changed + _NUMBER_BYTES * (2 + table.capacity)
     numbers = memory[table.changed : end].view(np.int64)

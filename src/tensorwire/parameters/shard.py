@@ -1,9 +1,9 @@
 """Changes the cells of one server in a step; only memory, no processes and no waiting.
 
 One pass per cell: reduce the slices' gradients into a tile that stays in cache, apply the optimizer
-to that tile. Where something has to be known of the whole gradient first (its norm, whether it is
-finite) there are two passes, and the reduced gradient is kept between them: in slot 0, or where a
-journal is written in memory of its own, so that both passes can be made again.
+to that tile. There are two passes where a step needs the norm of the whole gradient first, or
+whether it is finite. Between them the reduced gradient is kept: in slot 0, or, where a journal is
+written, in memory of its own, so that both passes can be made again.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def threads_for(cells: int, most: int) -> int:
 
 
 class Shard:
-    """Reduces and applies, by `threads` threads. One thread at a time calls the methods.
+    """The cells of one server, which up to `threads` threads reduce and step.
 
-    With a journal, a version that another process was killed in the middle of is made as if nothing
-    had happened.
+    One thread at a time calls the methods. With a journal, a version in which another process was
+    killed is completed as if nothing had happened.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Shard:
             self._bind_tiles()
 
     def _copy_kept(self, device: ShareDevice, to_host: bool) -> None:
-        """Copies the reduced gradient to where workers read and write it, or from there."""
+        """Copies the reduced gradient to the host, where workers read and write it, or back."""
         memory, base = self.memory, self.share.start
         host = memory.contributions[0].slot if memory.kept is None else memory.kept
         for bundle, _ in self._bundles.values():
@@ -204,11 +204,11 @@ class Shard:
         device.synchronize()
 
     def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
-        """Returns the rows of a table that any slice has, whose gradient is reduced then."""
+        """Reduces the gradient of a table, unless that is done; returns the rows that have one."""
         if not reduced:
             return self._reduce_rows(index, given.of_any(self._tables[index].tensors))
         if index not in self._reduced_rows:
-            # What slices gave lies where it lay when a process that was killed had reduced it.
+            # A process that was killed reduced it: the slices' gradients still lie there.
             weights = self._journal.noted_reduced(index) if self._journal else None
             if weights is None:
                 raise ValueError("a step of an averaged gradient that nobody has averaged")
@@ -361,7 +361,7 @@ class Shard:
     def _step_rows(
         self, index: int, given: Contributions, hyper: Hyper, scale: float
     ) -> list[tuple[Sequence[int], Scalars]]:
-        """Applies the reduced gradient to a table; tensors and their scalars after it."""
+        """Applies the reduced gradient to a table; returns tensors and their scalars after it."""
         parts: list[TableStep] = []
         tensors: list[list[int]] = []
         for member in self._tables[index].members:
@@ -382,7 +382,7 @@ class Shard:
     def _copy_buffers(
         self, commits: Sequence[Commit], publisher: Publisher | None, arrivals: Arrivals | None
     ) -> None:
-        # Alone, another slice than the first does not say what buffers are.
+        # Slice 0 decides: a commit of another slice alone leaves the buffers as they are.
         for index in self._copied if any(commits[0].present) else ():
             if arrivals:
                 arrivals.wait(index)
@@ -441,11 +441,11 @@ class Shard:
         Args:
             commits: one per slice, agreed.
             exchange: see `Exchange`.
-            publisher: None: nobody asks.
-            arrivals: None: all is there.
+            publisher: is told of new values; None: there is none.
+            arrivals: what is still on its way; None: nothing.
 
         Returns:
-            Whether the gradient was finite (True where nobody asked), and its norm (nan then).
+            Whether the gradient was finite, and its norm; True and nan if no commit asks for them.
         """
         journal = self._journal
         if self._kernel.changes_kept and not commits[0].flags & REDUCED:
@@ -497,7 +497,7 @@ class Shard:
         bundled = cells is None and len(self._bundles) < len(self._trained)
         cells = self._worked_on if cells is None else cells
         indices = cells if arrivals is None else arrivals.order(cells)
-        # Each thread takes the next: one whose core is wanted by others holds up nobody.
+        # Each thread takes the next cell: a thread whose core is busy then delays no other.
         left = deque(indices)
 
         def work_on() -> dict[int, Sequence[float]]:
@@ -519,7 +519,7 @@ class Shard:
         try:
             results = work_on()
         finally:
-            left.clear()  # after an error nobody begins with another
+            left.clear()  # after an error no thread begins another cell
             wait(helpers)
         for helper in helpers:
             results |= helper.result()

@@ -1,4 +1,4 @@
-"""Allocates the memory of one server's share of a store, which its steps read and change."""
+"""Describes the memory of one server's share of a store, which its steps read and change."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ShardMemory:
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
         scalars: float64, a row per tensor of the whole store: numbers that the optimizer keeps.
-        average: the averages of the values that trained tensors had; None: nobody wants them.
-        averaged: int64, one per tensor of the whole store: of how many values that is.
+        average: the averages of the values that trained tensors had; None: they are not wanted.
+        averaged: int64, one per tensor of the whole store: how many values its average has.
         kept: for the reduced gradient; None: it is kept in slot 0.
         written: for parameters that are written while the job is paused; None: they never are.
         device: has what steps change: the states, averages and what is produced; None: the host.
@@ -57,7 +57,7 @@ class ShardMemory:
         return bundles_of(share.cells, 0 if self.device is None else DEVICE_BUNDLE_BYTES)
 
     def bring(self, target: Bytes, source: Bytes | DeviceBytes) -> None:
-        """Copies bytes of any of these arrays to memory of the host."""
+        """Copies bytes of one of these arrays to memory of the host; returns when that is done."""
         if self.device is None or isinstance(source, np.ndarray):
             target[:] = source
         else:

@@ -1,4 +1,4 @@
-"""Both sides: how a snapshot of a store is requested from a server, and its layout.
+"""Defines how a snapshot of a store is requested from a server, and its layout.
 
 Pure. `server/stepping/snapshots.py` makes them, `worker/snapshot.py` asks for them. A snapshot is a
 region that begins with a list of its parts and their places.
@@ -63,7 +63,7 @@ class Request(NamedTuple):
     """The request of a member to a server.
 
     Attributes:
-        kind: of it.
+        kind: what is requested.
         version: MAKE: the one that is copied, which stays in place until there is an answer.
         number: FREE: of the request by which the snapshot was made.
     """
@@ -78,7 +78,7 @@ class Request(NamedTuple):
 
     @staticmethod
     def from_bytes(data: Bytes) -> Request:
-        """Copies it out of memory; ValueError if it is none."""
+        """Returns the request in memory, as a copy; ValueError if it is none."""
         kind, version, number = _REQUEST.unpack(data[: _REQUEST.size].tobytes())
         return Request(RequestKind(kind), version, number)
 
@@ -110,7 +110,7 @@ class Reply(NamedTuple):
 
     @staticmethod
     def from_bytes(data: Bytes) -> Reply:
-        """Copies it out of memory."""
+        """Returns the answer in memory, as a copy."""
         outcome, size = _REPLY.unpack(data[: _REPLY.size].tobytes())
         text = data[_REPLY.size : _REPLY.size + size].tobytes().decode(errors="replace")
         return Reply(RequestOutcome(outcome), text)
@@ -137,7 +137,7 @@ class Parts:
         return Parts(version, places)
 
     def write_head(self, memory: Bytes) -> None:
-        """Writes the places of the parts into the memory of a snapshot."""
+        """Writes the places of the parts into a snapshot; ValueError if they need too much room."""
         text = json.dumps({"version": self.version, "parts": self._places}).encode()
         if len(text) > _HEAD_BYTES - 8:
             raise ValueError(f"the parts of a snapshot take {len(text)} bytes to name, too many")

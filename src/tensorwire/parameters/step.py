@@ -17,11 +17,11 @@ from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, Commit
 from .rows import Table
 
 Exchange = Callable[[NDArray[np.float64]], Sequence[float]]
-"""Gives the sums of squares of all cells of a store, in order, for those of a shard."""
+"""Takes the sums of squares of a shard's cells; returns the sums of all cells, in order."""
 
 
 class Publisher(Protocol):
-    """Is told of new values, while others are still being worked on. Any thread."""
+    """A listener for new values, while others are still being worked on. Any thread."""
 
     def __call__(self, start: int, stop: int) -> None:
         """Tells that bytes [start, stop) of the store have their new values."""
@@ -46,21 +46,21 @@ class Step:
     Args:
         commits: one per slice, agreed.
         exchange: see `Exchange`.
-        publisher: None: nobody asks.
-        arrivals: None: all is there.
-        contribute: gives what slices contribute; called once, when numbers are as before the step.
-        journal: of what a successor goes on with; None: it makes all cells anew.
+        publisher: is told of new values; None: there is none.
+        arrivals: what is still on its way; None: nothing.
+        contribute: makes `given`; called once, while the tensors' numbers are as before the step.
+        journal: of the progress, for a successor; None: all cells are made anew.
 
     Attributes:
         publishes: it takes parameters from slot 0, or those that were written.
         trains: it applies a gradient, unless that turns out not to be finite.
         reduces: it keeps the reduced gradient before anything else.
-        looks: it also takes the norm of it.
+        looks: it takes the norm of the reduced gradient.
         reduced: the reduced gradient is kept.
         sums: of its squares, per cell.
-        finite: the gradient is, or nobody asked.
-        norm: of it; nan: nobody asked.
-        scale: of it, where it is applied.
+        finite: the gradient is finite, or that was not asked for.
+        norm: of the reduced gradient; nan: it was not asked for.
+        scale: what the reduced gradient is multiplied by where it is applied.
         after: tensors and their numbers, once all cells are done.
     """
 
@@ -91,7 +91,7 @@ class Step:
 
     @property
     def applies(self) -> bool:
-        """Parameters are to be changed."""
+        """True if parameters are to be changed."""
         return self.trains and (self.finite or not self.head.flags & CHECK_FINITE)
 
     def take_norm(self) -> None:
