@@ -30,12 +30,12 @@ class Opening:
     Attributes:
         number: of the store.
         descriptions: of the workers, by rank.
-        committers: who makes each commit of a version: slice 0's pipeline, then slice 1's.
+        committers: the worker that makes each commit of a version: slice 0's pipeline, then 1's.
         mapped: the workers that have this server's memory mapped, and can produce gradients there.
         homes: the servers whose views are used.
         durable: a successor of this server could go on with it.
         mode: how the steps of workers follow each other.
-        closing: nobody waits for the store any more.
+        closing: set when no worker waits for the store any more.
         door: where readers come; None: there is none.
         pause: the word by which the job is paused; None: this is not server 0.
         workers_device: a device of the kind on which all workers have their models; "": none.
@@ -58,7 +58,7 @@ class Opening:
         self._allocated: list[Region] = []
         workers = member.workers.items()
         self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
-        # Who comes later comes by shm, or not at all.
+        # A worker that comes later comes by shm, or not at all.
         self.mapped |= {r for r in range(member.count) if r not in member.workers}
         self.descriptions = self._find_descriptions(number)
         self.spec = spec = agreed(self.descriptions)
@@ -140,6 +140,7 @@ class Opening:
 
         Raises:
             MemoryError: the device has not enough memory.
+            UnavailableError: a predecessor left the region on another device.
         """
         size = self.regions.share.size_bytes if size_bytes is None else size_bytes
         if self.device is None:
@@ -187,14 +188,14 @@ class Opening:
         return {each.name.removeprefix(name).removeprefix("/"): each for each in found}
 
     def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
-        """Returns a region that another server is about to allocate."""
+        """Waits for a region that another server is about to allocate; ClosedError at the end."""
         while not self.closing.is_set():
             with contextlib.suppress(TimeoutError):
                 return self.member.persist(peer, peer.wait_region, self.regions.name(kind), 0.25)
         raise ClosedError("the job is over")
 
     def free(self) -> None:
-        """Frees all regions; their memory is given back when the last that refers to it is gone."""
+        """Frees all regions; memory is given back when the last array over it is gone."""
         for region in self._allocated:
             self.member.free(region)
         self._allocated.clear()
@@ -228,7 +229,12 @@ def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
 
 
 def agreed(descriptions: Mapping[int, Description]) -> Spec:
-    """Returns the Spec that all workers describe; raises if they differ or a view cannot be."""
+    """Returns the Spec that all workers describe.
+
+    Raises:
+        DisagreementError: two workers describe different stores.
+        ValueError: a worker cannot share the view that it names.
+    """
     spec = descriptions[0].spec
     for rank, mine in descriptions.items():
         names = {"here": "in worker 0", "there": f"in worker {rank}"}
@@ -257,7 +263,7 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
 
 
 def committers_of(spec: Spec, workers: int) -> list[int]:
-    """Returns which worker makes each commit of a version; see `Opening`."""
+    """Returns which worker makes each commit of a version; ValueError if they do not divide."""
     pipeline = spec.pipeline
     if workers % pipeline or spec.slices % (workers // pipeline):
         raise ValueError(f"{spec.slices} slices and {workers} workers in pipelines of {pipeline}")

@@ -61,7 +61,7 @@ def serve(
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
     signal.signal(signal.SIGINT, _note_ending)
     signal.siginterrupt(signal.SIGINT, False)
-    # A server that would be replaced ends by SIGTERM as by any other signal, and tells nobody.
+    # A server that is replaced ends by SIGTERM as by any other signal, and sends no message.
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stores else _leave)
     if options.parent:
         _end_with(options.parent)
@@ -104,7 +104,7 @@ def _serve_share(
     takeover: Takeover | None,
     make_kernels: Callable[[argparse.Namespace], Callable[[str], Kernel]],
 ) -> int:
-    """Serves one share until all workers have left; the exit code."""
+    """Serves one share until all workers have left; returns the exit code."""
     term, restarts = (takeover.term, takeover.restarts) if takeover is not None else (0, 0)
     failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
     name = server_name(options.index)
@@ -143,7 +143,7 @@ def _serve_share(
             server.run()
     except (TensorwireError, ValueError, OSError) as error:
         if _ending and isinstance(error, PeerLostError):
-            return 1  # the others were told to end as well, by a process that knows why
+            return 1  # the others were told to end too, by a process that knows why
         # In one piece: workers may write to the same place.
         sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
         return LOST_MEMBER_CODE if isinstance(error, PeerLostError) else 1
@@ -192,7 +192,7 @@ def _descriptors(text: str) -> list[int]:
 def _tell_of_job(
     options: argparse.Namespace, node: Node, door: ReaderDoor | None
 ) -> JobFile | None:
-    """Lets `tensorwire status` find the job; without that the job runs as well."""
+    """Lets `tensorwire status` find the job, or prints why it cannot: the job runs without it."""
     told = RunningServer(
         index=options.index,
         address=node.address,

@@ -47,13 +47,13 @@ def most_threads() -> int:
 
 
 class Server:
-    """Serves stores until all workers have left.
+    """A server of a job, which serves stores until all workers have left.
 
     Args:
         member: this server, gathered.
         make_kernel: makes the arithmetic for a Spec's optimizer; ValueError if it cannot.
         threads: for each store's arithmetic.
-        collective: on server 0, to tell who waits there.
+        collective: on server 0, to know which workers wait there.
         door: where readers come; None: there is none.
 
     Attributes:
@@ -118,7 +118,7 @@ class Server:
             self._collective.join(max(0.0, deadline - time.monotonic()))
 
     def fail(self, error: BaseException) -> None:
-        """Ends the job, or reports a lost member, from a store's or the collective's thread."""
+        """Notes an error that ends the job, from a store's or the collective's thread."""
         if isinstance(error, PeerLostError):
             # A transfer or a word knows less of a member than the member's own record.
             try:
@@ -157,7 +157,7 @@ class Server:
             raise self._failure
 
     def _wait_for(self, value: int) -> bool:
-        """Waits until all workers want store number `value`; False when all have left instead."""
+        """Waits until all workers want `value` stores; False when all have left instead."""
         while True:
             self._watch()
             if not self._was_opened(value - 1):  # else there are stores that it has to restore yet
@@ -166,12 +166,12 @@ class Server:
                     self.door.tell(lambda: list(self._described()))
             if self.member.all_left():
                 return False
-            # In a place without a worker from the beginning nobody wants anything.
+            # A place that was without a worker from the beginning wants no store.
             found = {rank: word.value for rank, word in enumerate(self.member.words)}
             words = {rank: word for rank, word in found.items() if not was_never_there(word)}
             if all(value <= word < GOODBYE for word in words.values()):
                 return True
-            # Opened by a predecessor of this server, when nobody had left or was killed.
+            # Opened by a predecessor of this server, when no worker had left or was killed.
             if self._was_opened(value - 1) and all(value <= word for word in words.values()):
                 return True
             wants = next((r for r, w in words.items() if value <= w < GOODBYE), None)
@@ -233,8 +233,8 @@ class StoreServer:
         number: of the store, from 0.
         share: of this server; None until the store is open.
         version: the last that was made.
-        results: what workers are told.
-        closing: set when nobody waits for the store any more.
+        results: sends messages to the workers.
+        closing: set when no worker waits for the store any more.
         versions: as they are made; None before it is open, and when no more are.
     """
 

@@ -15,8 +15,8 @@ ALLOWANCE_S = 0.25
 class CopyBudget:
     """Seconds of copying that a server has left for its readers. Any thread.
 
-    In any T seconds copies take at most SHARE * T + ALLOWANCE_S, and the time of those that had
-    been admitted when the budget was used up.
+    In any T seconds copies take at most SHARE * T + ALLOWANCE_S, but for copies that were admitted
+    before the budget was used up.
 
     Args:
         clock: seconds, as `time.monotonic` has them.

@@ -1,7 +1,7 @@
 """Lends server 0's memory for checkpoints, and runs the thread that answers their writers.
 
 A checkpoint is seen when it is complete. Until then it belongs to the processes that write it: if
-one of them is gone, nobody sees anything of it, and its memory comes back. Written memory is read
+one of them is gone, it is never seen, and its memory comes back. Written memory is read
 at the door of readers. docs/files.md has the rules.
 """
 
@@ -102,7 +102,7 @@ class _Pending:
 
 
 class _Lease:
-    """How one writer asks."""
+    """The requests of one writer, and the answers to them."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -132,8 +132,8 @@ class CheckpointShelf:
         node: of the server, where writers come.
         door: where readers come.
         most_bytes: that are lent; None: half of what this process may have.
-        replaces: another process was this server before. Files of a checkpoint may be lost that
-            several processes write, of whom only some know: it begins with its folder.
+        replaces: another process was this server before. It may have had files of a checkpoint
+            that several processes write, so such a checkpoint has to begin with its folder.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CheckpointShelf:
     ) -> None:
         self._node, self._door, self._replaces = node, door, replaces
         self._most = _core.memory_limit()[0] // 2 if most_bytes is None else most_bytes
-        # Each has two descriptors here, and a server needs others for those who train.
+        # A part has two descriptors here, and the server needs others for the workers.
         self._most_parts = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         bell = node.allocate(64, name=BELL, access="rw")
         self._bell, self._rings = bell.word(0), bell.array("uint64")
@@ -150,14 +150,14 @@ class CheckpointShelf:
         self._leases: dict[str, _Lease] = {}
         self._pending: dict[str, _Pending] = {}
         self._complete: dict[str, dict[str, _Stored]] = {}
-        # A successor, which has none of these files, does not give another one their numbers.
+        # From the clock: a successor, which has none of these files, does not repeat their numbers.
         self._numbers = time.time_ns() // 1000
         self._publish()
         self._thread = threading.Thread(target=self._run, name="tensorwire-shelf", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for the thread; the Node is closed."""
+        """Waits for the end of the thread, after the Node was closed."""
         self._thread.join()
 
     # ---- the thread
@@ -170,7 +170,7 @@ class CheckpointShelf:
                 until = time.monotonic() + _FIND_S
                 self._look()
                 while self._bell.value == seen and time.monotonic() < until and seen:
-                    self._wait(seen, _FIND_LOOK_S)  # who rang may be about to be seen
+                    self._wait(seen, _FIND_LOOK_S)  # the writer that rang may not be seen yet
                     self._look()
                 self._wait(seen, _LOOK_S if self._leases else None)
         except (ClosedError, StaleHandleError):
@@ -291,7 +291,7 @@ class CheckpointShelf:
             taken = bool(pending.files) and (not file or "" in pending.files)
         if taken:
             if all(each.writer != who for each in pending.files.values()):
-                pending.writers.discard(who)  # its end is not that of the others
+                pending.writers.discard(who)  # its end does not break the checkpoint of the others
             raise Refusal(
                 errno.EBUSY,
                 f"another process writes {_join(name, file)}: two programs at a time cannot write "
@@ -351,7 +351,7 @@ class CheckpointShelf:
             try:
                 self._complete_all(name)
             except Refusal:
-                file.complete = None  # who writes it can still give it up
+                file.complete = None  # its writer can still give it up
                 raise
 
     def _complete_folder(self, who: str, name: str) -> None:
@@ -491,7 +491,7 @@ def _join(name: str, file: str) -> str:
 
 
 def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | None:
-    """Opens the shelf of server 0, or prints that there is none: the job runs as well."""
+    """Opens the shelf of server 0, or prints why there is none: the job runs without it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _OPEN_FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES), hard))
@@ -503,7 +503,7 @@ def open_shelf(node: Node, door: Node, *, replaces: bool) -> CheckpointShelf | N
 
 
 def _most_bytes() -> int | None:
-    """Returns the value of the variable; None if it is not set."""
+    """Returns the value of the variable MEMORY; None if it is not set."""
     if (text := os.environ.get(MEMORY)) is None:
         return None
     if not (text.isascii() and text.isdigit()):

@@ -2,7 +2,7 @@
 
 Its peers reach memory at this Node and nothing of the job's. A thread of its own answers them and
 sleeps while there are none. A reader's request lies in memory that it leases here, which goes with
-its connection; answers are put there, too, so that nobody waits for a reader.
+its connection; answers are put there, too, so that the server waits for no reader.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReaderLease:
 
     @property
     def has_ended(self) -> bool:
-        """Its reader has gone, or has shown no life for long."""
+        """True if its reader has gone, or has shown no life for LOST_S."""
         if self.region.freed:
             return True
         if (beat := self._word.value) != self._beat:
@@ -64,7 +64,7 @@ class ReaderLease:
         return time.monotonic() - self._since > LOST_S
 
     def serve(self, lendings: Mapping[int, Lending]) -> None:
-        """Does the requests of a reader, as far as that can be done now."""
+        """Answers the reader's request, if there is one and it can be done now."""
         number = self._asks.count
         if number != self._answered and self._pending is None:
             self._answered, self.asked_s = number, time.monotonic()
@@ -102,7 +102,7 @@ class ReaderDoor:
 
     Args:
         member: this server; its Node gets a region with the door's address.
-        store: keeps the socket at which it listens for a successor, where members are replaced.
+        store: keeps its listening socket for a successor, where members are replaced.
         options: `listen` and `advertise` of the server's Node.
 
     Attributes:
@@ -209,7 +209,7 @@ class ReaderDoor:
         except (ClosedError, StaleHandleError):
             self._forget_all()
         except BaseException:
-            # The job goes on; readers find nobody.
+            # The job goes on without a door.
             traceback.print_exc()
             sys.stderr.write("tensorwire: the door for readers is closed after this error\n")
             self._forget_all()
@@ -226,7 +226,7 @@ class ReaderDoor:
                     if region.size_bytes >= LEASE_BYTES:
                         self._leases[peer.name] = ReaderLease(region)
         lendings = dict(self._lendings)
-        # Who has waited longest comes first, so that nobody who asks all the time is always first.
+        # The reader that has waited longest comes first, not one that asks all the time.
         for name, lease in sorted(self._leases.items(), key=lambda each: each[1].asked_s):
             try:
                 ended = lease.has_ended
@@ -256,7 +256,7 @@ class ReaderDoor:
 def open_door(
     member: ServerMember, store: DescriptorStore | None, **options: str | None
 ) -> ReaderDoor | None:
-    """Opens the door of a server, or prints that there is none: the job runs as well."""
+    """Opens the door of a server, or prints why there is none: the job runs without it."""
     try:
         return ReaderDoor(member, store, **options)
     except (TensorwireError, ValueError, OSError) as error:

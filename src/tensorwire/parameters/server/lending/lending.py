@@ -103,7 +103,7 @@ class Lending:
         self._node, self.store, self._share = node, store, regions.share
         self._first = regions.server == 0
         self._memory, self._make_arrays, self._ring = memory, arrays, ring
-        self._lock = threading.Lock()  # values are not changed, and copies are not made
+        self._lock = threading.Lock()  # either a copy is made, or values begin to change
         self._present, self._changing, self._closed = 0, True, False
         self._copies: list[Copy] = []
         self._numbers = 0
@@ -211,7 +211,7 @@ class Lending:
         """Ends a reader's hold on a snapshot; `ask` None: on all of them.
 
         Returns:
-            Memory that nobody holds any more. The caller frees it, which takes long.
+            Memory that no reader holds any more. The caller frees it, which takes long.
         """
         unheld: list[SealedMemory] = []
         for copy in list(self._copies):
@@ -235,7 +235,7 @@ class Lending:
             self._close_spare()
 
     def held(self) -> list[tuple[int, bool]]:
-        """Returns the versions of which there are snapshots, and whether they are whole."""
+        """Returns the version of each snapshot that is made, and whether it has the state too."""
         return sorted((each.version, each.whole) for each in self._copies if each.regions)
 
     def _next(self) -> int:
@@ -336,7 +336,7 @@ def lend_region(node: Node, name: str, region: Region) -> LentRegion:
     """Lets the door's peers read a region of the server; raises UnavailableError without shm."""
     descriptor = region.descriptor()
     try:
-        # One for reading alone, so that nobody who gets it can map it for writing.
+        # One for reading alone, so that readers cannot map it for writing.
         reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(descriptor)

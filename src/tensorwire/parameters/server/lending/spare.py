@@ -13,7 +13,7 @@ from tensorwire.memory import memory_file
 from .room import check_room
 
 KEEP_S = 20.0
-"""So long it waits for the next snapshot, and is then given back."""
+"""Seconds that spare memory waits for the next snapshot before it is given back."""
 _CHUNK_BYTES = 2 << 20
 _REST = 3.0  # after each chunk, as a multiple of its time: the job computes meanwhile
 
@@ -21,12 +21,12 @@ _REST = 3.0  # after each chunk, as a multiple of its time: the job computes mea
 class SpareMemory:
     """A memfd whose pages are made by a thread, little by little. Any thread.
 
-    Where the system has not room for twice as much, or gives no more, there is less of it or none.
+    There is less of it, or none, where the system has no room for twice as much or gives no more.
 
     Args:
         size_bytes: of it, rounded up to whole pages.
         spend: is told the seconds of each chunk.
-        keep_s: how long it is there.
+        keep_s: how long it waits to be taken.
 
     Raises:
         BusyError, MemoryError, UnavailableError: see `memory_file`.
@@ -58,7 +58,7 @@ class SpareMemory:
             os.close(found)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until it is taken or given back; says whether it is."""
+        """Waits until it is taken or given back; tells whether it is."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -2,8 +2,8 @@
 
 A slice's clock counts its steps. In a bounded mode a worker waits while it is more than so many
 steps ahead of the slowest slice. A worker that waits for all others, or has left, is excused: it
-holds nobody back. When it goes on it is at once where the slowest of the others is, so that they do
-not have to wait for steps that nobody misses, and the bound holds from there.
+holds no worker back. When it goes on its clock is set to the slowest of the others, so that they do
+not wait for steps that are not needed, and the bound holds from there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ class Clocks:
         self._excused: set[int] = set()
 
     def excuse(self, ranks: Collection[int]) -> bool:
-        """Excuses these workers, and no others, from holding others back; is one of them new?"""
+        """Excuses these workers, and no others; tells whether any of them was not excused before.
+
+        A worker that is no longer excused goes on from where the slowest of the others is.
+        """
         before, self._excused = self._excused, set(ranks)
         back = before - self._excused
-        # Where nobody has worked meanwhile, all have waited for each other.
+        # Without others that worked meanwhile, all have waited for each other.
         others = self._slices.keys() - before - self._excused
         reached = min(map(self._of, others)) if others else max(map(self._of, back), default=0)
         for rank in back:
@@ -43,7 +46,7 @@ class Clocks:
         self._set(rank, self._of(rank) + 1)
 
     def behind(self, rank: int) -> int:
-        """Returns how many steps of a worker the slowest slice has not made."""
+        """Returns how many steps a worker is ahead of the slowest other one that is not excused."""
         others = self._slowest(rank)
         return 0 if others is None else max(0, self._of(rank) - others)
 

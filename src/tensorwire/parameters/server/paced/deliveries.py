@@ -4,7 +4,7 @@ Over a network the workers are served in turns: were all of them sent to at once
 share this server's, and all would get the version at the time of the last. So they would begin the
 next step together, and want the link together again. There are as many turns at a time as servers,
 because all servers send to the same worker, whose link they share. A worker that takes much longer
-than others, as it is stopped or on a slow link, does not hold them up.
+than others, since it is stopped or on a slow link, does not hold them up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..opening import Opening
 
 _SLOWER = 2.0  # than the quickest so far: others do not wait for it any more
 _LEAST_S = 0.002  # that they wait
-_FIRST_S = 0.2  # where nobody knows what is quick
+_FIRST_S = 0.2  # before any delivery was timed
 
 
 class Deliveries:
@@ -60,9 +60,10 @@ class Deliveries:
         self._quickest_s = _FIRST_S
 
     def bring(self, rank: int) -> bool:
-        """Copies the share for a worker, which has been told of the last one.
+        """Copies the share into a worker's memory if that is mapped, else into a buffer for `send`.
 
-        Where it was killed, the copy is made again into the memory that its successor has.
+        The worker was told of its last delivery. If it is killed meanwhile, the copy is made again
+        for its successor, which has the same memory.
 
         Returns:
             Whether it is still to be sent: `send`.

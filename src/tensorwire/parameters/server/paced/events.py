@@ -26,7 +26,7 @@ class Event(NamedTuple):
     """The next action of all servers.
 
     Attributes:
-        kind: of it.
+        kind: what is done.
         which: a slice; the rank of a worker where it is ANSWERED or PAUSED.
         number: of the worker's request, where it is PAUSED.
     """
@@ -41,6 +41,6 @@ class Event(NamedTuple):
 
     @staticmethod
     def from_bytes(data: Bytes) -> Event:
-        """Copies it out of memory."""
+        """Returns the event in memory, as a copy."""
         kind, which, number = _EVENT.unpack(data[: _EVENT.size].tobytes())
         return Event(EventKind(kind), which, number)

@@ -1,4 +1,4 @@
-"""Server side: collects the commits of a store's slices where each is applied alone."""
+"""Collects the commits of a store's slices, at a server, where each is applied alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..stepping.gather import Calls, Gatherer
 
 
 class SliceInbox(Gatherer):
-    """See `Gatherer`; here a commit is read when it is there, whichever came before.
+    """A `Gatherer` that reads each commit when it is there, without an order of slices.
 
     The number of a commit is its worker's own count.
 
@@ -34,7 +34,7 @@ class SliceInbox(Gatherer):
         wait = partial(contributor.mailbox.wait, number, timeout_s, peer=contributor.peer)
         if contributor.peer is None:
             wait()
-        else:  # who was killed is waited for
+        else:  # the successor of a killed worker is waited for
             self._member.persist(contributor.peer, wait)
         return contributor.mailbox.count
 

@@ -48,9 +48,9 @@ class Lead:
         clocks: of all slices.
         paces: of all versions that were adopted.
         adopted: by rank, the version that a worker computes with.
-        delays: by rank, the longest of a worker's commits since it was answered.
+        delays: by rank, the longest delay of a worker's commits since it was answered; see `Pace`.
         held: workers that wait for an answer.
-        pace: what the worker is told that is answered.
+        pace: of the worker that is answered.
         decided: how many events were decided.
         event: the last of them.
         paused: by rank, the number of the last pause that was decided.

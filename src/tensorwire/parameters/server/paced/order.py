@@ -1,10 +1,10 @@
 """Orders the commits of a store where each worker goes at its own pace.
 
-Server 0 sees commits as they come, one after the other, and tells the other servers what it does
-with each, when it has noted that for its successor. All servers do the same in the same order, so
-that a version has the same number, and is made of the same commits, at every server. A mailbox at
-each other server has places for all that can be under way: a worker makes no further commit before
-every server has answered the last one.
+Server 0 sees commits as they come, one after the other. It notes for its successor what it does
+with each, then tells the other servers. All servers do the same in the same order, so that a
+version has the same number, and is made of the same commits, at every server. A mailbox at each
+other server has places for all that can be under way: a worker makes no further commit before every
+server has answered the last one.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Follower:
 
 
 class PauseWish(NamedTuple):
-    """A worker, by its rank, wants a pause; its request has this number."""
+    """The wish of a worker for a pause: its rank, and the number of its request."""
 
     rank: int
     number: int
 
 
 class Leader:
-    """Decides on the events of a store, at server 0. A thread for each slice waits for its commits.
+    """The side of a store that decides on events, at server 0. A thread per slice awaits commits.
 
     Args:
         opening: of the store.
@@ -97,14 +97,14 @@ class Leader:
             threading.Thread(target=self._watch, args=(index,), name=name, daemon=True).start()
 
     def _watch(self, index: int) -> None:
-        """Tells of each commit of a slice, until the worker leaves or the job is over."""
+        """Puts each commit of a slice into `_come`, until the worker leaves or the job is over."""
         number, rank = self._inbox.taken[index], self._opening.committers[index]
         try:
             try:
                 while not self._closing:
                     with contextlib.suppress(TimeoutError):
                         come = self._inbox.wait(index, number + 1, _LOOK_S)
-                        # Over a network a commit goes ahead: who was slower must not be first.
+                        # Over a network a commit overtakes its gradients, and must wait for them.
                         self._inbox.await_gradients(index, _LOOK_S)
                         self._come.put((index, come))
                         number = come
@@ -124,7 +124,7 @@ class Leader:
         return self._lead.decided > self._ledger.account.events
 
     def decide(self, version: int) -> None:
-        """Notes the next event, when `version` is in place; ClosedError: there is none."""
+        """Waits for the next event after `version`, and notes it; ClosedError: there is none."""
         self._lead.event = self._find(version)
         self._lead.decided += 1
         self._ledger.note()
@@ -200,7 +200,7 @@ class Leader:
             ]
         )
         if is_new:
-            self._ledger.note()  # a successor would not see it of one that has gone on
+            self._ledger.note()  # a successor cannot see it after the worker has gone on
 
     def _note(self, rank: int, version: int) -> None:
         lead = self._lead

@@ -1,8 +1,8 @@
-"""Server side of own pace: each commit of a slice makes a version of the store.
+"""Makes a version of a store of each commit of a slice, where workers go at their own pace.
 
 There is one copy of parameters and state, and each worker has parameters of its own, in memory
 where servers write while it is in `step()`. So nothing that a worker reads is ever overwritten, and
-nobody waits for a reader: when all servers have applied a worker's commit, each copies its share of
+no server waits for a reader: when all have applied a worker's commit, each copies its share of
 that very version, before it makes the next one.
 
 The next action is an event, the same at all servers. Where memory outlives servers, an event is
@@ -41,7 +41,7 @@ _LOOK_S = 0.25  # whether all are still there
 class OwnPace(Versions):
     """The versions of a store at own pace; `advance` makes one per commit, or one for all."""
 
-    _inbox: SliceInbox  # made by what is above
+    _inbox: SliceInbox  # made by `_make_gatherer`
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OwnPace(Versions):
         results: Results,
         fail: Callable[[BaseException], None],
     ) -> None:
-        # Others look for its memory.
+        # First: server 0 looks for its memory.
         self._follower = None if opening.regions.server == 0 else Follower(opening)
         super().__init__(opening, make_kernel, threads, calls, results, fail)
         self._opening, self._ledger = opening, Ledger(opening)
@@ -95,7 +95,7 @@ class OwnPace(Versions):
         return 1 if self._journal is None else self._account.version
 
     def tell_opened(self) -> None:
-        """See `Versions`. Each worker was told something else."""
+        """See `Versions`. Each worker gets the last message of its own."""
         if self._journal is None:
             super().tell_opened()
             return
@@ -170,7 +170,7 @@ class OwnPace(Versions):
         idle = replace(self._idle, version=version, flags=commit.flags, scale=commit.scale)
         idle = replace(idle, max_norm=commit.max_norm, hyper=commit.hyper)
         commits = [mine if i == index else idle for i in range(len(self._inbox.taken))]
-        # Of those with a norm: numbered one by one, as two places are for two in a row.
+        # Exchanges are counted without gaps: the mailbox has two places, for two in a row.
         self._account.norms += commit.looks
         finite, norm = self._change(version, commits, self._exchange, None, arriving)
         now = time.perf_counter()
@@ -229,9 +229,9 @@ class OwnPace(Versions):
     def _stand_still(self, event: Event) -> None:
         """Makes no version until the worker that has asked for the pause ends it."""
         version = self._account.version
-        self._snapshots.present = version  # first: who is answered may ask for a copy at once
+        self._snapshots.present = version  # first: an answered worker may ask for a copy
         self._snapshots.pauses.begin(event.which, event.number, version)
-        self._snapshots.look()  # who has asked is answered
+        self._snapshots.look()  # it answers the worker that has asked
         failpoint("pause.begun")
         while not self._snapshots.pauses.wait(event.which, event.number, _LOOK_S):
             check_open(self._opening)
@@ -261,7 +261,7 @@ class OwnPace(Versions):
             )
         announced = [each for _, arriving in taken for each in arriving.announced]
         arriving = ArrivingUnits(self._opening.regions.units, announced)
-        # Before the first step all views are alike, and get what is new alone.
+        # Before the first step all views are alike, and get only the new values.
         chunks = None if self._stepped else self._publication.begin(version)
         self._change(version, commits, self._exchange, chunks, arriving)
         if chunks:

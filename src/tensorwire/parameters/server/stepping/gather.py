@@ -70,7 +70,7 @@ class Gathered(NamedTuple):
 
 
 class Gatherer:
-    """Waits for the commits of a store's versions, which the store's shard checks."""
+    """The receiver of the commits of a store's versions, which the store's shard checks."""
 
     def __init__(self, opening: Opening, shard: Shard, calls: Calls) -> None:
         self._opening, self._member, self._spec = opening, opening.member, opening.spec
@@ -103,7 +103,13 @@ class Gatherer:
             self._contributors = []
 
     def gather(self, version: int) -> Gathered:
-        """Returns when all slices have committed a version."""
+        """Waits until all slices have committed a version; returns their commits.
+
+        Raises:
+            DisagreementError: two commits differ, or workers wait for each other in other calls.
+            PeerLostError: a worker is gone, or has left while others go on.
+            ClosedError: all workers have left.
+        """
         self._version, started = version, 0.0
         commits: list[Commit] = []
         gathered: list[Contributor] = []
@@ -208,7 +214,7 @@ class Gatherer:
         workers = dict.fromkeys(self._member.owner(each.rank) for each in self._contributors)
         other = next((each for each in workers if self.has_committed(each, version)), None)
         if other is None:
-            return  # who has more slices to compute may call anything between them
+            return  # a worker with more slices to compute may call anything between them
         where = self._calls.elsewhere(self, rank, other)
         # Words only grow: if it is still late, all of this held at one time.
         if where and not self.has_committed(rank, version):

@@ -1,4 +1,4 @@
-"""Server side of a pause: a store waits before it tells the workers that a step is made.
+"""Pauses a store, at server 0: it waits before it tells the workers that a step is made.
 
 The step is made, and its values are in place at this server. No worker goes further before all
 servers have told it, so that the others stand still, too. The notes outlive the server.
@@ -25,7 +25,7 @@ class Hold:
     Args:
         opening: of the store.
         pause: the word by which the job is paused.
-        lending: shows it to readers; None: nobody can read the store.
+        lending: shows it to readers; None: the store cannot be read as files.
     """
 
     def __init__(self, opening: Opening, pause: Word, lending: Lending | None) -> None:
@@ -36,7 +36,7 @@ class Hold:
         self._taken = region.word(TAKEN_AT)
 
     def stand(self, version: int) -> bool:
-        """Returns at once, or when the pause is over; whether parameters were written meanwhile.
+        """Waits for the end of a pause, if there is one; tells whether parameters were written.
 
         Raises:
             ClosedError: the job is over.
@@ -53,7 +53,7 @@ class Hold:
         return held_version(self._held.value) == version
 
     def stand_again(self, version: int) -> bool:
-        """Stands still like `stand`, at the version that a predecessor has made."""
+        """Stands still like `stand`, at a predecessor's version, if the predecessor did."""
         if self.is_at(version):
             self._show()
             self._wait(version)

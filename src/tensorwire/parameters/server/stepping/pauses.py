@@ -41,7 +41,7 @@ class Pauses:
         row[_BEGUN] = number  # after it
 
     def is_begun(self, rank: int, number: int) -> bool:
-        """Tells whether the version stands still that this request is for, or did."""
+        """Tells whether the pause that a request asks for was begun; it may be over."""
         return bool(self._words[rank, _BEGUN] >= number)
 
     def end(self, rank: int, number: int) -> None:

@@ -42,7 +42,7 @@ class Publication:
 
     Attributes:
         master: the parameters.
-        place: the server that has them, the kind of its region, and where in that they begin.
+        place: the server that has them, the kind of its region, and the offset of them there.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -82,7 +82,7 @@ class Publication:
 
 
 class Chunks:
-    """Sends new values to the views while the rest of the share is still being worked on."""
+    """A publisher that sends new values to the views while other cells are still worked on."""
 
     def __init__(
         self, share: Share, master: Bytes, views: Sequence[RemoteView], version: int
@@ -126,7 +126,7 @@ class Chunks:
             self._sent += [head_at.write(head), values_at.write(values)]
 
     def finish(self) -> list[Transfer]:
-        """Sends the rest; all transfers."""
+        """Sends the rest; returns the transfers of all values."""
         self._write(self._take(), self._views)
         return self._sent
 
@@ -152,12 +152,12 @@ class Chunks:
 class Norms:
     """The exchange of sums of squares among the servers of a store.
 
-    It is made when this server has allocated all regions, and ready when all servers have.
+    It is ready when every server has made its own.
     """
 
     def __init__(self, opening: Opening) -> None:
         regions, region = opening.regions, opening.allocate(RegionKind.NORMS)
-        # Where each worker goes at its own pace no worker waits until all have read the last ones.
+        # Two where each worker goes at its own pace: no worker waits until all have read the last.
         places = 1 if opening.mode.is_sync else 2
         self._persist = opening.member.persist
         self._servers, block = regions.servers, regions.norms_block
@@ -190,7 +190,7 @@ class Norms:
 def say_through(opening: Opening, version: int) -> None:
     """Tells the other servers that this one has made the last version of a store.
 
-    Not twice: those who know it of all have freed their regions, or free them meanwhile.
+    A server that knows it of all others may have freed its regions; it is left out.
     """
     regions, member, block = opening.regions, opening.member, opening.regions.norms_block
     nothing = np.zeros(0)
@@ -254,7 +254,7 @@ class Results:
             if self._over:
                 raise ClosedError("the job is over")
             for rank, peer in list(self._member.workers.items()):
-                if not self._is_over(rank):  # who has committed has the region
+                if not self._is_over(rank):  # a worker that has committed has the region
                     with contextlib.suppress(PeerLostError):
                         self._member.persist(peer, self._mailboxes.find, rank)
             self._member.tell_workers(self._living(), data, result.version)
@@ -310,7 +310,7 @@ class Results:
         self._mailboxes.clear()
 
     def _find(self) -> dict[int, RemoteMailbox]:
-        """Looks for the regions of workers that are there; the mailboxes of all that were found."""
+        """Looks for the regions of the present workers; returns all mailboxes that were found."""
         for rank, peer in list(self._member.workers.items()):
             if not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):

@@ -1,12 +1,11 @@
 """Makes a server's snapshots of a store: copies of its share of one version, lent to readers.
 
 A thread of its own copies while the store's thread waits for commits. The reader is a worker that
-has the version that it asks for and has not committed the next one, so that the version stays in
-place, at all servers, until the copy is there: a successor can make the copy again, and all servers
-have the same version in it. Holds are noted in memory that outlives this process.
+has the version that it asks for and has not committed the next one. So the version stays in place,
+at all servers, until the copy is there: a successor can make the copy again, and all servers have
+the same version in it. Holds are noted in memory that outlives this process.
 
-A reader that is no worker cannot hold a version back by a commit; lending.py makes copies for such
-readers.
+Readers that are no workers cannot hold a version back; lending.py makes their copies.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from ...snapshot import (
 from ..opening import Opening
 from .pauses import Pauses
 
-_LOOK_S = 1.0  # whether who holds a snapshot is still there
+_LOOK_S = 1.0  # whether the holders of snapshots are still there
 _FIND_S = 5.0
 _CHUNK_BYTES = 16 << 20
 _BLOCK_BYTES = mailbox_bytes(REQUEST_BYTES, REQUEST_PLACES)
-_NOTE_WORDS = 8  # of each snapshot: 1 + rank of who holds it, number, version
+_NOTE_WORDS = 8  # of each snapshot: 1 + rank of its holder, number, version
 
 
 class Loan(NamedTuple):
@@ -68,7 +67,7 @@ class Snapshots:
     Args:
         opening: of the store.
         memory: what is copied.
-        fail: is told what the thread cannot go on after.
+        fail: is told of an error after which the thread cannot go on.
 
     Attributes:
         present: the version in place; set when all of it is written, before anybody is told.
@@ -105,7 +104,7 @@ class Snapshots:
         self._thread = threading.Thread(target=self._run, name="tensorwire-snapshots", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer; when the store has the version that is in place."""
+        """Begins to answer requests, after `present` was set."""
         self._thread.start()
 
     def look(self) -> None:
@@ -126,7 +125,7 @@ class Snapshots:
         try:
             while True:
                 seen = self._bell.value
-                for held in list(self._regions):  # first: who asks may need the place
+                for held in list(self._regions):  # first: the next request may need the place
                     if self._is_gone(held.rank):
                         self._free(held)
                 for rank in range(self._member.count):
@@ -150,7 +149,7 @@ class Snapshots:
         request = Request.from_bytes(self._inboxes[rank].message(number))
         reply, kind = Reply(RequestOutcome.DONE), request.kind
         if kind == RequestKind.PAUSE:
-            if not self.pauses.is_begun(rank, number):  # it is answered when it is
+            if not self.pauses.is_begun(rank, number):  # the answer is sent once it is
                 if self._pausing[rank] < number:
                     self._pausing[rank] = number
                     self.ask_pause(rank, number)

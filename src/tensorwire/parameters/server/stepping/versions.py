@@ -1,4 +1,4 @@
-"""Makes the versions of an open store at a server: gathers, applies, tells."""
+"""Makes the versions of an open store at a server: gathers commits, applies them, tells workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its p
 
 
 class Timed:
-    """An exchange with other servers, and how long it took to wait for these."""
+    """An exchange with other servers that measures how long it takes."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.spent_s = exchange, 0.0
@@ -87,7 +87,7 @@ class Versions:
         if spec.ema:
             average = opening.worked_on(RegionKind.STATE, AVERAGE)
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
-        # Slot 0 would do, but for a successor, and where slice 0 is computed meanwhile.
+        # Else in slot 0, which a successor needs as it was, or slice 0 fills meanwhile.
         apart = opening.durable or not opening.mode.is_sync
         kept = opening.allocate(RegionKind.KEPT).array()[:size] if apart else None
         self._written = None
@@ -131,7 +131,7 @@ class Versions:
 
     @property
     def is_new(self) -> bool:
-        """A journal is written, and has no version yet."""
+        """True if a journal is written, and has no version yet."""
         return self._journal is not None and not self._journal.published
 
     def lend(self) -> None:
@@ -165,7 +165,7 @@ class Versions:
         self._results.tell_again(self.present, data)
 
     def advance(self, version: int) -> None:
-        """Makes a version."""
+        """Makes a version, when all slices have committed it, and tells the workers."""
         gathered = self._gatherer.gather(version)
         failpoint("version.gathered")
         commits, head = gathered.commits, gathered.commits[0]
@@ -238,7 +238,7 @@ class Versions:
             for slot in self._slots:
                 slot.discard()
             return
-        # Not at once: who edits parameters between steps writes to it, and new pages take longer.
+        # Not at once: edits between steps may write to it, and new pages take longer.
         for index, slot in enumerate(self._slots):
             commit = commits[index]
             # With WANT_NORM the average is kept, and may be read.
