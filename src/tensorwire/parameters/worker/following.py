@@ -1,8 +1,8 @@
 """Runs a worker without a script: it follows worker 0 and gives gradients where wanted.
 
-It joins calls of all workers, opens the stores that worker 0 opens, and commits for its slice what
-worker 0 commits for slice 0, with the same hyper-parameters. All that it has to know lies in memory
-of the servers, so that a process in the place of one that was killed goes on by looking there.
+It joins calls of all workers, and opens the stores that worker 0 opens. For its slice it commits
+what worker 0 commits for slice 0, with the same hyper-parameters. All that it has to know lies in
+memory of the servers, where a process that replaces it finds it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FollowedStore:
         self.version = self._answers.last
 
     def check(self) -> None:
-        """Raises if the job is over, or a server is gone and was not replaced."""
+        """Raises RuntimeError if the job is over, PeerLostError if a lost server stays lost."""
         if self._answers.is_over:
             self._answers.wait_reached(self.version + 1)
         for peer in self._member.servers:
@@ -94,7 +94,7 @@ class FollowedStore:
 
     @property
     def is_committed(self) -> bool:
-        """This worker has committed the next version at all servers."""
+        """True if this worker has committed the next version at all servers."""
         return all(link.committed(self._slice) > self.version for link in self._links)
 
     @property
@@ -150,7 +150,7 @@ class FollowedStore:
                 link.commit(self._slice, made, data)
 
     def advance(self) -> bool:
-        """Tells whether the version that all have committed is in place since the last call."""
+        """Takes the next version, if it is in place at all servers; tells whether it is."""
         if not self._answers.is_reached(self.version + 1, 0.0):
             return False
         self._answers.wait(self.version + 1)
@@ -198,7 +198,7 @@ def _check_there(peer: Peer) -> None:
 
 
 class ScriptlessWorker:
-    """Follows worker 0 through a job. One thread.
+    """A worker without a script, which follows worker 0 through a job. One thread.
 
     Attributes:
         stores: those that are open, by number.
@@ -235,14 +235,14 @@ class ScriptlessWorker:
 
     @property
     def is_over(self) -> bool:
-        """Worker 0 has left in good order."""
+        """True if worker 0 has left."""
         return self._control(0) >= GOODBYE
 
     def turn(self) -> bool:
         """Does the work that needs no gradients; tells whether there was any.
 
         Raises:
-            RuntimeError: the job is over; the message says why and names who failed.
+            RuntimeError: the job is over; the message says why and names the failed process.
             PeerLostError: a server is gone.
             ValueError: the job does what cannot be done with gradients from files.
         """

@@ -27,7 +27,7 @@ class Place(NamedTuple):
             it is registered memory of this process, from which pushes leave without a copy.
         block: the same place in the pool, where memory is shared. In both any gradient of the same
             size and server may lie: its commit says POOLED, and where.
-        server: whose it is.
+        server: the first server that has a part of it; -1: it is sent.
         on_device: the memory, where that is on a device, one piece for each server; `memory` is
             empty then.
     """
@@ -87,7 +87,7 @@ class Store(Protocol):
     def value(self, tensor: int) -> Bytes:
         """Returns a tensor that this worker has, in place; only PUBLISH and APPLY change it.
 
-        Nobody else sees what the caller writes there; `take_back` finds it.
+        No other process sees what the caller writes there; `take_back` finds it.
         """
 
     def place(self, tensor: int) -> slice:
@@ -100,7 +100,7 @@ class Store(Protocol):
         """Takes back writes by way of `value`, and returns the tensors that had any.
 
         It looks at pages. A tensor that shares a page with one that was written to is told only if
-        its bytes differ, or if nobody's do. Where the kernel does not tell what was written
+        its bytes differ, or if no tensor's do. Where the kernel does not tell what was written
         (`PrivateMapping.compares`), a call looks at a 32nd, and only what differs is found.
 
         Args:
@@ -177,7 +177,7 @@ class Store(Protocol):
     def is_committed(self, slice_index: int) -> bool:
         """Tells whether this process's predecessor has committed a slice of the next version.
 
-        Nothing that is pushed for it leaves, and its commit is the one that was made.
+        Pushes for it do nothing, and its commit stays the one that was made.
         """
 
     def take_or_note(
@@ -208,7 +208,7 @@ class Store(Protocol):
         """Waits for the version that the commits asked for.
 
         Raises:
-            RuntimeError: the job is over; the message says why and names who failed.
+            RuntimeError: the job is over; the message says why and names the failed process.
             PeerLostError: a server is gone.
         """
 
@@ -234,11 +234,11 @@ class Store(Protocol):
     def snapshot(self) -> Snapshot:
         """Returns a copy of the version in place, which stays as it is; between versions.
 
-        Nobody else takes part, and the others go on as soon as this worker does.
+        No other worker takes part, and the others go on as soon as this one does.
 
         Raises:
             BusyError: this worker holds as many as there may be, or others did for 300 s; the
-                message tells who.
+                message names them.
             MemoryError: there is none left for it.
             RuntimeError, PeerLostError: as `wait`.
         """
@@ -247,16 +247,16 @@ class Store(Protocol):
         """Returns a context in which no version is made, also if workers go at their own pace."""
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
-        """Steps that were applied to each tensor, or values that are `averaged`."""
+        """Returns each tensor's number of steps; if `averaged`, of values in its average."""
 
     def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
-        """Overwrites them; between versions, by one worker."""
+        """Overwrites these counts; between versions, by one worker."""
 
     def scalars(self) -> NDArray[np.float64]:
         """Returns the numbers that the optimizer keeps, a row per tensor; between versions."""
 
     def set_scalars(self, scalars: NDArray[np.float64]) -> None:
-        """Overwrites them; between versions, by one worker."""
+        """Overwrites these numbers; between versions, by one worker."""
 
     def reason(self) -> str:
         """Returns why the job has failed, as a server told it; "" if none did."""
@@ -265,4 +265,4 @@ class Store(Protocol):
         """Frees the store, also at the servers; all workers call it."""
 
     def close(self) -> None:
-        """Lets go; idempotent."""
+        """Frees this worker's regions or memory; idempotent."""

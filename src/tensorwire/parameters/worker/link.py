@@ -79,7 +79,7 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """A server has told that no version will follow."""
+        """True if a server has told that no version will follow."""
         return any(mailbox.count >= POISON for _, mailbox in self._mailboxes)
 
     def reason(self) -> str:
@@ -120,8 +120,8 @@ class Link:
         mapped: its memory is mapped here, so that backward can produce gradients there.
 
     Args:
-        commits: for each slice of this worker, which of all commits is its own. Of others, which
-            it takes over, it is the number of the slice.
+        commits: for each slice of this worker, which of all commits is its own. For slices that it
+            takes over it is the number of the slice.
         sends: tensors whose gradients come from this worker.
     """
 
@@ -167,7 +167,7 @@ class Link:
         return slice(start - self.share.start, stop - self.share.start)
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
-        """Pushes the part of a gradient for this server."""
+        """Pushes the part of a gradient for this server; returns as `Store.push`."""
         sender = self._senders.get(slice_index) or self._sender(slice_index)
         return self._answers.attempt(self.peer, sender.push, tensor, data)
 
@@ -203,7 +203,7 @@ class Link:
         return self._answers.attempt(self.peer, lambda: self._sender(slice_index).read_commit(spec))
 
     def flush(self) -> None:
-        """Sends pending pushes of any slice."""
+        """Sends pending pushes of all slices."""
         for sender in self._senders.values():
             self._answers.attempt(self.peer, sender.flush)
 

@@ -129,7 +129,7 @@ class LocalStore:
         return ()
 
     def written(self) -> Bytes:
-        return np.zeros(len(self.layout.spec.tensors), np.uint8)  # nobody else reaches it
+        return np.zeros(len(self.layout.spec.tensors), np.uint8)  # no other process reaches it
 
     def last_commit(self, slice_index: int) -> Commit:
         return self._commits[slice_index]

@@ -20,7 +20,7 @@ _BUCKET_BYTES = 512 << 10
 
 
 class _Sender:
-    """Brings a slice to a server; `commit` is the number of this worker's commit for it.
+    """The way of a slice to a server; `commit` is the number of this worker's commit for it.
 
     Attributes:
         transfers: all that were started; the caller clears them after it has waited.
@@ -74,7 +74,7 @@ class _Sender:
 
 
 class Copier(_Sender):
-    """Copies a slice to a server whose memory is mapped here; small gradients go together."""
+    """A sender to a server whose memory is mapped here: it copies, small gradients together."""
 
     def __init__(self, peer: Peer, regions: ServerRegions, slice_index: int, commit: int) -> None:
         super().__init__(peer, regions, slice_index, commit)
@@ -133,7 +133,7 @@ class Copier(_Sender):
 
 
 class Outbox(_Sender):
-    """Sends a slice to a server over a network, unit by unit; see `regions.units_of`.
+    """A sender to a server over a network: it writes unit by unit; see `regions.units_of`.
 
     Only gradients of tensors that this worker `sends` are waited for to complete a unit.
     """
@@ -200,7 +200,7 @@ class Outbox(_Sender):
         waiting, self._waiting[unit] = self._waiting[unit], {}
         last = self._last[unit]
         if last is not None:
-            last.wait()  # the word speaks of all that was sent of the unit; seldom still under way
+            last.wait()  # the word stands for all writes of the unit; seldom still under way
         self._writes += 1
         self._stamps[unit] = self._writes
         locals_, regions = zip(*itertools.chain(*waiting.values()), strict=True)

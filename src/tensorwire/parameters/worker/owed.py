@@ -53,7 +53,7 @@ class OwedSlices(OwnSlices):
 
     def missing(self, links: Sequence[Link], version: int) -> Sequence[int]:
         """See `Store`. A slice may be a version ahead, or two servers at two of its versions."""
-        if self.joins:  # what it goes through the others have made
+        if self.joins:  # others have made the versions that it goes through
             return ()
         self._takeovers.adopt()
         found = []

@@ -1,4 +1,4 @@
-"""Worker side of a store in which each worker steps at its own pace.
+"""Gives a worker a store on servers in which each worker steps at its own pace.
 
 The parameters that it sees are in memory of its own, which servers fill while it is in `wait`.
 """

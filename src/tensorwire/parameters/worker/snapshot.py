@@ -1,4 +1,4 @@
-"""Worker side: snapshots of a store, each of one version, as a worker reads them."""
+"""Asks servers for snapshots of a store, each of one version, and reads them, for a worker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .link import Answers, Link
 
 _AGAIN_S = 1.0  # without an answer the server is asked again
 _HELD_LOOK_S = 0.05  # whether others have written what is held for them
-_HELD_S = 300.0  # so long that is waited for
+_HELD_S = 300.0  # the longest wait for others' snapshots
 _BLOCK_BYTES = mailbox_bytes(REQUEST_BYTES, REQUEST_PLACES)
 
 
@@ -136,7 +136,7 @@ class Given:
         self._addresses: set[int] = set()
 
     def add(self, part: Bytes) -> Bytes:
-        """Returns the part."""
+        """Notes the address of a part, and returns the part."""
         if part.nbytes:
             self._addresses.add(part.ctypes.data)
         return part
@@ -256,7 +256,7 @@ class RemoteSnapshot:
         total = np.zeros((len(places), len(spec.scalars)))
         for each in self._found if total.size else ():
             part = self._whole(each, SCALARS).view(np.float64).reshape(total.shape)
-            # Of a tensor that is cut all its servers know the same.
+            # All servers of a cut tensor know the same.
             here = [tensor for tensor, place in enumerate(places) if each.link.has(place)]
             total[here] = part[here]
         return total
@@ -317,7 +317,7 @@ class Asker:
 
         Raises:
             BusyError: this worker holds as many as there may be, or others did for 300 s; the
-                message tells who.
+                message names them.
             MemoryError: a server has none left for it.
             RuntimeError: the job is over, or the version is not in place.
             PeerLostError: a server is gone.
@@ -339,7 +339,7 @@ class Asker:
         raise RuntimeError(f"no snapshot of version {version} can be made: {text}")
 
     def _try(self, version: int) -> tuple[int, dict[RequestOutcome, str]]:
-        """Asks for a snapshot; its number, and the outcomes, with texts, that are no snapshot."""
+        """Asks for a snapshot; returns the request's number, and each refusal with its text."""
         with self._asking:
             replies = self._ask(Request(RequestKind.MAKE, version))
             number = self._requests
@@ -423,7 +423,7 @@ class Asker:
         found = []
         for link in self._links:
             asks, word = link.region(RegionKind.ASKS), np.zeros(1, np.uint64)
-            link.read(asks[start : start + 8], word)  # a process in whose place this one is asked
+            link.read(asks[start : start + 8], word)  # the last request of a predecessor
             self._requests = max(self._requests, int(word[0]))
             found.append((asks, RemoteMailbox(asks[block], REQUEST_PLACES)))
         self._outboxes = found
@@ -431,4 +431,4 @@ class Asker:
 
 def _send(bell: RemoteRegion, outbox: RemoteMailbox, data: Bytes, number: int) -> None:
     outbox.send(data, number).wait()
-    bell.word(0).fetch_add(1)  # a word of many writers: each addition is seen by who waits
+    bell.word(0).fetch_add(1)  # many write this word: no addition is lost

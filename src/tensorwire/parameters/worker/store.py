@@ -1,4 +1,4 @@
-"""Worker side of a store that servers keep; a `Link` has the part of one server."""
+"""Gives a worker a store that servers keep; a `Link` has the part of one server."""
 # ruff: noqa: D102 - the methods are described in Store
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from .view import ViewSource
 class RemoteStore:
     """See `Store`. Opened by all workers in the same order.
 
-    Raises RuntimeError if the servers refuse, naming the worker that differs, and PeerLostError.
+    Raises:
+        RuntimeError: the servers refuse; the message names the worker that differs.
+        PeerLostError: a server is gone.
     """
 
     def __init__(
@@ -299,7 +301,7 @@ class RemoteStore:
                 link.read(slot[start - base : stop - base], target[at : at + stop - start])
 
     def push_reduced(self, tensor: int, data: Any) -> int:
-        """See `Store`. Where it is kept, slot 0 is not what the step reads."""
+        """See `Store`. Servers whose memory outlives them read it in KEPT, others in slot 0."""
         if not self._member.place.durable:
             return self.push(0, tensor, data)
         if self.is_committed(0):
@@ -364,7 +366,7 @@ class RemoteStore:
         part = np.zeros_like(total)
         for link in self._links if total.size else ():
             link.read(link.region(RegionKind.SCALARS)[: part.nbytes], part)
-            # Of a tensor that is cut all its servers know the same.
+            # All servers of a cut tensor know the same.
             here = [tensor for tensor, place in enumerate(places) if link.has(place)]
             total[here] = part[here]
         return total

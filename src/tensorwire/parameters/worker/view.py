@@ -1,4 +1,4 @@
-"""Shows one worker's script the parameters, private to it, whatever it writes there."""
+"""Shows one worker's script the parameters; what the script writes there stays private to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScriptView:
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
-        """Returns the places of the script's tensors in the memory, rising; seldom needed."""
+        """The places of the script's tensors in the memory, rising; seldom needed."""
         places = [
             (self._selection.place(tensor), tensor)
             for tensor, place in enumerate(self._layout.places)
@@ -93,7 +93,7 @@ class ScriptView:
 class ViewSource:
     """The memory in which a worker on servers sees the parameters: chosen first, then opened.
 
-    It is at the first server of its host, or at a neighbour, or in memory of the worker's own.
+    It is at the first server of the worker's host, or at a neighbour, or the worker's own.
 
     Attributes:
         home: that server; -1: there is none.
