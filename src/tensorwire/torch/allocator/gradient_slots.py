@@ -44,7 +44,7 @@ _PATIENCE = 2
 
 
 class PlacementWarning(UserWarning):
-    """Gradients are copied where they could be produced in place; the text says why and the remedy.
+    """A warning that gradients are copied instead of produced in place; it says why and the remedy.
 
     Silent with `DistributedOptimizer(placement="copy")`.
     """
@@ -243,7 +243,7 @@ class GradientSlots:
 
 
 class _Pool:
-    """Knows for which gradients the pool is open.
+    """The pool of one optimizer's gradients: its blocks, and for which gradients it is open.
 
     Attributes:
         number: at the allocator.
@@ -307,7 +307,7 @@ class _Pool:
             self._close(index)
 
     def stepped(self) -> None:
-        """Stops to wait for parameters that have had no gradient for a while."""
+        """Counts a step; closes the pool for gradients that have not come for a while."""
         self.steps += 1
         if self._missed:
             late = [i for i, step in self._missed.items() if self.steps - step > _PATIENCE]

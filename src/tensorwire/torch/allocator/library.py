@@ -1,9 +1,9 @@
 """Compiles, loads and calls the allocator that produces gradients in their slots.
 
-`allocator.cc` needs one library per minor version of torch. A wheel brings those of the versions
-that are tested; for another one it is compiled against the headers of the installed torch when it
-is first needed, by one process of a host for all of this user, and kept. It knows addresses and
-bytes; which gradient belongs where is `gradient_slots.py`'s business.
+`allocator.cc` needs one library per minor version of torch. A wheel brings the libraries for tested
+versions. For another version one process of a host compiles it, against the headers of the
+installed torch, for all processes of this user, when it is first needed. It knows addresses and
+bytes; `gradient_slots.py` knows which gradient belongs where.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tensorwire.jobs.lockfile import tell
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "allocator.cc"
 _TIMEOUT_S = 300.0
-_SILENT_S = 1.0  # for so long nobody is told that another process compiles
+_SILENT_S = 1.0  # before the user is told that another process compiles
 _NO_COMPILER = (
     "no C++ compiler was found to compile the allocator for this torch; install one "
     "(Debian: g++), or name it in CXX"
@@ -47,7 +47,7 @@ class Allocator:
 
         def function(
             name: str, result: type | None, *arguments: type
-        ) -> Callable[..., int]:  # those without a result give None, which nobody looks at
+        ) -> Callable[..., int]:  # functions without a result give None, which is not used
             found: Callable[..., int] = library[f"tensorwire_allocator_{name}"]
             found.restype, found.argtypes = result, arguments  # type: ignore[attr-defined]
             return found
@@ -166,7 +166,7 @@ def _compiled() -> Path:
 
 
 def _await(lock: TextIO, path: Path) -> None:
-    """Gets the lock; says so once that takes long, as another process has it and compiles."""
+    """Waits for the lock; tells the user when that takes long, since another process compiles."""
     deadline = time.monotonic() + _SILENT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):

@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 class TensorwireAccelerator(accelerate.Accelerator):
-    """In the place of `accelerate.Accelerator`; one line changes in a script.
+    """An Accelerator in place of `accelerate.Accelerator`; one line changes in a script.
 
         from tensorwire.torch.integrations.accelerate import TensorwireAccelerator as Accelerator
 
@@ -47,7 +47,7 @@ class TensorwireAccelerator(accelerate.Accelerator):
 
     Raises:
         ValueError: mixed precision other than "bf16", a communication hook, or slices.
-        UnavailableError: FSDP, DeepSpeed and what else is no data parallelism on CPUs.
+        UnavailableError: FSDP, DeepSpeed or anything else than data parallelism on CPUs.
         RuntimeError: Accelerate sees other processes than the job has workers.
     """
 
@@ -210,14 +210,14 @@ class TensorwireAccelerator(accelerate.Accelerator):
 
 
 class _Later:
-    """Stands for an optimizer whose state is loaded when the models are."""
+    """A stand-in for an optimizer whose state is loaded after the models."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
 
 
 class _NotWritten:
-    """Stands for an optimizer in a process that writes nothing, and perhaps has no state."""
+    """A stand-in for an optimizer in a process that writes nothing, and perhaps has no state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -238,7 +238,7 @@ def adopt(accelerator: accelerate.Accelerator) -> None:
 
 def _other_than_cpus(accelerator: accelerate.Accelerator) -> str:
     """Returns the task of Accelerate besides data parallelism on CPUs; "" if there is none."""
-    # It sets these for a plugin, and on CPUs leaves the plugin at that.
+    # Accelerate sets these for a plugin; on CPUs nothing else shows that there is one.
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             return f"to use {name}"

@@ -29,7 +29,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class TensorwireStrategy(DDPStrategy):
-    """Trains a LightningModule on a tensorwire job; one line changes in a script.
+    """A strategy that trains on a tensorwire job; one line changes in a script.
 
         trainer = Trainer(strategy=TensorwireStrategy(), max_epochs=3)
 

@@ -18,7 +18,7 @@ from .accelerate import adopt
 
 
 class TensorwireMixin:
-    """Makes a Trainer train on a tensorwire job; it stands before the Trainer's class.
+    """A mixin that makes a Trainer train on a tensorwire job; it stands before the Trainer's class.
 
         class MyTrainer(TensorwireMixin, Seq2SeqTrainer): ...
 
@@ -49,7 +49,7 @@ class TensorwireMixin:
 
 
 class TensorwireTrainer(TensorwireMixin, transformers.Trainer):
-    """In the place of `transformers.Trainer`; one line changes in a script.
+    """A Trainer in place of `transformers.Trainer`; one line changes in a script.
 
         from tensorwire.torch.integrations.transformers import TensorwireTrainer as Trainer
 

@@ -1,7 +1,7 @@
 """Computes on servers by torch's own arithmetic on cells: reduction and optimizer.
 
-Knows no processes. `describe` makes of an optimizer the text by which it travels, and `kernel_of`
-makes of a text the arithmetic.
+Knows no processes. `describe` turns an optimizer into the text by which it travels, and `kernel_of`
+turns a text into the arithmetic.
 """
 
 from __future__ import annotations

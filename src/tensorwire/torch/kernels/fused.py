@@ -41,7 +41,7 @@ def fused_path_of(
     With `lazy_rows`, SGD's momentum and decay change only the rows of tables that a step has.
 
     Raises:
-        UnavailableError: its groups are such that one kernel cannot do it.
+        UnavailableError: one kernel cannot step all of its groups.
     """
     # A subclass that leaves the arithmetic alone is the class itself.
     kind = next((_KNOWN[each] for each in cls.__mro__ if each in _KNOWN), "")
@@ -84,8 +84,8 @@ class FusedKernel(Averaging):
     Attributes:
         hyper, states, scalars: as of `parameters.Kernel`.
         keeps_count: it is not SGD, which keeps no count of its steps.
-        changes_rows_alone: what has no gradient stays as it is, as long as nothing decays: SGD
-            without momentum.
+        changes_rows_alone: rows of tables without a gradient stay as they are: SGD without
+            momentum as long as nothing decays, and SGD with lazy rows.
 
     Raises:
         ValueError: a path that names nothing known; it may come from another process.

@@ -84,7 +84,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_text(text: str) -> OptimizerSpec:
-        """Checks the form of a description from another process; ValueError names the fault."""
+        """Returns the description in another process's text; ValueError names a fault of it."""
         try:
             raw = json.loads(text)
             groups = tuple(

@@ -35,8 +35,8 @@ _USE_GRAD_CODE = _USE_GRAD(lambda self: None).__code__ if _USE_GRAD else None
 def plain_step_of(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
     """Returns the step of a class without torch's wrapper; call it with gradients off.
 
-    That is hooks for all optimizers, marks for the profiler, and `differentiable`, which imports
-    all of torch's compiler.
+    The wrapper runs the hooks of all optimizers, marks steps for the profiler, and handles
+    `differentiable`, which imports all of torch's compiler.
     """
     step: Any = cls.step
     if getattr(step, "hooked", False):

@@ -32,7 +32,7 @@ class TorchDevice:
     none, it is the device's default stream; in a worker that trains alone it is the script's.
 
     Args:
-        name: of `model_device`. Where this process does not see it, another one of its kind does.
+        name: of `model_device`. If this process does not see it, another one of its kind is taken.
 
     Attributes:
         name, where: as of `parameters.ShareDevice`.

@@ -14,7 +14,7 @@ from .share_device import TorchDevice
 
 
 def tensor_over(array: Bytes | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a flat tensor over bytes, without a copy; on the host its storage has no others."""
+    """Returns a flat tensor over bytes, not a copy; on the host its storage has no other bytes."""
     if isinstance(array, torch.Tensor):
         return array.view(dtype)
     if array.nbytes == 0:

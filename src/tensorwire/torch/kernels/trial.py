@@ -41,7 +41,7 @@ OF_ALL = frozenset({
     "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
     "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
 })  # fmt: skip
-"""Attributes of all optimizers, and of those that torch wraps."""
+"""Attributes that every optimizer has, also one whose methods torch has wrapped."""
 
 # Many elements after the last whole vectors of up to 128 bytes, which torch's kernels for 16 bits
 # compute otherwise: there servers, whose cells are whole vectors, come to other bits.
@@ -64,7 +64,7 @@ _CUTS = 5
 
 
 class NotOnServersError(Exception):
-    """Servers cannot run an optimizer; the message says why."""
+    """The error for an optimizer that servers cannot run; the message says why."""
 
 
 class ParameterKind(NamedTuple):
@@ -108,7 +108,7 @@ class _Outcome(NamedTuple):
 
 
 class Trial:
-    """Tries an optimizer.
+    """A trial of an optimizer on small tensors.
 
     Args:
         optimizer: the user's.

@@ -17,10 +17,10 @@ _TELL_SHAPES = frozenset({
 
 
 class ShapeWatch(TorchFunctionMode):
-    """While it is entered, it notes whether a shape is read.
+    """A mode of torch that notes whether a shape is read while the mode is entered.
 
     Attributes:
-        seen: one was.
+        seen: a shape was read.
     """
 
     def __init__(self) -> None:
