@@ -1,6 +1,6 @@
 """Moves values between the stages of a split model, and their gradients back.
 
-Between stages of one process directly, else over edges (tensorwire.edges).
+Values go directly between stages of one process, and over edges (tensorwire.edges) to others.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _gradient(name: str, user: int) -> str:
 
 
 def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
-    """Returns a micro-batch: forwards in order of the stages, then backwards.
+    """Returns the graph of a micro-batch: forwards in order of the stages, then backwards.
 
     Args:
         taken: the model.

@@ -83,7 +83,7 @@ class Input:
 
 @dataclass
 class StageGraph:
-    """One stage.
+    """A stage of a model, as a graph.
 
     Attributes:
         graph: what it computes: first placeholders for `inputs`, then its nodes; it returns
@@ -228,7 +228,7 @@ class _Cutter:
         return Capture(parts, self._values, inputs, output_spec, self._names, self._others)
 
     def _number(self, nodes: Sequence[fx.Node]) -> int:
-        """Gives every node its stage, and tells which need gradients."""
+        """Gives every node its stage, and notes which need gradients; returns the last stage."""
         stage = 0
         for node in nodes:
             if node.op == "placeholder":
@@ -299,7 +299,7 @@ class _Cutter:
         return Input(node.name, val.dtype, tuple(sizes))
 
     def _check_in_place(self, nodes: Sequence[fx.Node]) -> None:
-        """Checks for changes in place across stages: a crossing value is copied."""
+        """Raises ValueError for changes in place of values that other stages use, as copies."""
         for node in nodes:
             for changed in _changed_by(node):
                 base = _base(changed)

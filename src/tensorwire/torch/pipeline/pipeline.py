@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Weights = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 
-_EXPLAIN_S = 2.0  # for the servers to tell whose end it was
+_EXPLAIN_S = 2.0  # for the servers to tell which process ended
 
 
 def split(
@@ -142,7 +142,7 @@ class Split:
             self._edges = Activations(taken.values, self.stages, edges)
             self._ties = open_edges(machines, ties, f"split/{number}/ties", 1, timeout_s)
             undo.callback(self._ties.close)
-            # All have come here; how long each takes to load its weights is its own business.
+            # All have come here; loading weights may take each of them any time.
             self.module = self._load(model, weights, f"split/{number}/loaded")
             undo.pop_all()
         self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
@@ -160,7 +160,7 @@ class Split:
 
     @property
     def _sends_inputs(self) -> bool:
-        """Others get the caller's own memory, and no gradient comes back that tells they did."""
+        """True if others read the caller's memory, and no gradient comes back to tell they did."""
         return self.has_first and any(
             value.maker == 0 and not value.needs_grad and set(value.users) - set(self.stages)
             for value in self._taken.values.values()
@@ -168,12 +168,12 @@ class Split:
 
     @property
     def has_first(self) -> bool:
-        """Inputs are given here."""
+        """True if inputs are given here."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Targets are given here, and the loss and outputs come out here."""
+        """True if targets are given here, and the loss and outputs come out here."""
         return self._last in self.stages
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -252,6 +252,9 @@ class Split:
 
         Returns:
             On the process of the last stage the outputs of all micro-batches, in a list.
+
+        Raises:
+            ValueError, TimeoutError, PeerLostError, RuntimeError: as of `step`.
         """
         forwards = [action for action in self._actions if action.kind is Kind.FORWARD]
         return self._run(forwards, inputs, None, False)
@@ -431,7 +434,7 @@ class Split:
         return self._edges.edges.stats()
 
     def close(self) -> None:
-        """Ends it here, when the others have taken all sent values; parameters stay. Idempotent.
+        """Ends the Split here, when others have taken all sent values; parameters stay. Idempotent.
 
         Raises:
             TimeoutError, PeerLostError: another process did not; it is closed in any case.
@@ -516,7 +519,7 @@ def _materialised(
             given = buffers[name]
             if given.is_meta:
                 given = _value(name, given, weights)
-            elif 0 in given.stride():  # expanded: nobody could write to it
+            elif 0 in given.stride():  # expanded: it cannot be written to
                 given = given.contiguous()
             holder.register_buffer(last, given)
         elif isinstance(taken.others[name], torch.Tensor):

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"  # of the backward, the part for the stage's inputs
-    WEIGHT = "W"  # and what that left
+    WEIGHT = "W"  # the rest of that backward
 
 
 class Action(NamedTuple):
@@ -170,7 +170,7 @@ def _looped(own: Sequence[int], microbatches: int) -> list[Action]:
 def _interleaved(
     name: str, own: Sequence[int], machines: int, microbatches: int, hops: int, backward: Kind
 ) -> list[Action]:
-    """Rounds of micro-batches go through the stages in turn.
+    """Returns the actions of rounds of micro-batches, which go through the stages in turn.
 
     Args:
         name: of the schedule.
@@ -178,7 +178,7 @@ def _interleaved(
         machines: how many.
         microbatches: how many.
         hops: forwards that this machine is ahead of the last one before its first backward.
-        backward: all of it, or its part for inputs.
+        backward: the kind of backwards: whole ones, or their parts for inputs.
     """
     rounds = max(1, microbatches // machines)
     if microbatches % rounds:
@@ -218,11 +218,11 @@ def _with_weights(actions: Sequence[Action], late: int) -> list[Action]:
 
 
 def _zero_bubble_v(machine: int, machines: int, microbatches: int) -> list[tuple[str, int]]:
-    """Forwards until the first micro-batch is back, then all parts of both stages in turn.
+    """Returns forwards until the first micro-batch is back, then all parts of both stages in turn.
 
     At the end `machine` weight parts of each stage are left for the time in which others finish.
-    It is written for as many micro-batches as fill the V, or more; of fewer, the others are left
-    out of it.
+    The order is for as many micro-batches as fill the V, or more; with fewer, the caller leaves
+    out the actions of those that are not there.
     """
     count = max(microbatches, 2 * machines - 1)
     behind = machines - machine
@@ -240,7 +240,7 @@ def _zero_bubble_v(machine: int, machines: int, microbatches: int) -> list[tuple
 
 
 def _dual_pipe_v(machine: int, machines: int, microbatches: int) -> list[tuple[str, int]]:
-    """Forwards of one stage beside backwards of the other; backwards in two parts at both ends.
+    """Returns forwards of one stage beside backwards of the other; at both ends in two parts.
 
     From the middle of the last `machine` + 1 pairs of backwards on, weights wait, and come in the
     order of their input parts.

@@ -47,7 +47,7 @@ class Subgraph:
         leaves: at the ends of the branches.
         roots, seeds: of the backward, where they are in the branches.
         door: the node; None if the branches begin at roots.
-        arrived: there.
+        arrived: the gradients that have arrived at the node.
     """
 
     leaves: list[torch.Tensor] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Subgraph:
     arrived: tuple[torch.Tensor | None, ...] = ()
 
     def kept(self) -> list[torch.Tensor]:
-        """Returns gradients that it begins with."""
+        """Returns the gradients with which its backward begins."""
         return [each for each in (*self.seeds, *self.arrived) if each is not None]
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class Later:
         self._pieces = pieces
 
     def rest(self) -> Iterator[Subgraph]:
-        """Computes it. Yields each piece when its leaves have all of `.grad`; then it is freed."""
+        """Computes the rest, piece by piece; yields a piece when its leaves have all of `.grad`."""
         pending = Counter(at for piece in self._pieces for at in storages(piece.kept()))
         while self._pieces:
             piece = self._pieces.pop(0)
@@ -104,7 +104,7 @@ class Later:
 
 
 class _Through(torch.autograd.Function):
-    """Passes values through unchanged, and notes which gradients come back."""
+    """A function that passes values through unchanged, and notes which gradients come back."""
 
     @staticmethod
     def forward(
@@ -121,10 +121,10 @@ class _Through(torch.autograd.Function):
 
 
 class Cut:
-    """Between outputs and a loss of them, so that the loss has a backward of its own.
+    """A cut between outputs and a loss of them, so that the loss has a backward of its own.
 
-    That frees what the loss has saved, runs hooks that it sets on the outputs once, and suits what
-    can run backward only once, as compiled functions.
+    So tensors that the loss has saved are freed, hooks that it sets on the outputs run once, and
+    functions can be used that run backward only once, as compiled ones.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class Cut:
     def through(self, outputs: Sequence[Any]) -> list[Any]:
         """Returns the outputs as a loss takes them, in the same memory.
 
-        Unless one comes from another: its hooks have to see the gradient from there too. Nor if
-        they share memory: autograd has to know that a change of one changes both.
+        They are not cut off if one comes from another, whose hooks have to see its gradient too, or
+        if they share memory: autograd has to know that a change of one changes both.
         """
         tensors = {
             id(each): each
@@ -270,7 +270,7 @@ def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
 
 
 def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
-    """Lets a piece keep the gradient at its node, and counts it then: in the order of backward."""
+    """Lets a piece keep the gradient at its node; it joins `pieces` when backward gets there."""
 
     def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:
         piece.arrived = arrived

@@ -89,8 +89,8 @@ class Stage:
 
         Args:
             microbatch: as in `forward`.
-            gradients: of what others use, by name. Nothing keeps their memory afterwards, nor that
-                of the inputs.
+            gradients: of what others use, by name. Nothing keeps their memory, or the inputs',
+                afterwards.
             loss: in the last stage.
 
         Returns:
