@@ -56,6 +56,8 @@ class Arithmetic:
 
     Raises:
         UnavailableError: servers were asked for, or are needed, and cannot.
+        ValueError: the optimizer changes all rows of a table with sparse gradients, or lazy rows
+            make no sense for it.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Arithmetic:
 
     @property
     def changes_rows_alone(self) -> bool:
-        """A sparse gradient changes only the rows that it has."""
+        """True if a sparse gradient changes only the rows that it has."""
         kernel = self.kernel
         if isinstance(kernel, OwnStepKernel):
             return kernel.spec.rows

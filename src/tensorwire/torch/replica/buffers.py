@@ -1,7 +1,7 @@
 """Averages, broadcasts or keeps a model's buffers (BatchNorm's statistics) in each step.
 
 A worker that computes several slices gives each the buffers that the step began with, so that the
-result does not depend on who computes which slice.
+result does not depend on which worker computes a slice.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Buffers:
     ) -> None:
         if kind not in _KINDS:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
-        # One slice agrees with itself, and nobody has only a part of it: they are not in the store.
+        # With one slice and a whole model no buffer has to travel: they are not in the store.
         declared = session.slices > 1 or session.pipeline > 1
         self.kind, self._model = kind, model
         self._session = session
         self._owners: list[tuple[nn.Module, str, str]] = []
-        self._empty: list[tuple[nn.Module, str, str]] = []  # of which nobody can be told
+        self._empty: list[tuple[nn.Module, str, str]] = []  # without a shape that could be declared
         seen: set[int] = set()
         for prefix, module in model.named_modules() if declared else ():
             for name, buffer in module._buffers.items():
@@ -119,7 +119,7 @@ class Buffers:
         return [self.indices[name] for _, _, name in self._owners]
 
     def values(self) -> Iterator[tuple[int, Bytes]]:
-        """Copies of `mine`, elements in the order of their indices; until the next call."""
+        """Yields index and bytes, in C order, of each of `mine`; they hold until the next call."""
         if self._packed is not None:
             self._packed.pull(self.tensors)
         elif self._owners:
@@ -171,7 +171,7 @@ class Buffers:
     def own(self, steps: bool = False) -> list[tuple[str, Bytes]]:
         """Returns names and bytes of the buffers that differ from the servers' or are not there.
 
-        With `steps` a step is about to send those that servers know.
+        With `steps`, buffers that the following step sends to the servers are left out.
         """
         if not self._owners:
             found = list(self._model.named_buffers())
@@ -200,7 +200,7 @@ class Buffers:
                 like.copy_(tensor_at(np.frombuffer(data, np.uint8).copy(), like))
 
     def close(self) -> None:
-        """Lets memory go that a device copies from and to; buffers stay where they are."""
+        """Unlocks memory that a device copies from and to; buffers stay where they are."""
         if self._packed is not None:
             self._packed.close()
 
@@ -230,7 +230,7 @@ class Buffers:
                 owned = zip(self._owners, tensors, values, strict=True)
                 for (module, name, _), tensor, value in owned:
                     if 0 in tensor.stride() or tensor.is_inference():
-                        # Forward has put it there, and nobody can write to it.
+                        # Forward has put it there, and it cannot be written to.
                         module._buffers[name] = value.to(tensor.dtype, copy=True)
                     else:
                         tensor.copy_(value)

@@ -11,7 +11,7 @@ JOB_CLOSED = (
 
 
 class ClosedReplica:
-    """Stands for the Replica of an optimizer that was closed, and keeps none of its memory."""
+    """A stand-in for the Replica of a closed optimizer; it keeps none of its memory."""
 
     def __init__(self, text: str = JOB_CLOSED) -> None:
         self._text = text

@@ -67,14 +67,14 @@ class PackedBuffers:
         return self._back
 
     def close(self) -> None:
-        """Lets the pages of its memory go."""
+        """Unlocks the pages of its memory, when no copy uses them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         self._locks.release()
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> PackedBuffers | None:
-    """Packs the buffers of a model that are all on one device; None: they are copied singly."""
+    """Returns a model's buffers packed, if all are on one device; None: they are copied singly."""
     if not tensors or any(is_on_host(each) for each in tensors):
         return None
     if len({each.device for each in tensors}) > 1:

@@ -1,7 +1,7 @@
 """Copies each gradient off a device during backward, as soon as it is there.
 
-It is copied straight into the memory that its server reads, where that is mapped here, on the
-device or the host, or into registered memory of the host from which it is sent.
+It is copied into the memory that its server reads, on the device or the host, if that is mapped
+here. Else it is copied into registered memory of the host, from which it is sent.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class _Target(NamedTuple):
 
 
 class GradientOnHost(NamedTuple):
-    """A gradient that is on the host.
+    """A gradient whose copy is complete.
 
     Attributes:
         tensor: its index in the store.
-        memory: where it is.
-        shared: there its server reads it, and it need not be sent.
+        memory: where it is on the host; empty if it is on the device of its server's share.
+        shared: its server reads it there, so it need not be sent.
     """
 
     tensor: int
@@ -154,7 +154,7 @@ class DeviceGradients:
             self._copy()
 
     def arrive(self) -> Iterator[GradientOnHost]:
-        """Waits for each gradient that has left, in the order of their copies."""
+        """Waits for each gradient that has left; yields it, in the order of the copies."""
         self.start()
         while self._under_way:
             event, indices = self._under_way[0]
@@ -174,7 +174,7 @@ class DeviceGradients:
         self._newest.clear()
         self._compared.clear()
 
-    # ---- changes behind autograd's back
+    # ---- changes that autograd does not see
 
     def compare(self, index: int, before: torch.Tensor, now: torch.Tensor) -> None:
         """Compares two sums of a gradient on the device, which should be equal; see `changed`."""
@@ -190,14 +190,14 @@ class DeviceGradients:
         return next((c[0] for c, changed in zip(compared, differ, strict=True) if changed), None)
 
     def close(self) -> None:
-        """Releases the memory, which is about to go."""
+        """Waits for all copies, and unlocks the memory before it is freed."""
         self.withdraw()
         self.locks.release()
         self._targets.clear()
 
 
 def device_sum(gradient: torch.Tensor, part: slice) -> torch.Tensor:
-    """Returns a sum over bytes of a gradient that its device computes: another one, if they change.
+    """Returns a sum over bytes of a gradient, computed by its device; it changes if they do.
 
     Args:
         gradient: dense; its elements fill one piece of memory.

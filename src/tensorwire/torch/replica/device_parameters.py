@@ -90,7 +90,7 @@ class DeviceParameters:
         self._parameters.pop(index, None)
 
     def adopt(self, part: range | None) -> None:
-        """Lets parameters be this memory with the store's present values; of a part, or all."""
+        """Makes this memory the parameters', with the store's present values; of a part, or all."""
         new = [i for i in self._parameters if part is None or i in part]
         self._make_stretches([i for i in new if i not in self._stretch_of])
         for index in new:
@@ -224,7 +224,7 @@ class DeviceParameters:
         self._compared.clear()
 
     def close(self) -> None:
-        """Ends before the store goes; parameters may stay where they are."""
+        """Ends all copies before the store is closed; parameters may stay where they are."""
         self.settle()
         self.forget_check()
         self.locks.release()

@@ -14,7 +14,7 @@ from tensorwire.parameters import Bytes, Store
 from ..devices import is_on_host
 from ..views import tensor_at
 
-# Kept for so many steps after an edit: who edits in every step needs no new pages each time.
+# Kept for so many steps after an edit: edits in every step need no new pages each time.
 _KEPT_STEPS = 8
 
 
@@ -32,7 +32,7 @@ class EditMemory:
         """Makes parameters, by their index in the store, copies of themselves in this memory."""
         size = store.own.size_bytes + 64
         raw = self._raw
-        # Whatever a script has kept of the last edit holds the memory, and stays as it is.
+        # Tensors that a script has kept of the last edit hold the memory, and stay as they are.
         if raw is None or raw.nbytes != size or sys.getrefcount(raw) > 3:
             raw = self._raw = np.empty(size, np.uint8)
         self._unused = 0

@@ -1,7 +1,7 @@
 """Chooses which bytes of the gradients a step checks: all in the first, then in turn.
 
-Looking is taking a checksum when a gradient leaves, and again at `step()`. It finds what torch does
-not count: changes by way of `.grad.data`.
+A check takes a checksum when a gradient leaves, and again at `step()`. It finds changes that torch
+does not count: by way of `.grad.data`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALL_BYTES = 16 << 10  # a look at few bytes costs as much as this
 
 
 class GradientChecks:
-    """Which bytes of one optimizer's gradients are looked at in which step.
+    """The bytes of one optimizer's gradients that each step checks.
 
     Args:
         sizes: bytes of every dense gradient, by index.
@@ -55,7 +55,7 @@ def sum_of(
 ) -> int | torch.Tensor | None:
     """Returns the checksum of bytes of a gradient; None if unchecked or in another order.
 
-    On a device it is a tensor there, for which nobody has waited.
+    On a device it is a tensor there, which may not be computed yet.
     """
     if part is None or gradient.layout != torch.strided or gradient.stride() != like.stride():
         return None

@@ -81,7 +81,7 @@ class Found(NamedTuple):
     Attributes:
         name, parameter: as in the model.
         offset: in the store.
-        gradient: what became of the gradient; None if there is none.
+        gradient: the state of its gradient; None if it gets none here.
         inside: the parameter lies in the store's memory, or in its copy on a device.
         held: it belongs there; else another optimizer has it.
         slow: why copies to a device are slow; "" if they are not.

@@ -1,10 +1,10 @@
 """Records the gradients and buffers of an optimizer while another one steps, for a replacement.
 
-Such a process computes its last batch again. If one of several optimizers had stepped, it computes
+A replacement computes its last batch again. If one of several optimizers had stepped, it computes
 with the parameters which that step has made, and the results differ: other gradients for optimizers
 that had not stepped, other buffers. So before a commit is noted, the places of other optimizers'
 gradients at the servers and the buffers are noted too; where the script gets to that commit once
-more, gradients and buffers become those again.
+more, gradients and buffers are restored.
 
 Gradients at the servers may be overwritten: by a process that computes the batch again, which
 therefore pushes and produces nothing before; and by a further backward pass of this process, which

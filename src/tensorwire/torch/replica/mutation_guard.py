@@ -1,8 +1,8 @@
 """Notices changes of parameters by the script outside of `step()` and `tw.edit`.
 
-Looked at before every step and every other change, and before a checkpoint is written: values by
-version counter, address and form, the place in the model by identity, and which parameters are
-frozen.
+The parameters are checked before every step and every other change, and before a checkpoint is
+written: values by version counter, address and form, the place in the model by identity, and which
+of them are frozen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .device_parameters import DeviceParameters
 
 
 class MutationGuard:
-    """Guards the parameters of one optimizer.
+    """A guard of the parameters of one optimizer.
 
     Args:
         model: has the parameters.
@@ -32,7 +32,7 @@ class MutationGuard:
         planned: the optimizer's parameters, which are frozen or not for good.
         held: the parameters whose memory is the store's, by index; may lose some later.
         store: has them.
-        on_device: those of them that are on a device; None: none is.
+        on_device: the held parameters that are on a device; None: all are on the host.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ Entry = dict[str, Any]
 
 
 class StateAtServers(defaultdict[Any, Entry]):
-    """Stands for an optimizer's `state` that the servers keep: to use it is an error.
+    """A stand-in for an optimizer's `state` that the servers keep: to use it is an error.
 
     Its length and its `items()`, at which libraries look, say that there is nothing here.
     """
@@ -50,7 +50,7 @@ class OptimizerState:
         store: has the state.
         optimizer: the user's, whose own `state` stays empty where the store has it.
         arithmetic: of the optimizer.
-        ownership: who has the model.
+        ownership: which process has which part of the model.
         parameters: of the store.
 
     Attributes:
@@ -100,7 +100,7 @@ class OptimizerState:
         hooks: Any = self._optimizer
         own = getattr(plain, "__func__", None) is torch.optim.Optimizer.state_dict
         if self.snapshot and not (own and not hooks._optimizer_state_dict_post_hooks):
-            self.snapshot.fetch()  # who knows what they make of the tensors
+            self.snapshot.fetch()  # hooks may use the tensors in any way
         entries = {self._trained[i]: entry for i, entry in found.items()}
         state = self._ownership.state_dict(plain, {**entries, **self._frozen}, found)
         if self._arithmetic.ema:
@@ -123,7 +123,7 @@ class OptimizerState:
 
         Args:
             ema: averages of weights, as in `state_dict`; if there are none, they begin anew with
-                the next step. What has none beside others had its present value so far.
+                the next step. If only some parameters have none, theirs are the present values.
             more: by parameter, what `optimizer.state` holds besides.
         """
         own = vars(self._optimizer)
@@ -283,7 +283,7 @@ class OptimizerState:
 
     @property
     def holds_frozen(self) -> bool:
-        """This process alone has a part of it, of parameters that were trained once."""
+        """True if this process alone has state or averages of parameters that are frozen now."""
         return bool(self._frozen or self._frozen_averages)
 
     def average_frozen(self) -> None:
@@ -303,11 +303,11 @@ class OptimizerState:
                     break
 
     def _count_averaged(self) -> int:
-        """Steps since the averages were loaded."""
+        """Returns how many values the servers' averages have; each step adds one."""
         return int(self._store.counts(averaged=True).max())
 
     def _numbered(self, ema: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Averages as in `state_dict`, by index in the store."""
+        """Returns averages as in `state_dict`, by index in the store."""
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         found = {id(p): ema.get(n, p).detach() for n, p in enumerate(order)}
         indices = {id(p): i for i, p in enumerate(self._parameters)}

@@ -23,7 +23,7 @@ from .declaration import Declaration, Declared, Holder, declare_all, declare_who
 
 
 class Replicated:
-    """Each worker has all of the model.
+    """The ownership of a model that each worker has as a whole.
 
     Args:
         model: of the optimizer; this process's part of a split one.
@@ -87,7 +87,7 @@ class Replicated:
 
 
 class Pipelined(Replicated):
-    """Several processes share a model, and each has the parameters of its stages.
+    """The ownership of a model that several processes share: each has the parameters of its stages.
 
     Args:
         model, optimizer: as of `Replicated`.
@@ -136,7 +136,7 @@ class Pipelined(Replicated):
     def _agree(self, mine_here: Mapping[str, nn.Parameter]) -> list[Declared]:
         """Returns all parameters, in the model's order; all workers call it.
 
-        In which group one is, and whether it is trained, the process says that speaks for it.
+        The process that speaks for a parameter says its group, and whether it is trained.
 
         Raises:
             ValueError: in all processes, if one that has it says something else.
@@ -149,8 +149,8 @@ class Pipelined(Replicated):
         }
         mine = {name: own.get(id(parameter), 0) for name, parameter in mine_here.items()}
         groups = len(self._optimizer.param_groups)
-        # Everybody learns what everybody says, also who has it as it is said: the number of groups,
-        # and of each parameter -1 where it is another process's.
+        # All processes learn from each the number of its groups, and the code of each parameter:
+        # -1 where it does not have it.
         told = [groups, *(mine.get(name, -1) for name in self._index.parameters)]
         heard = [
             np.frombuffer(each, np.int64).tolist()
@@ -238,7 +238,7 @@ class Pipelined(Replicated):
                 like = torch.empty_like(index.buffers[name], memory_format=torch.contiguous_format)
             if name in indices:
                 found[key] = tensor_at(version.value(layout.places[indices[name]]), like)
-            elif name in own:  # a buffer that nobody else has
+            elif name in own:  # a buffer that no other process has
                 found[key] = own[name].detach()
             else:  # without elements
                 found[key] = torch.empty_like(like, device="cpu")

@@ -72,7 +72,7 @@ class Reducer:
         turn: which of this worker's slices is being computed.
         samples: weight of the slice.
         waits: a gradient has come that was not committed.
-        lacks: one had come to a process in whose place this one is, and is not here.
+        lacks: a gradient had come to the process that this one replaces, and is not here.
         begun: how often gradients were committed or withdrawn.
     """
 
@@ -111,7 +111,7 @@ class Reducer:
         self._places: dict[int, Sequence[Place | str]] = {}
         self._tables = TableGradients(store, self._statistics)
         self._on_device: dict[int, DeviceGradients] = {}  # by slice, or -1: of all
-        self._besides: set[int] = set()  # slices of these of which a predecessor's count
+        self._besides: set[int] = set()  # slices of these whose gradients a predecessor left
         self._device = device_of(state.parameter for state in states)
         self._slots: GradientSlots | str = "what another process has left there counts"
         self._later: Callable[[], GradientSlots | str] | None = None
@@ -300,9 +300,9 @@ class Reducer:
         """Sends the gradients in `.grad` that have not left yet, and forgets withdrawn ones.
 
         Args:
-            commits: a commit follows at once, and with it the step: the script cannot change what
-                leaves now, so that nobody looks at its bytes. If the step is interrupted before,
-                it leaves again.
+            commits: a commit follows at once, and with it the step: the script cannot change a
+                gradient that leaves now, so its bytes are not checked. If the step is interrupted
+                before, it leaves again.
 
         Raises:
             RuntimeError: a gradient was changed after it had left.
@@ -387,7 +387,7 @@ class Reducer:
             if state.left is None:
                 missing = True
             elif state.block is None:
-                copied = copied or not state.is_table  # whatever is said of these
+                copied = copied or not state.is_table  # either entry will do for tables
             else:
                 produced = True
                 pooled = pooled or state.block != SLOT
@@ -412,7 +412,7 @@ class Reducer:
         return bytes(present), tuple(blocks)
 
     def watch(self, callback: Callable[[torch.Tensor], None]) -> None:
-        """Calls something when a gradient has come and is not yet added."""
+        """Calls `callback` with each gradient that comes, before it is added to `.grad`."""
         self._hooks += [state.parameter.register_hook(callback) for state in self.states]
 
     def lying(self) -> tuple[bytes, tuple[int, ...]] | None:
@@ -498,7 +498,7 @@ class Reducer:
 
     @property
     def _differ(self) -> bool:
-        """True if the gradients differ from those of the process in whose place this one is.
+        """True if the gradients differ from those of the process that this one replaces.
 
         It computes its last step again. If one optimizer had made it and this one had not, this
         one's gradients were made with new parameters of the other.
@@ -536,7 +536,7 @@ class Reducer:
         return self.turn == 0
 
     def leave_slots(self) -> None:
-        """Leaves committed gradients in their slots, as another slice is computed here."""
+        """Copies gradients out of their slots and closes these: more slices are computed here."""
         if isinstance(self._slots, str) and self._later is None:
             return
         for state in self.states:
@@ -570,12 +570,12 @@ class Reducer:
 
     @property
     def planning_s(self) -> float:
-        """Spent on learning which allocations the gradients are."""
+        """Seconds spent on learning which allocations the gradients are."""
         return self._slots.learning_s if isinstance(self._slots, GradientSlots) else 0.0
 
     @property
     def came(self) -> bool:
-        """A gradient has come, of any step."""
+        """True if a gradient has come in any step."""
         return any(state.bytes_copied is not None for state in self.states)
 
     def close(self) -> None:

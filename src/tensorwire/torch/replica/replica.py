@@ -63,22 +63,22 @@ class Replica:
         others: the replicas of this job's optimizers, this one too once it is made.
         optimizer: the user's.
         model: of which it has parameters; this process's part of a split one.
-        max_norm, buffers, placement, apply: as of `DistributedOptimizer`.
+        max_norm, buffers, placement, apply, parameters_on: as of `DistributedOptimizer`.
         ema: as there; 0: there is no average.
         lazy_rows: sparse="lazy".
         index: of a split model.
 
     Attributes:
         session, optimizer, model: as given.
-        ownership: who has the model.
+        ownership: which process has which part of the model.
         reducer: has the gradients.
         store: has the parameters.
         state: the optimizer's.
         held: what it has while another one steps.
         parameters: all of the store; on meta where another process has one.
-        trained: indices of those that get gradients here.
+        trained: indices of the parameters here that get gradients.
         buffers: the model's.
-        last_norm: of the last averaged gradient; nan where nobody asked.
+        last_norm: of the last averaged gradient; nan if it was not asked for.
         steps: versions that `step` has made.
         scaling: what gradients are multiplied by in the next step (None: 1), and whether nothing is
             applied if they are not finite; a scaler sets it.
@@ -195,7 +195,11 @@ class Replica:
         return self._index.get(id(parameter)) in self._residency.parameters
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Gives a parameter that does not change here to another optimizer of the same model."""
+        """Gives a parameter that does not change here to another optimizer of the same model.
+
+        Raises:
+            ValueError: it is trained here.
+        """
         index = self._index.get(id(parameter))
         if index is not None and index in set(self.trained):
             raise ValueError(
@@ -224,7 +228,7 @@ class Replica:
     def replan(self, saved: dict[str, Any]) -> None:
         """Moves all tensors into a new store, after the optimizer got another group.
 
-        If that cannot be, everything is as before.
+        If an error is raised before the move begins, everything is as before.
         """
         self._residency.guard.check()
         self.withdraw()
@@ -350,8 +354,8 @@ class Replica:
     def step(self) -> None:
         """Commits a slice, and with the last slice of this worker makes the next version.
 
-        `scaling` says by what gradients are multiplied (where they are reduced already it was the
-        same then), and whether nothing is applied if they are not finite, which `finite` tells.
+        `scaling` has the factor of gradients, which must be the same if they are reduced already,
+        and whether nothing is applied if they are not finite; `finite` tells if they were.
         """
         self._check_open()
         if self._editing:
@@ -570,13 +574,13 @@ class Replica:
 
     @property
     def never_stepped(self) -> bool:
-        """Gradients came, and no step was made of them."""
+        """True if gradients came, and no step was made."""
         return self.steps == 0 and self.reducer.came
 
     def close(self, private: bool = True) -> None:
         """Closes the store; with `private` parameters get memory of this process. Idempotent."""
         self.closed = True
-        self._others = ()  # they have it, and it would keep its memory
+        self._others = ()  # this one is among them, and would keep its memory
         self._let_go(private)
         self.store.close()
 

@@ -1,4 +1,4 @@
-"""Torch side of a snapshot for a checkpoint: an optimizer's parameters and state of one version."""
+"""Reads an optimizer's parameters and state of one version, for a checkpoint."""
 
 from __future__ import annotations
 

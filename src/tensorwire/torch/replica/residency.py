@@ -32,7 +32,7 @@ class Residency:
         parameters: by their index in the store.
         names: of the parameters by their id.
         guard: of these parameters.
-        on_device: of those that are on a device; None: none is.
+        on_device: the parameters that are on a device; None: all are on the host.
 
     Attributes:
         parameters: as given; may lose some to another optimizer.
@@ -74,9 +74,9 @@ class Residency:
     def refresh(self, present: bytes) -> None:
         """Copies the store's new version to the places where its memory is not seen.
 
-        Autograd is told that the parameters changed of which this worker has a gradient, so that it
-        refuses a graph that was made before the step, as after any other optimizer. A parameter
-        that only other workers have a gradient of changes too, and autograd is not told.
+        Autograd is told of changed parameters, so that it refuses a graph that was made before the
+        step, as after any other optimizer. It is not told of a parameter for which only other
+        workers have a gradient.
 
         Args:
             present: what this worker's commit says of each tensor; empty if no step was applied.
@@ -107,7 +107,7 @@ class Residency:
             self.on_device.release(index)
 
     def close(self) -> None:
-        """Ends before the store goes; parameters stay where they are."""
+        """Ends all copies before the store is closed; parameters stay where they are."""
         if self.on_device is not None:
             self.on_device.close()
 

@@ -1,7 +1,7 @@
 """Notices that several workers compute the same: their batches are equal.
 
 Random numbers outside `job.loader` are the same in all workers, so a plain DataLoader that shuffles
-gives everybody the same samples. Gradients tell it without a look at any data.
+gives all of them the same samples. Gradients tell it without a look at any data.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class SameBatchesWarning(UserWarning):
 
 
 class SameBatches:
-    """Compares the gradients of one optimizer.
+    """A comparison of one optimizer's gradients among the workers.
 
     All workers make the same steps, so all of them compare at the same one; where each goes at its
-    own pace nobody compares.
+    own pace nothing is compared.
     """
 
     def __init__(self, session: Session) -> None:
@@ -46,7 +46,7 @@ class SameBatches:
 
     @property
     def looks(self) -> bool:
-        """Gradients of this step are wanted."""
+        """True if the gradients of this step are compared."""
         return self._steps > 0
 
     def saved(self) -> tuple[int, int, bool]:
@@ -74,7 +74,7 @@ class SameBatches:
         if self._steps:
             return
         session = self._session
-        # The first bit is that of a worker that counts.
+        # The lowest bit tells that the worker counts.
         mine = (self._found << 1 | 1) & _MASK if self._counts else 0
         told = session.gather(mine.to_bytes(8, "little"))
         for one in told if session.rank == 0 else ():

@@ -17,7 +17,7 @@ class UnevenStepWarning(UserWarning):
 
 
 class SampleCount:
-    """Counts the samples of one optimizer's slices, and their weights.
+    """The count of the samples of one optimizer's slices, and their weights.
 
     A batch counts once, when a gradient comes while it is the present one of a loader that is being
     iterated, of several the innermost; or if it is what `next(iter(loader))` gave and no step has

@@ -84,19 +84,19 @@ class SlicesInTurn:
         """Begins the commit of a slice that is to be averaged.
 
         Raises:
-            ValueError, RuntimeError: this worker cannot have averages.
+            RuntimeError: this worker cannot have averages.
         """
 
     def check_averages(self) -> None:
-        """Raises ValueError or RuntimeError if this worker cannot have averages."""
+        """Raises RuntimeError if this worker cannot have averages."""
         check_averages(self.session.mode, len(self.session.my_slices))
 
     def end_average(self) -> bool:
-        """Ends that; tells whether the average is there."""
+        """Ends the commit of a slice that is averaged; tells whether the average is there."""
         return True
 
     def in_average(self, own: bytes) -> set[int]:
-        """Returns the tensors for which a slice has a gradient in the average, which all have read.
+        """Returns the tensors for which any slice has a gradient, when all have read the average.
 
         Args:
             own: what the commit of this worker's slice says of them.
@@ -108,4 +108,4 @@ class SlicesInTurn:
     # ---- values that are given
 
     def publish_rest(self, commit: CommitSlice) -> None:
-        """Commits what else this worker owes to a version of given values."""
+        """Commits further slices that this worker owes to a version of given values."""

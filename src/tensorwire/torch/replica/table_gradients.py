@@ -1,8 +1,8 @@
 """Pushes the rows of tables' gradients as soon as the host has them.
 
-On a device several lookups of one row are several rows of the gradient, and how many are left when
-they are added up only the device knows. It is asked once, for all tables, and not while backward
-runs: each answer is waited for.
+On a device several lookups of one row are several rows of the gradient. Only the device knows how
+many rows are left when they are added up. It is asked once for all tables, and not while backward
+runs, since this process waits for the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Waiting(NamedTuple):
         state: of its table.
         slice_index: the slice that it is of.
         gradient: sparse by rows, or dense.
-        stream: the number of the one that made it.
+        stream: the number of the stream that made it.
     """
 
     state: GradientState

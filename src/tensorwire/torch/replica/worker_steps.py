@@ -21,7 +21,7 @@ class WorkerSteps:
     Args:
         store: has the averages after each version.
         parameters: of the store.
-        trained: indices of those that the optimizer trains.
+        trained: indices of the parameters that the optimizer trains.
         arithmetic: makes a step.
     """
 

@@ -1,7 +1,7 @@
 """Makes parameters that were written during a pause a version, at all workers.
 
-The values lie at the servers, so that any worker may commit slice 0, which says what there is: also
-one that computes it in the place of one that was killed. docs/files.md has the user's side.
+The values lie at the servers, so any worker may commit slice 0, which says which values there are:
+also one that computes it for a killed worker. docs/files.md has the user's side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .optimizer_state import OptimizerState
 from .residency import Residency
 
 Commit = Callable[[int, int, int, float, tuple[bytes, tuple[int, ...]]], None]
-"""Commits a slice: its index, the operation, flags, its samples, the entries of tensors."""
+"""Commits a slice: its index, the operation, flags, its weight, the entries of tensors."""
 
 
 class WrittenValues:

@@ -10,19 +10,19 @@ from .slices import TakenTurns
 
 
 class BatchTurns(BatchOrder):
-    """Which batch of a pass over a loader comes next, by the steps that the script makes.
+    """The order of the batches of a pass over a loader, by the steps that the script makes.
 
     Args:
         taking: of the worker.
         samples: how many a step of the data has for a slice.
         is_there: tells whether the pass has a step of the data.
-        first: those before it were made before a checkpoint was saved.
+        first: steps of the data before it were made before a checkpoint was saved.
         together: how many of them a slice accumulates, as far as the loader was told.
-        is_ahead: somebody has committed a slice for the next version.
+        is_ahead: tells whether a slice is committed for the next version already.
         begin_step: called before the first batch of a step is chosen.
 
     Attributes:
-        began: the first step of the data of the present version; those before it are over.
+        began: the first step of the data of the present version; earlier ones are over.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Commits the slices of one optimizer's step that one worker has, also of dead workers.
 
-Their number is known when one is committed: `step()` then looks which slices nobody has committed.
+Their number is known when one is committed: `step()` then looks for slices without a commit.
 A slice that needs no batch is committed at once.
 """
 
@@ -23,7 +23,7 @@ class TakenSlices(SlicesInTurn):
 
     Args:
         turns: of the worker.
-        own: what it takes the place of.
+        own: the object that it replaces.
     """
 
     def __init__(self, turns: TakenTurns, own: SlicesInTurn) -> None:
@@ -59,7 +59,7 @@ class TakenSlices(SlicesInTurn):
 
     @property
     def keeps_averages(self) -> bool:
-        """True: this worker's may come to count."""
+        """True: this worker may have to send edited averages for another one."""
         return True
 
     def check_averages(self) -> None:
@@ -67,7 +67,7 @@ class TakenSlices(SlicesInTurn):
         check_averages(self.session.mode, 1)
 
     def begin_average(self, arithmetic: Arithmetic) -> None:
-        """Leaves now what a step needs: who goes on for this worker does not have it."""
+        """Checks and pushes now what a worker that takes this slice over would not have."""
         self.check_hyper(arithmetic)
         self.buffers.push(self.store, self.reducer.slice_index)
 
@@ -92,7 +92,7 @@ class TakenSlices(SlicesInTurn):
             self.reducer.turn = 0
 
     def in_average(self, own: bytes) -> set[int]:
-        """See `SlicesInTurn`. Not by what workers tell each other, as one may be gone."""
+        """See `SlicesInTurn`. The commits at the servers tell, since a worker may be gone."""
         commits = [self.store.last_commit(i) for i in range(self.session.slices)]
         self.session.barrier()
         return {i for i in self.store.layout.trained if any(each.present[i] for each in commits)}

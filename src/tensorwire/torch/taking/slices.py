@@ -1,9 +1,9 @@
 """Decides which slice a worker computes next, its own or one of a worker that was killed.
 
-A step of the script commits one slice. If others of this worker's are missing for the version, a
-worker has died meanwhile or this one has several: `step()` returns without a version, the loader
-gives the batches of the next slice, the same ones that its worker had, and the script makes a step
-with them.
+A step of the script commits one slice. If other slices of this worker are missing for the version,
+a worker has died meanwhile, or this one has several. Then `step()` returns without a version, the
+loader gives the batches of the next slice, the same that its worker had, and the script makes a
+step with them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TakenTurns(SliceTurns):
         self.due, self.samples, self.commits = tuple(due), samples, self.commits + 1
         if not due:
             self.present = None
-            if self._random is not None:  # what the script draws now it draws where nobody died
+            if self._random is not None:  # the script then draws as it would if no worker had died
                 set_random_state(self._random)
             self._random = None
 
@@ -199,7 +199,7 @@ class TakenTurns(SliceTurns):
         return {"worker_changes": self._takeovers.changes}
 
     def go_on(self, saved: Mapping[str, Any]) -> bool:
-        """Takes the numbers of another worker, by whose notes this one joins."""
+        """Takes the numbers of another worker, with whose notes this one joins."""
         self._takeovers.steps = saved["steps"]
         self._takeovers.changes[:0] = saved["worker_changes"]
         return False

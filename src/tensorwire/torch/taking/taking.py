@@ -1,4 +1,4 @@
-"""Puts the taking over of slices in the place of what the spine does without it."""
+"""Joins the parts of taking slices over into the class that a `Session` uses for its turns."""
 
 from __future__ import annotations
 
