@@ -43,7 +43,7 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
     """Writes a file that appears at `path` complete or not at all, also if the system fails.
 
     If the path is a symbolic link, its target is replaced. The mode of a file that was there is
-    kept. If two processes write at a time, the last complete file wins.
+    kept. If two processes write at the same time, the last complete file wins.
 
     Args:
         path: of the file.
@@ -89,7 +89,7 @@ def reason_of(error: OSError, path: str | os.PathLike[str]) -> str:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Returns permissions of the file that is there; None if there is none."""
+    """Returns the permissions of a target; None if it does not exist; OSError if it is no file."""
     try:
         found = target.lstat()  # a link that is left after resolving all leads nowhere
     except FileNotFoundError:
@@ -205,7 +205,7 @@ def _check(file: BinaryIO, name: str) -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise OSError(error.errno, f"{error.strerror}, while it was read", name) from error
-        # Whatever zipfile raises: a damaged length or offset leads it anywhere.
+        # Any error of zipfile: a damaged length or offset leads it anywhere.
         raise ValueError(
             f"{name} is damaged: {error or type(error).__name__}. Copy it again, or load an "
             "earlier checkpoint"

@@ -1,6 +1,6 @@
 """Reads and writes a job's checkpoint as one file that torch.load reads too (see `archive.py`).
 
-Or in a directory of several: `checkpoint_folder.py`.
+`checkpoint_folder.py` writes a checkpoint as a directory of several files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Content:
         }  # fmt: skip
 
     def write(self, path: str | os.PathLike[str], keep: int | None = None) -> Path:
-        """Writes it, and lets go of it; see `Job.save`. Any thread, once."""
+        """Writes the content, then releases it; see `Job.save`. Any thread, once."""
         try:
             for each in self._snapshots:
                 each.fetch()
@@ -143,9 +143,9 @@ def save(
 
 
 def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica]) -> None:
-    """Checks that trained objects are kept, as they would begin anew where a job goes on.
+    """Checks that trained objects are kept: others would begin anew in a job that goes on.
 
-    It is an error if no model is kept, since nobody can want it, else a warning.
+    Warns of a model or an optimizer that is not; RuntimeError if no trained model is kept.
     """
     models = [each for each in trained if any(_is_model_of(thing, each) for thing in kept.values())]
     if trained and not models:
@@ -360,7 +360,7 @@ def _kind(thing: Any, plain: bool) -> str:
 def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
     """Reads the content that `save` has written to the file `there`, called `name`."""
     try:
-        # Whoever has saved it: its devices may be others, or not here.
+        # The job that saved it may have had other devices.
         content = torch.load(there, map_location="cpu", weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         # Not torch's text: it advises to run whatever the file holds.

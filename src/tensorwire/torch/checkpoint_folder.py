@@ -46,8 +46,8 @@ def save(
     Args:
         folder: it may hold other things; they stay.
         content: by the names that were kept.
-        models: the names of those that are states of models; all else goes through `write`, and so
-            does what safetensors has no form for.
+        models: the names of states of models; all else goes through `write`, and so does a state
+            for which safetensors has no form.
         keep: how many are there afterwards, the new one included.
         write: writes a dict to a file.
 

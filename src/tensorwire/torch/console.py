@@ -31,7 +31,7 @@ def _new_bar() -> Progress:
 
 
 class ProgressLine:
-    """The epochs of one call of `Job.epochs`."""
+    """The progress of one call of `Job.epochs`, shown on stderr."""
 
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
@@ -48,7 +48,7 @@ class ProgressLine:
             self._task = self._bar.add_task(text, total=None, values="")
 
     def expect(self, steps: int) -> None:
-        """Tells how many steps will come."""
+        """Sets how many steps the bar has."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=steps)
 
@@ -58,7 +58,7 @@ class ProgressLine:
             self._bar.advance(self._task)
 
     def show(self, values: Mapping[str, float]) -> None:
-        """Figures beside the bar."""
+        """Shows figures beside the bar."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, values=_text(values))
 

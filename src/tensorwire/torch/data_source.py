@@ -1,4 +1,4 @@
-"""Finds out the data that a script gives to `job.loader`, their order, and how they are read."""
+"""Finds out which data a script gives to `job.loader`, in which order, and how they are read."""
 
 from __future__ import annotations
 
@@ -108,8 +108,9 @@ class DataSource:
         shuffle: each pass has another order.
         is_stream: the dataset can only be iterated.
         is_random: each pass may have another order.
-        steps: of a pass; None: nobody knows before.
-        is_exact: so many; else one less if the last batches are too few samples for a step.
+        steps: of a pass; None: unknown before it ends.
+        is_exact: a pass has exactly `steps`; else it may have one less, if the last batches have
+            too few samples for a step.
         name: of the order, for people.
         options: for a DataLoader.
 
@@ -200,7 +201,7 @@ class DataSource:
 
         Args:
             seed: of the job.
-            epoch: parts of all seeds of the pass, and what `set_epoch` is told.
+            epoch: a part of all seeds of the pass, and what `set_epoch` is told.
             number: differs from those of other passes of this loader.
             generator: makes the order of `shuffle=True`.
         """

@@ -1,7 +1,7 @@
 """Copies tensors between the memory of a device and of the host.
 
-Servers keep parameters in the host's memory. Tensors on a device are copied there and back by the
-device's copy engines, in a stream of its own, from and to memory whose pages are locked.
+Servers may keep parameters in the host's memory. The copy engines of a device then copy tensors
+there and back, in a stream of their own, from and to memory whose pages are locked.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CopyStream:
     """A stream in which a device copies to the host beside its computations. One thread at a time.
 
     Args:
-        device: whose.
+        device: that copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class CopyStream:
 
         Args:
             copies: each a target and a source.
-            behind: the number of that stream; None: of the current one.
+            behind: the number of the stream to copy after; None: the current one.
 
         Returns:
             An event; `synchronize()` of it returns when the targets are there.
@@ -138,7 +138,7 @@ class CopyStream:
 
         Args:
             work: gives the device what to do; its tensors stay as they are meanwhile.
-            behind: the numbers of those streams.
+            behind: the numbers of the streams to work after.
 
         Returns:
             What `work` returns, in new memory of the host.
@@ -200,7 +200,7 @@ class PageLocks:
         """Locks the pages of some memory; those that are close to each other together.
 
         It begins on a page, or is a part of memory that does and is locked whole: the driver copies
-        nothing that is locked in part, and pages are shared with nobody's other memory.
+        nothing that is locked in part, and no other memory may be on its pages.
         """
         spans: list[tuple[int, int, list[Bytes]]] = []
         for memory in sorted(memories, key=lambda each: each.ctypes.data):
@@ -232,7 +232,7 @@ class PageLocks:
         self.why_not = f"the driver does not lock its pages: {said or error}"
 
     def release(self) -> None:
-        """Unlocks them, before the memory goes; nothing may be under way."""
+        """Unlocks the pages, before their memory is freed; no copy may be under way."""
         _unlock(self._driver, self._locked)
 
 

@@ -1,7 +1,7 @@
 """Finds a worker's job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
-Where an engine has started the workers, the first one of every host starts a server beside it and
-tells the others its address through the store at which they meet. docs/launchers.md has it all.
+If an engine has started the workers, the first one of every host starts a server beside it. It
+tells the others the address through the store at which they meet. See docs/launchers.md.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def as_durable(place: World, durable: bool | None) -> World:
         durable: as it was given.
 
     Raises:
-        ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be, and
-            those whose workers or servers may come and go.
+        ValueError: it cannot be durable, and `durable` is True, or the launcher needs it: it is
+            `tensorwire serve`, or workers or servers may come and go.
     """
     why = "" if durable is not False else "tw.init(durable=False)"
     names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
@@ -165,7 +165,7 @@ def leave(orderly: bool, error: BaseException | None = None) -> None:
         if code < 0:
             killed, who = True, f"server {index} (pid {process.pid}), beside this worker,"
             print(f"tensorwire: {who} was killed by signal {-code}", file=sys.stderr, flush=True)
-    # Of a server that was killed nobody else could tell.
+    # Only this worker can tell of a server that was killed.
     if _by_engine and tracebacks.is_consequence(error) and not killed:
         time.sleep(_FAILED_END_S)
 

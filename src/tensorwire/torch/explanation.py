@@ -29,7 +29,7 @@ _WITHIN = "its server has its share on the same device"
 _SLOWLY = " by way of the driver's buffer"
 
 STEPS = 2
-"""The first is traced, the second is the first with a plan."""
+"""How many steps are made: the first is traced, the second is the first with a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ExplainRow:
         name: of the parameter.
         role: "parameter" or "gradient".
         shape, dtype: as in torch.
-        arrived: there is one; false of a gradient that backward never made.
+        arrived: false for a gradient that backward never made.
         bytes: of the tensor; of a sparse gradient, those of the rows that it had.
         offset: of its slot in the store, bytes.
         in_place: it lies where the servers read and write it, in its slot or in the pool, or, for a
@@ -94,7 +94,7 @@ class Explanation:
 
     @property
     def arrived(self) -> tuple[ExplainRow, ...]:
-        """The gradients that came, which the totals are of."""
+        """The gradients that came; the totals count these."""
         return tuple(row for row in self.gradients if row.arrived)
 
     @property
@@ -137,9 +137,9 @@ class Explanation:
         """Returns the store from its first byte to its last, in `width` cells.
 
         Returns:
-            Per cell the role of most of its bytes ("in place", "copied", "no gradient" where it
-            never came, "none" where no tensor is) and which gradient has them, counted by their
-            places in the store; -1 for none.
+            Per cell the state of the gradient that has most of its bytes ("in place", "copied", "no
+            gradient"; "none" without a tensor), and the number of that gradient in the store's
+            order, from 0; -1 for none.
         """
         gradients = sorted(self.gradients, key=lambda row: row.offset)
         end = max((row.offset + row.bytes for row in gradients), default=0)
@@ -263,7 +263,7 @@ def _route(gradient: GradientState, outcome: Outcome) -> str:
 
 
 class _EnoughError(BaseException):
-    """Steps were seen; not an Exception, so that no script catches it."""
+    """Raised when enough steps were seen; not an Exception, so that no script catches it."""
 
 
 def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation]:

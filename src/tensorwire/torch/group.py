@@ -42,7 +42,7 @@ class Machines:
         return next(self._splits)
 
     def meet(self, label: str, *, failed: bool = False) -> None:
-        """Returns when all have called it with the same label, once each; at once if this failed.
+        """Waits until all have called it with the same label, once each; not if this one `failed`.
 
         Raises:
             RuntimeError: another one has failed.
@@ -50,14 +50,14 @@ class Machines:
         """
         if self.node is None or not self.peers:
             return
-        # Only its size tells, which is there as soon as it is.
+        # The size alone tells of a failure: it is known as soon as the region is there.
         self.node.allocate(_MET_BYTES * (1 + failed), name=label, access="r")
         for rank, peer in self.peers.items() if not failed else ():
             if peer.wait_region(label, None).size_bytes > _MET_BYTES:
                 raise consequence(f"rank {rank} has failed; its own error tells why")
 
     def close(self) -> None:
-        """Leaves. Idempotent."""
+        """Closes this process's Node. Idempotent."""
         if self.node is not None:
             self.node.close()
 
@@ -112,7 +112,7 @@ def address_in(data: bytes, rank: int) -> str:
     """Returns the address in the bytes of worker `rank`, which end with zeros.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no address.
     """
     try:
         return data.rstrip(b"\0").decode()
@@ -128,10 +128,10 @@ def machine_name(rank: int) -> str:
 
 
 def machines() -> Machines:
-    """Returns the processes that an engine started together, connected; one that is alone is alone.
+    """Returns the processes that an engine started together, connected; or one that is alone.
 
-    The engine is torchrun or another one of docs/launchers.md. Not `tensorwire run`, whose servers
-    wait for workers that join.
+    The engine is torchrun or another one of docs/launchers.md, but not `tensorwire run`, whose
+    servers wait for workers that join.
 
     Raises:
         RuntimeError: another process has claimed this rank.

@@ -1,4 +1,4 @@
-"""Script side of a job: `Job`, by which a script trains with other workers.
+"""Defines `Job`, by which a script trains with other workers.
 
 The Job has what decides a result besides the model: seeds, the position in the data, the objects it
 was asked to keep. How workers reach each other is the `Session`'s.
@@ -96,13 +96,13 @@ class Job:
     def rank(self) -> int:
         """This worker, 0 to size - 1.
 
-        Where another worker's slices are taken over, with the rank of it if that is lower.
+        After it has taken over another worker's slices, that worker's rank if it is lower.
         """
         return self.session.rank
 
     @property
     def replica(self) -> int:
-        """The replica that this worker is of; as `rank`."""
+        """The replica that this worker belongs to, 0 to replicas - 1; it changes like `rank`."""
         return self.session.replica
 
     @property
@@ -114,14 +114,14 @@ class Job:
     def step_complete(self) -> bool:
         """True if the last `step()` has made a version, of all slices of this worker.
 
-        Where a worker has several slices, or takes over a killed worker's, work that belongs to a
-        step is done `if job.step_complete:`, such as a scheduler's step for each batch.
+        A worker may have several slices, or take over a killed worker's. Then work that belongs to
+        a whole step, as a scheduler's step for each batch, is done `if job.step_complete:`.
         """
         return not any(replica.reducer.turn for replica in self.local_replicas)
 
     @property
     def epoch(self) -> int:
-        """The present one inside `epochs`."""
+        """The present epoch inside `epochs`, from 0."""
         return self.session.epoch
 
     @property
@@ -138,7 +138,7 @@ class Job:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The distributed ones."""
+        """The distributed optimizers of this process."""
         return [replica.optimizer for replica in self.local_replicas]
 
     @contextlib.contextmanager
@@ -182,18 +182,22 @@ class Job:
         """Returns the mean over all workers; all call it at the same place of the program.
 
         Args:
-            value: a number, a tensor, or a dict of such. None: this worker has no number and does
+            value: a number, a tensor, or a dict of these. None: this worker has no number and does
                 not count, as where `split.step` has no loss. (Beside tensors or dicts of the others
                 give one like theirs, and weight 0.)
             weight: of this worker, for example its number of samples.
 
         Returns:
             float; a float64 tensor of the same shape; or a dict of these.
+
+        Raises:
+            ValueError: a weight is negative or not finite, or all are 0.
+            RuntimeError: the job was closed.
         """
         return mean_of(self.sum, value, weight)
 
     def barrier(self) -> None:
-        """Returns when every worker has called it."""
+        """Waits until every worker has called it; RuntimeError if the job was closed."""
         self.sum([])
 
     # ---- data
@@ -279,6 +283,9 @@ class Job:
         """Returns this worker's part of a dataset, for evaluation: every `replicas`-th sample.
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
+
+        Raises:
+            TypeError: the dataset has no length.
         """
         return shard_of(dataset, self.session)
 
@@ -305,9 +312,9 @@ class Job:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress.
 
         Args:
-            count: with this number it ends, as `range(first, count)`.
-            first: with this it begins, in a script with a checkpoint of its own. What `job.load`
-                has loaded tells it by itself.
+            count: the end, as of `range(first, count)`.
+            first: the first epoch, in a script with a checkpoint of its own; after `job.load` it is
+                known already.
 
         Raises:
             TypeError: one of them is no whole number.
@@ -350,7 +357,11 @@ class Job:
                 self._progress = None
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
+        """Logs figures (loss=…, accuracy=…): worker 0 shows them, the report has each epoch's last.
+
+        Args:
+            values: by name, each a number or a tensor of one element.
+        """
         plain = {name: as_number(value) for name, value in values.items()}
         self.statistics.values.update(plain)
         if self._progress:
@@ -412,16 +423,16 @@ class Job:
         that it replaces; if the path is a symbolic link, its target is replaced.
 
         With `wait=False` it returns when all is copied, and the file is written from the copies
-        while training goes on. An error of that is raised by the next `save`, which does not save
-        itself, by `load`, or at the end of the job, which waits for the file.
+        while training goes on. If that fails, the error is raised by the next `save`, which then
+        does not save, by `load`, or at the end of the job, which waits for the file.
 
         Args:
             path: of the file; with `keep` of a folder, which is made.
             keep: a directory of its own for this checkpoint, `checkpoint-000007` for example, with
                 a safetensors file for each model and `state.pt` for the rest. So many are kept, the
                 last ones; each worker that calls it makes one.
-            every: of so many calls, after each step or each epoch, one writes, the last; counted
-                on by who acts for a worker that has left. `job.save("folder", keep=3, every=100)`.
+            every: of this many calls the last one writes, as `job.save("folder", keep=3,
+                every=100)` after each step. A worker in the place of another one counts on.
             wait: until it is written. While a file or folder is being written, the next save to it
                 waits.
 
@@ -444,16 +455,16 @@ class Job:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; the job goes on where it was saved.
 
-        `epochs` goes on after the saved epoch. If it was saved while a loader of this job gave out
-        the batches of an epoch, `epochs` begins with that epoch, and its loaders go on after the
-        last step that the file has; worker 0 says so.
+        `epochs` goes on after the saved epoch. If it was saved while a loader gave out the batches
+        of an epoch, `epochs` begins with that epoch. Its loaders go on after the last step that the
+        file has, and worker 0 prints so.
 
         The checksums of the whole file are compared before anything of it is used. A folder in
         which nothing was saved so far, empty or left by a job that died in its first save, is no
         error: worker 0 says so, and nothing is loaded.
 
         Args:
-            path: of a file, of a checkpoint's directory, or of a folder of such: the last one.
+            path: of a file, of a checkpoint's directory, or of a folder: its last checkpoint.
 
         Raises:
             ValueError: it is damaged, no checkpoint of these objects, or of a job with another

@@ -56,8 +56,8 @@ def init(
             MASTER_ADDR and MASTER_PORT.
         world_size: number of workers; given with `rank`. 1: alone, whatever the environment says.
         durable: whether a process of the job that is killed is replaced (docs/fault-tolerance.md).
-            None: as the launcher says; False: nobody is, and servers note nothing; True: an error
-            where the launcher replaces nobody. The same in all workers.
+            None: as the launcher says; False: none is, and servers note nothing; True: an error
+            where the launcher replaces none. The same in all workers.
         mode: "sync": a version is made of the gradients of all slices. "async": each worker steps
             when it is done, with parameters of its own, and adopts the newest version in its
             `step()`; "bounded": it waits there while it is more than `staleness` steps ahead of

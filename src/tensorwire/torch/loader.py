@@ -84,7 +84,7 @@ class ShardOfData(Subset[Any]):
 
     @indices.setter
     def indices(self, value: Sequence[int]) -> None:
-        """Set by the class above; it is a function of the session."""
+        """Ignores what `Subset` sets: the indices follow from the session."""
 
 
 def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
@@ -112,7 +112,7 @@ class _RequestOrder(Sampler[Any]):
 
 
 class _BeginWorker:
-    """Begins a process of a loader: `get_worker_info` shows the user's dataset, not our wrapper.
+    """The start of a loader's process: `get_worker_info` shows the user's dataset, not our wrapper.
 
     Args:
         own: the user's `worker_init_fn`, called after that.
@@ -134,7 +134,7 @@ class _BeginWorker:
 
 
 class Loader:
-    """The loader that `Job.loader` makes. Iterating it is one epoch.
+    """The loader that `Job.loader` makes. Each iteration over it is a pass; an epoch may have more.
 
     Attributes:
         dataset: as given, or the given DataLoader's.
@@ -180,10 +180,10 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Returns batches that this worker gets in an epoch.
+        """Returns how many batches this worker gets in a pass.
 
         Raises:
-            TypeError: nobody knows before, since the data or their sampler have no length.
+            TypeError: it is unknown, since the data or their sampler have no length.
         """
         if self._source.steps is None:
             raise TypeError(f"nobody knows how many batches there are of {self._source.name}")
@@ -219,7 +219,7 @@ class Loader:
         return self._passes
 
     def _count_pass(self) -> None:
-        """Counts a pass; a look at the first batch alone is none."""
+        """Counts a pass; a look at the first batch alone is not counted."""
         self._passes += 1
         if self._source.is_random:
             self._session.position.orders[self._data] += 1

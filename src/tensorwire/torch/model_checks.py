@@ -41,7 +41,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_shared_memory(model: nn.Module) -> None:
-    # Of what is not dense, as every second element of something, nobody knows it by the range.
+    # The range of a tensor that is not dense, as every second element of another, does not tell.
     ranges = []
     for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
         for name, tensor in tensors:

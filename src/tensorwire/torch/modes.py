@@ -1,4 +1,4 @@
-"""Torch side of modes: rejects options without a meaning in a mode, and reports on modes."""
+"""Rejects options that have no meaning in a mode, and reports on modes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_averages(mode: Mode, slices: int) -> None:
 
 
 def told_of(mode: Mode, stores: Sequence[Store]) -> dict[str, Any]:
-    """Returns for a report the mode, and the staleness of this worker's versions."""
+    """Returns the mode and the staleness of this worker's versions, for a report."""
     told: dict[str, Any] = {"mode": mode.name}
     paces = [store.paces for store in stores if isinstance(store, OwnPaceStore)]
     if mode.is_sync or not paces:

@@ -1,4 +1,4 @@
-"""Notes where the script of a worker is, for a process in its place: nowhere, if none comes.
+"""Defines what a worker notes of its script for a process in its place; here it notes nothing.
 
 `rejoin` has the notes of a worker that another process can replace, with the methods of this class.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Notes:
-    """The notes of a worker that nobody replaces.
+    """The notes of a worker that no process replaces.
 
     Attributes:
         repeated: versions that were made of commits of a former process.
@@ -39,7 +39,7 @@ class Notes:
 
     @property
     def returns(self) -> bool:
-        """The script runs again, and is not yet where it was."""
+        """True if the script runs again, and is not yet where it was."""
         return False
 
     @property
@@ -98,4 +98,7 @@ class Notes:
         """Refuses a successor to this process or another worker; worker 0 prints it."""
 
     def refuse_twice(self, what: str) -> None:
-        """Refuses a successor to this process, which would do `what` twice; who joins does not."""
+        """Refuses a successor to this process, which would do `what` twice.
+
+        A worker that joins would not.
+        """

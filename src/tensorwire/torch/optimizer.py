@@ -101,10 +101,10 @@ def DistributedOptimizer(
             supported; another optimizer trains it together with others that this one leaves out;
             the optimizer changes all rows of a table with sparse gradients; an argument makes no
             sense.
-        UnavailableError: another optimizer, or parameters on several devices or a device other
-            than CUDA's.
-        TypeError: `optimizer` is none of torch's, as where the arguments are swapped; there is no
-            such option.
+        UnavailableError: an optimizer of another kind, or parameters on several devices or a
+            device other than CUDA's.
+        TypeError: `optimizer` is not torch's, as where the arguments are swapped; or an option is
+            unknown.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).
     """
@@ -208,8 +208,7 @@ def _check_split(job: Job, split: Any, buffers: str) -> None:
 def replica_of(optimizer: Any) -> Replica:
     """Returns the replica that a distributed optimizer trains.
 
-    Raises:
-        RuntimeError: the optimizer was closed.
+    A closed optimizer has a `ClosedReplica`: to use it raises RuntimeError.
     """
     found: Replica = optimizer._tensorwire
     return found
@@ -261,6 +260,10 @@ class DistributedMixin:
 
         They may then be read, clipped and edited, by every worker in the same way; `step()` applies
         worker 0's. All workers call it, after backward and before `step()`.
+
+        Raises:
+            RuntimeError: workers go at their own pace, a worker has several slices, or a gradient
+                is sparse.
         """
         self._tensorwire.synchronize()
 
@@ -291,7 +294,7 @@ class DistributedMixin:
 
     @property
     def state(self) -> Any:
-        """An error to use while the servers have it; worker 0's own where worker 0 applies."""
+        """The optimizer's state where worker 0 applies; at the servers, an error to use."""
         return vars(self)["state"]
 
     @state.setter
@@ -422,6 +425,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
     Raises:
         ValueError: `max_norm` is 0, negative or NaN; another norm is asked for; or these are
             not all parameters of one distributed optimizer or of several.
+        TypeError: `max_norm` is no number.
+        RuntimeError: workers go at their own pace, or a worker has several slices.
     """
     _check_norm(max_norm)
     if norm_type != 2.0:

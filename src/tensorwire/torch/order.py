@@ -178,7 +178,7 @@ class Steps:
         return self._marks[step - self.first]
 
     def forget(self, before: int) -> None:
-        """Lets go of the steps before one."""
+        """Forgets the steps before one."""
         while self._read and self.first < before:
             self._read.popleft()
             self._marks.popleft()

@@ -10,9 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class PlainSteps:
-    """Looks at the steps of all optimizers of this process until it has told, or is closed.
+    """A watch over the steps of all optimizers of this process, until it prints its line.
 
-    It tells nothing beside a process group of torch.distributed, where a library such as
+    It prints nothing beside a process group of torch.distributed, where a library such as
     DistributedDataParallel may average the gradients.
 
     Args:
@@ -24,7 +24,7 @@ class PlainSteps:
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
-        """Looks no longer."""
+        """Ends the watch."""
         self._hook.remove()
 
     def _stepped(self, optimizer: Any, *arguments: object) -> None:

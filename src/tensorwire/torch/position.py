@@ -47,9 +47,9 @@ class Position:
 
     Attributes:
         began: how many epochs have begun; passes are counted from each of them.
-        made_steps: in the present epoch.
-        orders: how many passes were made over data in a random order, in the present epoch of
-            `Job.epochs` or outside of it, by what `LoaderPass.data` says of the data.
+        made_steps: steps were made in the present epoch.
+        orders: how many passes were made over data in a random order, since the last epoch of
+            `Job.epochs` began, by `LoaderPass.data`.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Seeds and saves torch's random numbers: of the CPU, and of devices in use.
 
-Only the default generators, which the script uses where it names none; `OwnNumbers` those of
+These are the default generators, which a script uses where it names none. `OwnNumbers` has those of
 Python and numpy too.
 """
 
@@ -27,7 +27,7 @@ def seed_of(*parts: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-# Stand for a slice in seeds of numbers that all workers draw.
+# These stand for a slice in seeds of numbers that all workers draw.
 IN_AN_EPOCH, BEHIND_A_PASS, IN_A_STEP, IN_A_SOURCE = -2, -3, -4, -5
 
 
@@ -59,7 +59,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Puts them there again.
+    """Puts saved states back into the default generators.
 
     Raises:
         RuntimeError, AssertionError: CUDA was in use, and cannot be used here; torch says why.

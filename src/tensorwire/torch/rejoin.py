@@ -1,9 +1,9 @@
 """Lets a replacement of a killed worker run its script again, to where the worker was.
 
 A script can go on where the job gives something out: an epoch, a batch, the end of a pass, the end
-of the epochs. There the state of this process alone is noted (`History.mark`). A successor makes
-models, optimizers and loaders as the script says, gets the answers that the former process has got
-from the others, skips the epochs and batches before the position, and goes on there.
+of the epochs. There the state that no other process has is noted (`History.mark`). A successor
+makes models, optimizers and loaders as the script says, and gets the answers that the former
+process got. It skips the epochs and batches before the position, and goes on there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .notes import Notes
 
 
 class Rejoin(Notes):
-    """Notes where the script of a worker is, or brings it there.
+    """The notes of a worker that another process can replace: where its script is.
 
     Args:
         history: of the worker.
         rank: of the worker.
-        tells: worker 0 prints why nobody can take the place of a worker, when that is so; else it
-            is told when one is killed.
-        takeovers: of a worker in whose place nobody comes when it is killed: here what is noted is
-            for those that join; None: else.
+        tells: worker 0 prints why no process can take the place of a worker, as soon as that is
+            so; else the reason is shown only when a worker is killed.
+        takeovers: where other workers take over the slices of a killed one: then the notes are for
+            workers that join. None: a killed worker is replaced.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Rejoin(Notes):
         self._takeovers, self._tells = takeovers, tells and takeovers is None
         self._loop, self._in_loop = 0, False  # of epochs
         self._stepped = False  # since the last position
-        self._told = False  # that nobody can take the place of this process
+        self._told = False  # that no process can take the place of this one
         self._load_again: Callable[[], None] = lambda: None
         self._began: dict[str, Any] = {}  # sums and versions before the present epoch
 
@@ -62,7 +62,7 @@ class Rejoin(Notes):
 
     @property
     def returns(self) -> bool:
-        """The script runs again, and is not yet where it was."""
+        """True if the script runs again, and is not yet where it was."""
         return self._history.position is not None
 
     @property
@@ -190,8 +190,7 @@ class Rejoin(Notes):
     def begin_save(self) -> bool:
         """Begins a `job.save`; tells whether it is to save.
 
-        A predecessor that has got further has saved the state of then, which the servers have no
-        more.
+        A predecessor that got further has saved here; the servers no longer have that version.
         """
         if self._history.replaying:
             text = f"worker {self._rank}, in a new process, leaves out job.save: it goes on later"
@@ -209,7 +208,7 @@ class Rejoin(Notes):
         self._tell()
 
     def refuse_twice(self, what: str) -> None:
-        """Refuses a successor to this process, which would do `what` twice; who joins does not."""
+        """See `Notes`."""
         if self._takeovers is None:
             self.refuse(f"{what}, which a successor would do twice")
 

@@ -31,11 +31,11 @@ from tensorwire.outside import parse_json
 
 JOIN_TIMEOUT = "TENSORWIRE_JOIN_TIMEOUT"
 _PAUSES_S = 0.005, 0.1  # between two looks at what may be there: the first one, and the longest
-_ENTRY_S = 3.0  # for a store to answer who has reached it; then it is tried again
-_ELSEWHERE = "192.0.2.1"  # an address that nobody has
+_ENTRY_S = 3.0  # for a store to answer a client that has reached it; then it is tried again
+_ELSEWHERE = "192.0.2.1"  # an address that no host has
 
 _meetings = itertools.count()  # which all workers hold in the same order
-_kept: dict[tuple[str, int], Any] = {}  # a store that worker 0 closed would end everybody's
+_kept: dict[tuple[str, int], Any] = {}  # for good: if worker 0 closed a store, all would lose it
 
 
 class Meeting:
@@ -51,7 +51,7 @@ class Meeting:
         workers: how many there are.
         store: what they share, empty but for this meeting.
         hosts: the ranks of each host, in order; hosts by their first rank.
-        address: where all hosts can reach worker 0; "" if nobody said it.
+        address: where all hosts can reach worker 0; "" if the engine did not say it.
     """
 
     _deadline: float | None = None
@@ -98,12 +98,12 @@ class Meeting:
         """Waits until all keys are in the store, for `join_timeout_s`; Ctrl-C ends it at once.
 
         Args:
-            keys: each with who sets it.
+            keys: each with the name of the process that sets it.
             advice: what to do if one does not.
 
         Raises:
-            UnavailableError: the time is over, or the store is gone; the message names who is
-                missing.
+            UnavailableError: the time is over, or the store is gone; the message names the missing
+                workers.
         """
         deadline = time.monotonic() + join_timeout_s() if self._deadline is None else self._deadline
         try:
@@ -200,7 +200,9 @@ def _find(rank: int | None, workers: int | None, group: Start | None) -> Start |
 
 
 def check_alone() -> None:
-    """Raises if this process, which was told of no others, looks as if there were some.
+    """Checks that this process, which was told of no others, was not started as one of several.
+
+    Warns if multiprocessing has started it.
 
     Raises:
         ValueError: `torch.multiprocessing.spawn` has started it.
@@ -333,8 +335,8 @@ def _enter_store(host: str, port: int, deadline: float) -> Any:
     The constructor handles no signals, so it never waits for long.
 
     Raises:
-        OSError: nobody listens there until the deadline.
-        RuntimeError: who listens there is no store.
+        OSError: no process listens there until the deadline.
+        RuntimeError: the process that listens there is no store.
     """
     import torch.distributed as dist
 
@@ -354,7 +356,7 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
     """Waits until a port takes connections; Ctrl-C ends it at once, although a name is resolved.
 
     Raises:
-        OSError: nobody listened there in time; the last reason.
+        OSError: no process listened there in time; the last reason.
     """
     over = threading.Event()
     told: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()

@@ -132,7 +132,7 @@ class Saving:
         return None
 
     def _calls_before(self, where: str) -> int:
-        """Returns how many calls to a path were made, also by workers for which this one acts.
+        """Returns how many calls to a path were made, by the worker whose rank this one has.
 
         Their calls are assumed to follow each step, or each pass over the data, as this one does.
         """
@@ -187,7 +187,11 @@ class Saving:
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def _load_again(self) -> tuple[bool, checkpoint.Loaded | None]:
-        """Returns whether a predecessor has noted a load here, and its result; else it is read."""
+        """Repeats a load that a predecessor has noted here.
+
+        Returns:
+            Whether there is such a note, and the loaded checkpoint.
+        """
         if (told := self._session.rejoin.loaded_before()) is None:
             return False, None
         loaded = told["loaded"] and checkpoint.Loaded(*told["loaded"])

@@ -21,12 +21,12 @@ from .kernels import OwnStepKernel, import_all, kernel_of, permitted_imports
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves one job; the exit code is 0 when all workers have left in good order."""
+    """Serves one job; returns the exit code, 0 when all workers have left in good order."""
     # A collection would look through all of torch's modules, a tenth of a second each time.
     gc.freeze()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    # torch warns of steps with sparse gradients until somebody has said which it is.
+    # Else torch warns at steps with sparse gradients that these checks are neither on nor off.
     torch.sparse.check_sparse_tensor_invariants.disable()
     return serve(arguments, "tensorwire.torch.server", _make_kernels)
 

@@ -92,11 +92,11 @@ class Session:
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
         mode: as given.
-        done: epochs that are complete in a checkpoint of now.
+        done: epochs that a checkpoint, written now, counts as complete.
         first_epoch: with which the next loop of `Job.epochs` begins.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         step_seed: of an optimizer that draws numbers in a step of a loader; None: there is no step.
-        position: the same, for a checkpoint.
+        position: where in its data this worker is, for a checkpoint.
         statistics: of the steps.
         before_release: called before servers free a store.
         after_step: called with the result of each version.
@@ -172,7 +172,7 @@ class Session:
         mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
         mine += bytes([member.place.durable])
         told = self.gather(mine + member.colocation.introduction())
-        # In a place without a worker nobody has said anything.
+        # A place without a worker has sent zeros.
         here = [any(each) or not self._world.takeover for each in told]
         durable = [bool(each[_SEED_BYTES]) for each in told]
         others = [rank for rank, is_here in enumerate(here) if is_here and not durable[rank]]
@@ -202,7 +202,7 @@ class Session:
 
     @property
     def replica(self) -> int:
-        """The one that this worker is of."""
+        """The replica that this worker belongs to, from 0."""
         return self.rank // self.pipeline
 
     @property
@@ -254,7 +254,7 @@ class Session:
     def left_due(self) -> RuntimeError | None:
         """Returns and prints the error of a script that ends while a batch is due; else None.
 
-        At the end of a process nobody sees what is raised.
+        At the end of a process a raised error is not seen.
         """
         try:
             self.turns.check("the script ends")
@@ -453,7 +453,7 @@ class Session:
             raise explained from error
 
     def barrier(self) -> None:
-        """Returns when every worker has called it."""
+        """Waits until every worker has called it."""
         self.sum([])
 
     def meet(self) -> None:
@@ -501,7 +501,7 @@ class Session:
     # ---- the end
 
     def close(self, goodbye: bool) -> None:
-        """Leaves the job; without `goodbye` the others learn that this worker failed."""
+        """Ends the session; without `goodbye` the other workers learn that this one failed."""
         self.closed = True
         self._giver = (
             None  # a pass that ends with the interpreter draws nothing: torch is gone then

@@ -22,7 +22,7 @@ class Statistics:
         exposed_s, hidden_s, bytes_pushed: added to by the optimizers as they push and step.
         bytes_produced: of gradients that backward wrote where the servers read them.
         bytes_copied: of copies that this worker made of gradients.
-        values: figures of now, by the names under which the script logs them.
+        values: the last figures, by the names under which the script logs them.
         returns_s: for each process that took the place of this worker, how long it took from the
             last position that was noted until it was there.
     """
@@ -42,7 +42,7 @@ class Statistics:
         self.values: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
         self.returns_s: list[float] = []
-        # By the clock of the host, which is also that of a process in the place of this one.
+        # By the clock of the host, which a process in the place of this one shares.
         self._epoch_at = self._noted_at = time.monotonic()
         self._last: float | None = None
 
@@ -58,12 +58,12 @@ class Statistics:
         self.begin_pass()
 
     def begin_epoch(self) -> None:
-        """Begins an epoch."""
+        """Begins to measure an epoch."""
         self._epoch_at = time.monotonic()
 
     @property
     def epoch_s(self) -> float:
-        """How long the present epoch has taken so far, also in former processes."""
+        """Seconds that the present epoch has taken so far, also in former processes."""
         return time.monotonic() - self._epoch_at
 
     def begin_pass(self) -> None:

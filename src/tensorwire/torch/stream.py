@@ -74,7 +74,7 @@ class FoundSlice(NamedTuple):
 
 
 class StreamReader(Dataset[Any]):
-    """Has the samples of a stream by step and slice; goes forward in it, or reads it again."""
+    """The samples of a stream, by step and slice; an earlier step makes it read all again."""
 
     def __init__(self, dataset: Any, dealing: Dealing) -> None:
         self._dataset, self._dealing = dataset, dealing
@@ -127,7 +127,7 @@ class CollateFound:
 
 
 class StreamPlan:
-    """The plan of a pass over a stream; how long it is comes with its last step.
+    """The plan of a pass over a stream, whose length is known from its last step on.
 
     Args:
         of: the pass.

@@ -47,7 +47,7 @@ class SliceTurns:
 
     @property
     def steps(self) -> int:
-        """How many optimizers have made since the beginning of the job, where others ask for it."""
+        """Steps of the optimizers since the job began, where slices can be taken over; else 0."""
         return 0
 
     @property
@@ -76,15 +76,15 @@ class SliceTurns:
         begin: Callable[[], None],
         is_ahead: Callable[[int], bool],
     ) -> BatchOrder:
-        """Returns which batch of a pass comes next.
+        """Returns the order in which a pass gives its batches.
 
         Args:
             has: tells whether the pass has a step of the data.
             samples: how many a step of the data has for a slice.
-            first: those before it were made before a checkpoint was saved.
-            together: how many of them a slice accumulates.
+            first: steps of the data before it were made before a checkpoint was saved.
+            together: how many steps of the data a slice accumulates.
             begin: called between two steps of the script, before a batch is chosen.
-            is_ahead: tells whether somebody has committed a slice for the next version.
+            is_ahead: tells whether a slice is committed for the next version already.
         """
         return BatchOrder(self, has, first, together, begin)
 
@@ -122,15 +122,15 @@ class SliceTurns:
         """Begins to write a checkpoint."""
 
     def end_save(self) -> None:
-        """Ends that."""
+        """Ends the writing of a checkpoint."""
 
     def of_optimizer(self, own: Any) -> Any:
-        """Returns what decides for one optimizer; `own` is its `SlicesInTurn`."""
+        """Returns the object that decides for one optimizer; `own` is its `SlicesInTurn`."""
         return own
 
 
 class BatchOrder:
-    """Which batch of a pass over a loader comes next: slice by slice, as they accumulate.
+    """The order of the batches of a pass over a loader: slice by slice, as they accumulate.
 
     Attributes:
         began: the first step of the data that is still of use.

@@ -28,7 +28,7 @@ def in_form(
 
 
 class TensorsOver:
-    """Makes tensors over parts of one memory, which share its storage.
+    """A maker of tensors over parts of one memory, which share one storage.
 
     Args:
         memory: of a multiple of 8 bytes, as are the starts of the parts.
@@ -50,8 +50,8 @@ class TensorsOver:
 def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     """Returns the bytes of a tensor in the order in which `like` has its elements in memory.
 
-    Copied only if the tensor's own order is another one, or if it is on a device: then the caller
-    waits for that.
+    They are copied only if the tensor's own order is another one, or if it is on a device; the
+    caller waits for the copy.
     """
     like = tensor if like is None else like
     is_other = tensor is not like and (

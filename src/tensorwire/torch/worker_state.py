@@ -56,7 +56,7 @@ class WorkerState:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Puts it back.
+        """Puts a saved state back.
 
         Raises:
             RuntimeError: the script has other objects than it had.
@@ -97,7 +97,7 @@ class WorkerState:
         }
 
     def load_again(self, loaded: Mapping[str, Any]) -> None:
-        """Restores the worker's part, without the checkpoint; the servers have the rest."""
+        """Restores the changes that `loaded` returned; the servers have the rest."""
         for replica, each in zip(self._replicas, loaded["replicas"], strict=False):
             _go_on(replica, each)
         for name in set(loaded["kept"]) & set(self._own_kept()):
