@@ -31,8 +31,8 @@ Piece = TypeVar("Piece")
 class Aside(Generic[Piece]):
     """A queue of pieces and a daemon thread that delivers them in order. `put` never waits.
 
-    A piece that comes while too much waits is left out; a piece that tells so follows once there is
-    room. Any thread may call it, and a handler of a signal, too.
+    A piece that comes while too much waits is left out; once there is room, `note_missing` says how
+    many were. Any thread may call it, and a handler of a signal, too.
 
     Args:
         deliver: delivers pieces, and may wait; raises nothing.
@@ -61,7 +61,7 @@ class Aside(Generic[Piece]):
         threading.Thread(target=self._run, name="tensorwire-output", daemon=True).start()
 
     def put(self, piece: Piece, size: int = 1) -> None:
-        """Queues a piece, to be delivered after all earlier ones."""
+        """Queues a piece, to be delivered after all earlier ones, unless too much waits."""
         with self._changed:
             if self.waiting and self.waiting + size > self._most:
                 self._missing += 1
@@ -107,7 +107,7 @@ class Aside(Generic[Piece]):
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of it, and waits as long as that takes, also where others made it non-blocking.
+    """Writes all of `data`, however long that takes, also to a descriptor that is non-blocking.
 
     Raises:
         OSError: nobody can read it any more.
@@ -144,7 +144,7 @@ def put_output_aside() -> None:
         aside = asides[found[0]] if found else _writer_to(descriptor)
         asides[descriptor] = aside
         raw = _AsideFile(descriptor, aside)
-        told = io.TextIOWrapper(  # type: ignore[type-var]  # only what is written with is used
+        told = io.TextIOWrapper(  # type: ignore[type-var]  # only its methods that write are used
             raw,
             encoding=stream.encoding,
             errors=stream.errors,

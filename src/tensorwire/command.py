@@ -1,6 +1,5 @@
-"""Checks the options of every subcommand: none is ignored, and none is taken twice.
+"""Defines the base of every subcommand, which checks its options, and the terminal it writes to.
 
-And the terminal that it writes to.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Command(click.Command):
     """A command whose options with one value may be given once: of two, one would be ignored.
 
     Attributes:
-        shows_errors: an UnavailableError may be a script's, whose traceback is to be seen.
-        renamed: earlier options, until 0.1.0: each is an error that says the new one.
+        shows_errors: an UnavailableError may come from a script, whose traceback is to be seen.
+        renamed: old options with the new ones; an old one is an error that names the new one.
     """
 
     shows_errors = False
@@ -96,9 +95,10 @@ def terminal(width: int = 110) -> Console:
 
 
 def with_bar(run: Callable[[Told], R], console: Console, *columns: ProgressColumn) -> R:
-    """Runs with a progress bar, and with these columns beside its label.
+    """Calls `run` with a function that moves a progress bar, and returns its result.
 
-    It is redrawn between the cases only: nothing of this process disturbs a measurement.
+    The bar has these columns beside its label. It is redrawn only when the function is called, so
+    that it disturbs no measurement.
     """
     shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
     with Progress(*shown, console=console, auto_refresh=False, transient=True) as bar:

@@ -1,6 +1,6 @@
 """Defines the exceptions of tensorwire: each names the side that has to act.
 
-Seven classes and five builtins are all that tensorwire raises. The core reports numbers; the
+Seven classes and five builtins are all that the core raises. The core reports numbers; the
 bindings turn them into these classes with `from_code`. This module imports nothing of the
 package, so that every layer may import it.
 """
@@ -91,8 +91,8 @@ def consequence(message: str) -> RuntimeError:
         message: which process has failed, and why.
 
     Returns:
-        The exception, not raised. Its attribute `tensorwire_consequence` tells what shows errors
-        that the cause is elsewhere.
+        The exception, not raised. Its attribute `tensorwire_consequence` tells a launcher that the
+        cause is elsewhere.
     """
     error = RuntimeError(message)
     error.tensorwire_consequence = True  # type: ignore[attr-defined]

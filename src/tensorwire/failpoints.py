@@ -2,7 +2,7 @@
 
 `TENSORWIRE_FAIL=server-0:cell.armed:3:kill` lets server 0 kill itself at the third time it reaches
 `cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. `server-0+1` is its first
-successor; several of them are separated by commas, one for each process. Without the variable a
+successor. Several settings, one for each process, have commas between them. Without the variable a
 place costs a call. The places are the rows of transitions.py.
 """
 
@@ -27,15 +27,15 @@ _name, _left, _signal = "", 0, signal.SIGKILL
 
 
 def arm(process: str, text: str, term: int = 0) -> None:
-    """Makes this process end at the place that a text names, if it names this process.
+    """Makes this process end or stop at the place that a text names, if it names this process.
 
     Args:
         process: this one, as "server-0".
         text: "process:place:times:kill" or "…:stop", several with commas; "" arms nothing.
-        term: how many processes have had the place of this one.
+        term: how many processes have had the place of this one before it.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the text has another form, or names no place.
     """
     global _name, _left, _signal
     for each in text.split(",") if text else ():
@@ -60,5 +60,5 @@ def failpoint(name: str) -> None:
     with _lock:
         _left -= 1
         if _left == 0:
-            # To this thread: one of another might take a signal to the process, when this is on.
+            # To this thread: another might take a signal to the process, while this one goes on.
             signal.raise_signal(_signal)

@@ -39,7 +39,7 @@ def parse_json(data: bytes | str, form: type[T], most_bytes: int = 1 << 16) -> T
 
     Raises:
         ValueError: the text is too long, nested too deeply, no JSON (NaN and Infinity are none),
-            has a key twice, a number that 64 bits do not hold, or another form; with what it is.
+            has a key twice, a number that 64 bits do not hold, or another form; it says which.
     """
     if len(data) > most_bytes:
         raise ValueError(f"it is longer than {most_bytes} bytes")

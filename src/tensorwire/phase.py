@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Transition(NamedTuple):
-    """A transition.
+    """A row of the protocol: one transition of one process.
 
     Attributes:
         name: of the row, and of the failpoint that follows it.

@@ -153,7 +153,7 @@ class _Stack(traceback.StackSummary):
 
 
 def _shorten(shown: traceback.TracebackException, seen: set[int]) -> int:
-    """Leaves out frames of libraries, also of causes and of members; returns how many."""
+    """Leaves out frames of libraries, also in causes and members of groups; returns how many."""
     if id(shown) in seen:
         return 0
     seen.add(id(shown))
@@ -165,7 +165,7 @@ def _shorten(shown: traceback.TracebackException, seen: set[int]) -> int:
             run.append(library)
             continue
         if run:
-            # Those above the user's program began it, and are the same for every error.
+            # Frames above the user's program started it, and are the same for every error.
             if kept or frame is None:
                 count = "1 frame" if len(run) == 1 else f"{len(run)} frames"
                 names = " and ".join(dict.fromkeys(run))
@@ -190,7 +190,7 @@ def _shorten(shown: traceback.TracebackException, seen: set[int]) -> int:
 def _frames_of_ours(shown: traceback.TracebackException) -> int:
     """Returns the number of frames of an exception that tensorwire has caught and retold.
 
-    0: it is another one, or something of the user's is in it, or in what it came from.
+    0 if the exception is another one, or if it or its cause has a frame of the user's code.
     """
     files = [frame.filename for frame in shown.stack]
     if not files or _library(files[0]) != "tensorwire" or shown.exceptions:

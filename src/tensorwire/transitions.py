@@ -1,6 +1,6 @@
 """Lists the protocol of a durable job: the actions of its processes, their order and reasons.
 
-A row is one transition of one process: something is done, and then it is true. The code of the
+A row is one transition of one process, named for what is true after it. The code of the
 processes calls the failpoint of its name there, models/takeover.py and own_pace.py explore the
 rows, and `python -m tensorwire.transitions` prints them. tests/unit/test_transitions.py compares
 the order in the code with the order here. It knows names and sentences only: no memory, no process.

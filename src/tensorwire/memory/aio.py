@@ -67,7 +67,7 @@ class _Bell:
                 _wake(future)
 
     def close(self) -> None:
-        """Wakes everybody and gives the descriptor back. The Node is closed."""
+        """Wakes all waiters and gives the descriptor back, once the Node is closed."""
         for future in self._waiters:
             _wake(future)
         self.loop.remove_reader(self._notifier.fileno())
@@ -95,7 +95,7 @@ def _bell(source: Node | Transfer) -> _Bell:
 
 
 def release(node: Node) -> None:
-    """Gives back the descriptors of a Node that was closed. Any thread."""
+    """Gives back the descriptors of a Node that was closed. Any thread may call it."""
     if exiting():
         return  # with the process; see _ring
     for reference in _bells.valuerefs():  # a copy: other threads begin to wait meanwhile

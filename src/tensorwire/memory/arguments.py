@@ -24,7 +24,7 @@ def addend(value: Any) -> int:
 
 
 def name_text(name: Any, what: str) -> str:
-    """Checks the name of a Node or region; the core checks its length and for control signs."""
+    """Checks the name of a Node or region; the core checks its length and control characters."""
     if not isinstance(name, str):
         raise TypeError(f"a {what}'s name is a str, not {type(name).__name__}")
     try:

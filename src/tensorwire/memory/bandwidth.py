@@ -25,7 +25,7 @@ _PROBE_BYTES = 8 << 20
 
 @functools.cache
 def memory_gb_per_s() -> float:
-    """Returns speed of one memcpy of 8 MiB in this process, measured once (some milliseconds)."""
+    """Returns the GB/s of a memcpy of 8 MiB in this process, measured once (some milliseconds)."""
     source, target = np.ones(_PROBE_BYTES, np.uint8), np.ones(_PROBE_BYTES, np.uint8)
     ends = target.ctypes.data, source.ctypes.data
     seconds = bench_loops.copy_pieces(*ends, _PROBE_BYTES, 0, 1, 5, 1)

@@ -1,7 +1,7 @@
 """Allocates bytes that are filled before other code sees them, as targets of reads.
 
 Many fresh bytes come in large pages, where the system has them. Filling 64 MiB of Python's own
-takes several times as long, nearly all of it for faults of pages.
+takes several times as long, nearly all of it in page faults.
 """
 
 from __future__ import annotations

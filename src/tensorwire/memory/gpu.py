@@ -52,7 +52,7 @@ def gpu_number(device: Any) -> int:
 
 
 def device_name(on_gpu: bool, gpu: int) -> str:
-    """Gives "cpu", "cuda:N", or "cuda" for a GPU of another process that is not seen here."""
+    """Returns "cpu", "cuda:N", or "cuda" for a GPU of another process that is not seen here."""
     return "cpu" if not on_gpu else "cuda" if gpu < 0 else f"cuda:{gpu}"
 
 
@@ -83,12 +83,12 @@ def on_stream(stream: Any, gpu: int) -> OnStream:
     Args:
         stream: a torch.cuda.Stream, an object with `__cuda_stream__` (cuda.core), or the driver's
             handle as an int (0 is the legacy default stream).
-        gpu: of the memory of the call, -1 if there is none on a GPU; what a stream says of itself
-            goes before it.
+        gpu: of the memory of the call, -1 if it is on none; a stream that names its own GPU is
+            on that one.
 
     Raises:
         TypeError: none of these.
-        ValueError: a handle alone, where no memory of the call is on a GPU.
+        ValueError: a handle alone, where no memory of the call is on a GPU; or it is out of range.
     """
     device = getattr(getattr(stream, "device", None), "index", None)
     handle = getattr(stream, "cuda_stream", None)
@@ -178,7 +178,12 @@ class GpuView:
 
 
 def tensor_over(view: GpuView, gpu: int, dtype: Any, shape: tuple[int, ...], count: int) -> Any:
-    """Returns a torch tensor over such bytes."""
+    """Returns a torch tensor of a shape over the first bytes of a view, `count` items in all.
+
+    Raises:
+     PermissionError: the view is read-only.
+     UnavailableError: this torch cannot use CUDA.
+    """
     torch: Any = modules["torch"]
     if view.__cuda_array_interface__["data"][1]:
         raise PermissionError(

@@ -42,7 +42,7 @@ def access_flags(access: str) -> tuple[bool, bool]:
 
 
 def access_name(readable: bool, writable: bool) -> str:
-    """Returns the inverse of `access_flags`."""
+    """Returns the access word for what peers may do; the inverse of `access_flags`."""
     return _ACCESS_NAMES[readable, writable]
 
 
@@ -83,7 +83,7 @@ def check_shown(text: str, what: str) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns the inverse of `split_address`."""
+    """Joins host and port to "host:port" or "[IPv6]:port"; the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

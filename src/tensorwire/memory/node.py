@@ -138,7 +138,7 @@ class Node:
         device = rdma_device or os.environ.get("TENSORWIRE_RDMA_DEVICE", "")
         if device and try_rdma:
             chosen, try_rdma = [*chosen, "rdma"], False
-        # Who restricts the paths knows that others would be faster.
+        # A caller who restricts the paths knows that others would be faster.
         self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
         if quota_bytes is None:
             quota_bytes = min(4 << 30, _core.memory_limit()[0] // 2)
@@ -505,7 +505,7 @@ def _choose_transports(transports: Iterable[str] | None) -> tuple[list[str], boo
 
 
 def _choose_tls() -> str:
-    """Returns what TENSORWIRE_TLS says: "off", "on" or "auto"."""
+    """Returns the value of TENSORWIRE_TLS, "auto" without one; the core checks it."""
     chosen = os.environ.get("TENSORWIRE_TLS", "").strip() or "auto"
     if chosen != "off":
         # The core takes the OpenSSL that is loaded. Were another one loaded before Python's own,

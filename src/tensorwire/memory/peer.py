@@ -318,17 +318,18 @@ class RemoteRegion(MappedView):
     ) -> Transfer:
         """Starts to write numpy arrays to places in this slice, as one transfer.
 
-        As `Peer.write` with a slice for each, which takes longer to make than to write.
+        Does what `Peer.write` does with a slice for each array, and makes no slices.
 
         Args:
             local: the arrays, C-contiguous and without Python objects. Each is kept alive until the
                 transfer is complete and must not change before.
-            offsets: where each begins, in bytes from the start of this slice. None may overlap.
+            offsets: where each begins, in bytes from the start of this slice. Arrays must not
+             overlap there.
             signal: as in `write`: raised after all of them are in place.
 
         Raises:
             TypeError: not all are numpy arrays, or the signal is no (RemoteWord, int).
-            ValueError: not as many offsets, or one that lies outside, as the end of its array may.
+            ValueError: not as many offsets as arrays, or an array does not fit at its offset.
                 Nothing was written then.
             PermissionError, ClosedError, PeerLostError, StaleHandleError: as for `write`.
         """
@@ -504,7 +505,7 @@ class Prepared:
         self._core = core
 
     def __len__(self) -> int:
-        """Returns number of pieces."""
+        """Returns the number of pieces."""
         return self._core.size
 
     @property

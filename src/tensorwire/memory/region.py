@@ -367,9 +367,9 @@ class Word:
             value: 0 to 2**64 - 1.
             timeout_s: None waits for ever.
             peer: who is to raise the word. The waiting ends if it is lost.
-            pace: of waits for the same, which it remembers. Where they were as short as a few
-                wake-ups at both ends, this one polls for somewhat longer than they took before it
-                sleeps, at most a millisecond and mostly less than half of one, if a core is free.
+            pace: remembers how long earlier waits for the same took. If that was as short as a few
+                wake-ups at both ends and a core is free, this wait polls somewhat longer than they
+                took before it sleeps: at most 1 ms, mostly less than half of that.
 
         Raises:
             TimeoutError: `timeout_s` has passed.
