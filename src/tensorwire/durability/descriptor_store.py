@@ -1,7 +1,7 @@
 """Hands descriptors of a member to its launcher, so that memory and socket outlive it.
 
-As systemd's FDSTORE: the launcher keeps them under a key and gives them to the successor of a
-server that was killed. The messages are in docs/internals/launch.md.
+Like systemd's FDSTORE: the launcher keeps them under a key and gives them to the successor of a
+member that was killed. The messages are in docs/internals/launch.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tensorwire.jobs.door import Message, receive_message, send_message
 
 LISTENER = "listener"
-"""The key of the socket on which a server listens."""
+"""The key of the socket on which a member listens."""
 
 STORE, TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
 """Environment variables of a worker: its socket to the launcher; how often it was replaced."""
@@ -47,7 +47,7 @@ class _HandedOver(TypedDict):
 
 
 class Kept(NamedTuple):
-    """A descriptor kept under a key, owned by us, with its owner's description."""
+    """A descriptor kept under a key, which this process closes, and a description of it."""
 
     about: dict[str, Any]
     descriptor: int
@@ -66,7 +66,7 @@ class Takeover(NamedTuple):
 
 
 class DescriptorStore:
-    """A server's end. Any thread may use it.
+    """A member's end of the channel to its launcher. Any thread may use it.
 
     Args:
         channel: the socket towards the launcher, owned from now on.
@@ -92,7 +92,7 @@ class DescriptorStore:
         return DescriptorStore(socket.socket(fileno=descriptor))
 
     def wait_for_takeover(self) -> Takeover | None:
-        """Waits until this standby is needed, and takes all that was kept; None: it is not needed.
+        """Waits until this process is needed, and takes all that was kept; None: it is not needed.
 
         Raises:
             ValueError: the messages are not those of a launcher.
@@ -163,18 +163,18 @@ class DescriptorStore:
 
     @property
     def has_ended(self) -> bool:
-        """The launcher says nothing any more. To be asked when `descriptor` is ready."""
+        """True if the launcher says nothing any more; waits unless `descriptor` is ready."""
         return not self._channel.recv(1, socket.MSG_PEEK)
 
     @property
     def abandoned(self) -> bool:
-        """The launcher is gone, and with it all that it held."""
+        """True if the launcher is gone, and with it all that it kept."""
         poll = select.poll()
         poll.register(self._channel, 0)
         return bool(poll.poll(0))
 
     def take(self, key: str) -> Kept | None:
-        """Returns the descriptor that a former server has kept under a key, once.
+        """Returns the descriptor that a predecessor has kept under a key, once; None without one.
 
         The launcher keeps it too.
         """
@@ -187,7 +187,7 @@ class DescriptorStore:
             return list(self._kept)
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # Without its launcher the server is about to be killed; one that keeps no more has said so.
+        # Without its launcher this process is about to be killed.
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 try:

@@ -120,7 +120,7 @@ class DurableMemory:
         return region
 
     def free(self, region: Region) -> None:
-        """Frees a region of `allocate`. Any thread."""
+        """Frees a region of `allocate`. Any thread may call it."""
         if self._store is not None:
             # First: as soon as it is freed, another thread may get and keep its id.
             self._store.drop(f"{_REGION}{region.name}")

@@ -39,10 +39,10 @@ _GOES_ON = "The job can go on from its last checkpoint: job.load"
 class NoteKind(IntEnum):
     """The subject of a note.
 
-    The result of a sum of all workers, a slice's commit, the result of a version of a store; that a
-    checkpoint is about to be loaded (number 0), and its result (number 1). For an optimizer while
-    another one commits: the place of its gradients, that these are about to change, and its
-    buffers.
+    SUM: the result of a sum of all workers. COMMIT: a slice's commit. VERSION: the result of a
+    version of a store. LOAD: a checkpoint is about to be loaded (number 0), and its result
+    (number 1). Of an optimizer while another one commits, GRADIENTS: where its gradients are;
+    CHANGED: these are about to change; BUFFERS: its buffers.
     """
 
     SUM = 1
@@ -79,7 +79,7 @@ class History:
         region: zeroed, or a predecessor's; of HISTORY_BYTES.
         rank: of the worker, for messages.
         joins: the region has what `begin_of` gave, of another worker: this process joins the job.
-        within: whether what is got within a pass is noted; nobody needs it who only joins.
+        within: notes within a pass over a loader are kept; a worker that joins needs none of them.
 
     Attributes:
         position: where the predecessor was, as it was given to `mark`; None: nowhere yet, or it has
@@ -122,7 +122,7 @@ class History:
 
     @property
     def replaying(self) -> bool:
-        """A predecessor has got further than this process."""
+        """True if a predecessor has got further than this process."""
         return self._joins or bool(self._ahead or self._later) or self.position is not None
 
     @property
@@ -139,7 +139,7 @@ class History:
 
     @property
     def is_refused(self) -> bool:
-        """No process can go on in the place of this one, also not later."""
+        """True if no process can go on in the place of this one, now or later."""
         return bool(self.reason) and not self._is_lost
 
     def refuse(self, reason: str) -> None:
@@ -150,7 +150,7 @@ class History:
 
     @property
     def _is_lost(self) -> bool:
-        """Notes were lost, so that none can, until a position is noted that needs none of them."""
+        """True if notes were lost: no successor can go on before a position needs none of them."""
         return bool(self._numbers[_LOST_AT])
 
     def _give_reason(self, reason: str) -> None:
@@ -269,7 +269,7 @@ class History:
     def note(
         self, kind: NoteKind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
     ) -> None:
-        """Adds a note."""
+        """Adds a note at the end, unless no successor could use it."""
         if self.is_refused or (self._passing and not self._within):
             return
         entry = Entry(kind, data, store, number, slice_)

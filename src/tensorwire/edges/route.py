@@ -64,7 +64,7 @@ class Route:
 
     @property
     def opened_name(self) -> str:
-        """The name of a region that the target allocates when the first one has its head."""
+        """The name of a region that the target allocates once the region `name` has its head."""
         return f"{self.name}/opened"
 
     @property
@@ -77,12 +77,12 @@ class Route:
         return f"{self.name}/{bucket.index}.{at}.{self.flight(turn)}.{number}"
 
     def flight(self, turn: int) -> int:
-        """Returns which memory a turn uses."""
+        """Returns the number of the memory that a turn uses, from 0 to flights - 1."""
         return (turn - 1) % self.flights
 
     @property
     def words_bytes(self) -> int:
-        """All words, each on a line of its own."""
+        """The size of all words, each on a cache line of its own."""
         return ALIGN_BYTES * len(self.buckets) * self.flights
 
     @property
@@ -91,15 +91,15 @@ class Route:
         return ALIGN_BYTES + self.words_bytes + self.arena_bytes * self.flights
 
     def taken(self, bucket: Bucket, turn: int) -> int:
-        """Returns offset of a word at the source."""
+        """Returns the offset of the word at the source that says that a turn was released."""
         return ALIGN_BYTES * (bucket.index * self.flights + self.flight(turn))
 
     def filled(self, bucket: Bucket, turn: int) -> int:
-        """Returns offset of a word at the target."""
+        """Returns the offset of the word at the target that says that a turn has come."""
         return ALIGN_BYTES + self.taken(bucket, turn)
 
     def start(self, bucket: Bucket, turn: int) -> int:
-        """Returns offset of a bucket at the target."""
+        """Returns the offset of a bucket at the target in the memory of a turn."""
         arena = ALIGN_BYTES + self.words_bytes + self.arena_bytes * self.flight(turn)
         return arena + bucket.offset
 

@@ -1,4 +1,4 @@
-"""Represents the tensors of a plan as numpy arrays, and a run as a block that describes it.
+"""Represents the tensors of a plan as numpy arrays, and a turn as a block that describes it.
 
 Pure. Blocks come from other processes: everything in one is checked against the plan.
 """
@@ -29,12 +29,12 @@ Value = NDArray[Any]
 
 
 def size_bytes(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """Returns the bytes of the values of one run."""
+    """Returns the bytes of the values of one turn."""
     return DTYPES[tensor.dtype] * math.prod(shape)
 
 
 def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
-    """Checks the value of a run and returns its shape.
+    """Checks the value of a turn and returns its shape.
 
     Raises:
         TypeError: no numpy array, or a masked one.
@@ -53,18 +53,18 @@ def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError if a run must not make this shape."""
+    """Raises ValueError if a turn must not have this shape."""
     if not tensor.takes(shape):
         raise ValueError(f"{tensor.name!r} is planned as {tensor}; shape {shape} is not possible")
 
 
 def values_in(tensor: Tensor, shape: tuple[int, ...], memory: Any) -> Value:
-    """Returns the values of a run as an array over writable memory of `size_bytes` or more."""
+    """Returns the values of a turn as an array over writable memory of `size_bytes` or more."""
     return np.ndarray(shape, _NUMPY[tensor.dtype], memory)
 
 
 def write_block(tensor: Tensor, shape: tuple[int, ...], memory: int = 0) -> NDArray[np.uint8]:
-    """Returns the block of a run; `memory` is the number of the sender's memory with the values."""
+    """Returns the block of a turn; `memory` is the number of the memory that has its values."""
     dims = shape + (0,) * (16 - len(shape))
     text = _BLOCK.pack(_MAGIC, len(shape), size_bytes(tensor, shape), memory, *dims)
     return np.frombuffer(text.ljust(BLOCK_BYTES, b"\0"), np.uint8)

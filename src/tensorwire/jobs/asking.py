@@ -18,7 +18,7 @@ from tensorwire.jobs.secret import secret_in
 
 _LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
 _ANSWER_S = 10.0  # of a launcher that is asked to take something back
-_LOOK_S = 0.1  # whether it is still wanted
+_LOOK_S = 0.1  # between two looks whether it is still wanted
 
 
 class _Nonce(TypedDict):

@@ -87,7 +87,7 @@ def _lock_patiently(path: Path) -> int | None:
     """Returns the descriptor of the locked file of this name; None if a worker holds it."""
     deadline = time.monotonic() + _PATIENCE_S
     while (descriptor := open_locked(path)) is None:
-        # It may have been removed between the two calls, by who held it or found it left.
+        # Its holder, or a process that found it left, may have removed it between the two calls.
         if _is_running(_holder(path)) or time.monotonic() > deadline:
             return None
         time.sleep(0.005)

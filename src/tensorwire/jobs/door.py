@@ -34,7 +34,7 @@ LONGEST_MESSAGE = 1 << 16
 """The most bytes of a message, unless its receiver wants more."""
 
 _MOST_DESCRIPTORS = 253  # that the kernel lets through in one message (SCM_MAX_FD)
-_LONGEST_PATH = 107  # the kernel has room for so much
+_LONGEST_PATH = 107  # bytes for which the kernel has room
 _MOST_SILENT = 64  # connections that have sent nothing; more make room for others
 _PURPOSE = b"tensorwire: ask the launcher of a job"
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user and group of the other end
@@ -173,7 +173,7 @@ class DoorClient:
             self.send({"nonce": nonce})
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Sends a message, which a process that is gone or does not read misses."""
+        """Sends a message; a process that is gone, or does not read, misses it."""
         with contextlib.suppress(OSError):
             send_message(self.channel, message, descriptors)
 

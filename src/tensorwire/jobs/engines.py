@@ -112,7 +112,7 @@ def find_cluster_start(environ: Mapping[str, str]) -> Start | None:
     """Returns the start by the variables of MPI or Slurm; None without them.
 
     Raises:
-        ValueError: as `find_start`.
+        ValueError: as for `find_start`.
     """
     return _open_mpi(environ) or _pmi(environ) or _slurm(environ)
 
@@ -268,13 +268,13 @@ def _meeting_point(environ: Mapping[str, str], told_by: str) -> tuple[str, int]:
 def _check_nobody_else(environ: Mapping[str, str], start: Start | None) -> None:
     """Raises ValueError if a variable hints at other workers: each would train a model of its own.
 
-    So it is where a script names its rank to `init_process_group` alone.
+    This happens where a script names its rank to `init_process_group` alone.
 
     Args:
         environ: the variables.
         start: an engine that says that this process is alone; another one may be inside of it.
     """
-    # Slurm starts what starts MPI: an outer one's variables are still there.
+    # Slurm may have started mpiexec: its variables are still there.
     without = () if start is None else _CLUSTERS
     signs = [
         (name, engine)

@@ -53,7 +53,7 @@ def cache_folder() -> Path | None:
 
 def _candidates(refusals: list[str]) -> Iterator[Path]:
     """Yields the folders to try; adds to `refusals` why others cannot even be tried."""
-    # `su` and `sudo` may leave the one of another user.
+    # `su` and `sudo` may leave the folder of another user.
     runtime = Path(os.environ.get(RUNTIME, ""))
     try:
         reason = _why_unfit(runtime) if runtime.is_absolute() else "not set, or no absolute path"
@@ -69,7 +69,7 @@ def _candidates(refusals: list[str]) -> Iterator[Path]:
         refusals.append(str(error.strerror))
     else:
         yield temporary / f"tensorwire-{os.geteuid()}"
-    # A home can be that of several hosts, and their locks need not know of each other.
+    # Several hosts can share a home, and their locks need not know of each other.
     if (cache := cache_folder()) is not None:
         with contextlib.suppress(OSError):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _candidates(refusals: list[str]) -> Iterator[Path]:
 
 
 def _why_unfit(folder: Path) -> str | None:
-    """Returns why another user can write to it, or this one cannot; follows no links."""
+    """Returns why others can write to it, or this user cannot; None: it is fit. No links."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "no folder"

@@ -63,7 +63,7 @@ class RunningFileWorker:
         rank: of the worker.
         server: where server 0 of its job listens.
         pid: of the process.
-        socket: where who writes the files connects: a path.
+        socket: path of the socket at which the mount that takes the files connects.
         started: seconds since 1970.
     """
 

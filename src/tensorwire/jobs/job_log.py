@@ -270,7 +270,7 @@ class JobLog:
 def note_in_job_log(what: str, **about: Any) -> None:
     """Adds a line to the log of this worker's job, if there is one."""
     if path := os.environ.get(JOB_LOG):
-        with contextlib.suppress(OSError):  # what is not told is not in the launcher's last lines
+        with contextlib.suppress(OSError):  # the log then lacks this line
             flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags)
             try:

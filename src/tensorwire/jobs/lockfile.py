@@ -1,6 +1,6 @@
 """Locks files for the life of a process; the kernel unlocks them when it ends.
 
-Removes names of this process in the runtime folder, which may be another one by then.
+Removes names that this process has made in the runtime folder, unless they name other files now.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_locked(folder: Path, prefix: str, flags: int = 0) -> tuple[Path, int]:
         Its path, and the descriptor by which it is locked.
 
     Raises:
-        OSError: as `open_locked`.
+        OSError: as for `open_locked`.
     """
     while True:
         path = folder / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"

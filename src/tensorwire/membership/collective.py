@@ -36,7 +36,7 @@ _PLACE = _HEAD_BYTES + _MOST_BYTES
 _BLOCK = mailbox_bytes(_PLACE)
 _BLOCK += -_BLOCK % 64
 _TEXT = 4096  # bytes after a worker's block: why no result will follow
-_FAILED = 1 << 62  # a worker's mailbox counts as many messages then
+_FAILED = 1 << 62  # the number of the message in a worker's mailbox once the job has failed
 
 
 class _Answer(NamedTuple):
@@ -55,7 +55,7 @@ class CollectiveServer:
         region = member.allocate(_BLOCK * member.count, name=_REGION, access="w")
         starts = range(0, region.size_bytes, _BLOCK)
         self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
-        # With the place of the text. Its owner has called when it is looked up: it is there.
+        # With the place of the text. Looked up after the worker's first call: it is there then.
         self._outboxes = OfWorkers[RemoteRegion](member, _their_region)
         # The last answer after its number, before it is sent: a successor sends it again.
         last = member.allocate(_BLOCK, name="last sum", access="none").array()
@@ -66,7 +66,7 @@ class CollectiveServer:
 
     def is_waiting(self, rank: int) -> bool:
         """Tells whether a worker is in a call that not all others have reached."""
-        # Of a sum that was made all know; who has joined since has sent nothing so far.
+        # All know the sums that were made; a worker that has joined since has sent nothing yet.
         made = int(self._last_number[0])
         calls = {r: max(each.count, made) for r, each in enumerate(self._inboxes)}
         return calls[rank] > min(n for r, n in calls.items() if not self._member.is_taken(r))
@@ -107,7 +107,7 @@ class CollectiveServer:
     def _gather(self, number: int) -> NDArray[np.uint8]:
         ranks = range(self._member.count)
         parts = [self._part(rank, number) for rank in ranks]
-        # Who has joined meanwhile gives its part; those who let it join have given theirs since.
+        # A worker that has joined meanwhile gives its part, too.
         while late := [r for r in ranks if parts[r] is None and not self._member.is_taken(r)]:
             for rank in late:
                 parts[rank] = self._part(rank, number)
@@ -130,12 +130,12 @@ class CollectiveServer:
                 member.tell_workers(boxes, answer, number)
 
     def tell(self, text: str) -> None:
-        """Ends every worker's present and future calls with an error; by the main thread."""
+        """Ends every worker's present and future calls with an error. For the main thread."""
         with self._sending:
             self._failed = True
         message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         for rank, peer in self._member.workers.items():
-            # One that is lost has none, nor has one that has not called yet.
+            # A worker that is lost, or has not called yet, has no region.
             with contextlib.suppress(LookupError, TensorwireError):
                 region = self._outboxes.get(rank) or peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)

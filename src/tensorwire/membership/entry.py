@@ -2,7 +2,7 @@
 
 The supervisor of a host listens on a unix socket. A worker says its rank and gets what
 `tensorwire run` would have put into its environment; the socket is then the one for its
-descriptors. Each of the two looks that the other is of the same user. The messages are in
+descriptors. Each of the two checks that the other is of the same user. The messages are in
 docs/internals/launch.md. Knows no torch and starts nothing.
 """
 
@@ -27,7 +27,7 @@ SUPERVISOR = "TENSORWIRE_SUPERVISOR"
 _TOLD_BY = f"{RANK} and {SUPERVISOR}"
 _PAUSE_S = 0.05
 _ANSWER_S = 30.0  # of a program that does nothing but wait for such questions
-# Nobody listens, one that was killed has left its name, and so many come that one has to wait.
+# Nobody listens yet; a supervisor that was killed has left its name; too many connect at once.
 _NOT_YET = FileNotFoundError, ConnectionRefusedError, BlockingIOError
 _SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
 
@@ -47,8 +47,8 @@ def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float =
 
     Args:
         environ: names the socket and the rank, and gets the rest.
-        timeout_s: how long it is waited for a supervisor that does not listen yet; one that was
-            there when torchrun started this worker the first time is not waited for.
+        timeout_s: how long to wait for a supervisor that does not listen yet; a worker that
+            torchrun has started again does not wait.
 
     Raises:
         RuntimeError: another process is this worker, or the job is over, or has no such rank.

@@ -230,11 +230,11 @@ class ServerMember:
         turn_away(peer, f"server {self.index}", reason)
 
     def returned(self) -> tuple[Peer, Peer] | None:
-        """Returns a worker that came back while the job runs: its old Peer and its new one.
+        """Returns the old and the new Peer of a worker that came back while the job runs, or None.
 
-        It is another incarnation, which knows nothing of the job; the first one is gone, or cannot
-        be heard although it was not yet missed. On one host an end is seen at once, so that a
-        second one of a name is none of the job's; it is turned away, as strangers are.
+        The new one is another incarnation, which knows nothing of the job; the old one is gone, or
+        silent and not yet missed. On one host an end is seen at once, so that a second process of
+        a name is none of the job's: it is turned away, as strangers are.
         """
         with contextlib.suppress(TimeoutError):
             while True:
@@ -377,7 +377,7 @@ class ServerMember:
                 raise lost(peer)
 
     def _returns(self, worker: Peer) -> bool:
-        """Tells whether a lost worker may have a successor: it was killed, its socket is held."""
+        """Tells whether a lost worker may have a successor: it was killed, its socket is kept."""
         return self.durable and not ended_in_order(worker) and is_open(worker.address)
 
     def _recover(self, index: int, peer: Peer) -> None:
@@ -425,8 +425,8 @@ class OfWorkers(Generic[Found]):
 
     Args:
         member: the server.
-        find: looks it up. It must not hold who has this object: memory of a store that is closed
-            is given back when nobody holds it, and a circle waits for the garbage collector.
+        find: looks it up. It must not refer to the owner of this cache: a closed store gives its
+            memory back once nothing refers to it, and a cycle waits for the garbage collector.
     """
 
     def __init__(self, member: ServerMember, find: Callable[[Peer], Found]) -> None:

@@ -65,15 +65,16 @@ class _LauncherSays(TypedDict, total=False):
 class ChangeWord(StrEnum):
     """The first key of a message about a change of the workers; its value is a number."""
 
-    # From the launcher: of the question; of the change, of which it is the plan, all have left
-    # that are to, or who joins goes on; of a question that is taken back.
+    # From the launcher. PREPARE and CANCEL: the number of a question, and of one that it takes
+    # back. PLAN, LEFT, GO: the number of a change: this is its plan; all workers that are to
+    # leave have left; a worker that joins goes on.
     PREPARE = "prepare"
     PLAN = "plan"
     LEFT = "left"
     GO = "go"
     CANCEL = "cancel"
-    # From a worker: how many steps it has made; it waits; of the change that it has made, has
-    # joined by.
+    # From a worker. AT: how many steps it has made. READY: 1, it waits to join. SWITCHED,
+    # JOINED: the number of the change that it has made, or has joined by.
     AT = "at"
     READY = "ready"
     SWITCHED = "switched"
@@ -88,7 +89,7 @@ class PlannedChange:
         number: of the change.
         step: after which it is, counted from the beginning of the job.
         mine: the places that this worker has from then on; empty: it leaves.
-        owners: whose each place is whose control word changes.
+        owners: the new owner of each place whose control word changes.
         donor: the worker that notes where the script is, for those that join; None: nobody does.
     """
 
@@ -167,7 +168,7 @@ class Takeovers:
         threading.Thread(target=self._run, name="tensorwire-takeovers", daemon=True).start()
 
     def _run(self) -> None:
-        # Whoever waits for a server that is gone gets the error.
+        # A thread that waits for a server that is gone gets the error.
         try:
             with contextlib.suppress(TensorwireError, OSError):
                 while (told := self._store.hear(_LauncherSays)) is not None:
@@ -301,9 +302,7 @@ class Takeovers:
     def offer(self, against: str, joining: str = "") -> None:
         """Announces why others could not take over this worker's slices; "" if they could.
 
-        `joining` does the same for workers that would join by this worker's notes.
-
-        Does the same for workers that would join by this worker's notes.
+        `joining` is why no worker could join by this worker's notes; "" if one could.
         """
         if (against, joining) != self._offered:
             self._offered = against, joining

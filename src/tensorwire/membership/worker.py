@@ -88,6 +88,7 @@ class WorkerMember:
 
         Raises:
             UnavailableError: a server cannot be reached; the message names it.
+            RuntimeError: this process cannot take the place of the worker that was killed.
             ValueError: the environment makes no sense.
         """
         place.check()
@@ -157,7 +158,7 @@ class WorkerMember:
         Afterwards the Peer reaches the successor.
 
         Returns:
-            Whether there is one.
+            True if there is one.
 
         Raises:
             PeerLostError: there is none, as the launcher has ended.
@@ -284,7 +285,7 @@ def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:
 def _worker_node(place: World, store: DescriptorStore | None) -> Node:
     """Opens a worker's Node, for workers of this host only: it is not seen on the network.
 
-    Such a Node does not look for rdma by itself; where servers are on other hosts it does.
+    Such a Node does not try rdma by itself; it is told to where servers are on other hosts.
     """
     name, listen = worker_name(place.rank), "127.0.0.1:0"
     elsewhere = not all(address.startswith(LOOPBACK) for address in place.servers)

@@ -34,7 +34,7 @@ class World:
         slices: parts of a step, a multiple of replicas.
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
         durable: a server or worker that is killed is replaced by one that has its memory.
-        asked: the user has asked for that, and is told what stands against it.
+        asked: the user has asked for `durable`, and is told what prevents it.
         takeover: a worker that is killed is not replaced: another one computes its slices, and
             workers may come and go.
         present: how many workers the job began with, the first ones; 0: all.

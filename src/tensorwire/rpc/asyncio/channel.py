@@ -79,10 +79,7 @@ class _Method:
         self._is_intercepted = arity in channel.intercepted
 
     def _told(self, compression: Any, begin: Callable[[], Any]) -> Any:
-        """Begins a call.
-
-        The task that makes it, if any, gets a copy of the context with the method.
-        """
+        """Begins a call; the task that makes it, if any, finds the method in its context."""
         token = METHOD.set(self._carried if compression is None else None)
         try:
             return begin()

@@ -38,7 +38,7 @@ class LoopWaiter(Waiter):
                 future.set_result(None)
 
     async def wait(self) -> None:
-        """Waits until it has come about."""
+        """Waits until `finish` was called."""
         if self.finished:
             return
         future = asyncio.get_running_loop().create_future()

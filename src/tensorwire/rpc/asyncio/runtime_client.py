@@ -283,7 +283,7 @@ class AioStream(StreamState, AioCall):
 
 
 class AioClient(AnyClient):
-    """The client's end of a line; all but making, `over` and `close` in its event loop.
+    """The client's end of a line; all but `__init__`, `over` and `close` runs in its event loop.
 
     Attributes:
         loop, thread: of the first call.

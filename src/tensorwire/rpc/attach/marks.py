@@ -107,7 +107,7 @@ class Sender:
     """Begins and ends the calls of a channel by grpcio, in either world.
 
     Args:
-        share: of an attachment.
+        share: the channel's, of an attachment.
 
     Attributes:
         share: as given.

@@ -41,7 +41,7 @@ class Terms:
     """The terms of one end for payload.
 
     Attributes:
-        limits: see there.
+        limits: of its memory, and rules for its payload.
         transports: by which it may travel, of those of a Node. Empty: not at all.
         listen: the host that clients on other hosts reach this server by; "" for none.
         plaintext_transports: by which payload of an encrypted connection may travel too.

@@ -27,7 +27,7 @@ _FORKED = (
 class RefusedError(Exception):
     """An envelope names memory that this side does not have, or that does not fit.
 
-    The sender sends the message again without.
+    The sender sends the message again, with its payload inside.
     """
 
 

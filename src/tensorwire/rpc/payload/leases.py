@@ -221,7 +221,7 @@ class LeasePool:
             return [*self._used.values(), *self._idle]
 
     def used_of(self, leases: Sequence[Lease], call: tuple[int, int]) -> list[Lease]:
-        """Returns those of the leases that are used for a call, and not given back yet."""
+        """Returns the leases that are used for a call, and not given back yet."""
         if not leases:
             return []
         with self._lock:

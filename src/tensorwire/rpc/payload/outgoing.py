@@ -65,7 +65,7 @@ class CallLink:
         notice: told of the size of a message that travels inside for lack of an attachment.
     """
 
-    # First values stand here: a small call takes little longer than setting all of them.
+    # Defaults are the class's: setting them all would take nearly as long as a small call.
     leases: Sequence[Lease] = ()
     tickets: Sequence[int] = ()
     lease: Lease | None = None
@@ -163,6 +163,7 @@ class SentMessage:
             their sender then calls `finish`.
         is_kept: it was prepared, and `is_kept` says so of its bytes.
         kept: keeps the memory of its arrays, where they are those of a request.
+        keeps_body: the bytes of a message without arrays are kept in `body`, see `as_sent`.
     """
 
     message: Any

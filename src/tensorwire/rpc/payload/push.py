@@ -233,7 +233,7 @@ class Pushing:
             needed: as for `read`.
 
         Raises:
-            GivenUpError, SenderGoneError, RefusedError: as `read`.
+            GivenUpError, SenderGoneError, RefusedError: as for `read`.
         """
         word, end = self._word(envelope), _end(envelope)
         if word.value == _there(envelope.turn, end):
