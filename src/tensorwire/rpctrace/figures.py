@@ -89,14 +89,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All of a command.
+    """All that was recorded of a command.
 
     Attributes:
         rows: what was counted at least once.
         pythons: Python processes that were started.
         users: of these the ones (and forks) with RPCs.
         lost: calls and messages in processes with too many methods.
-        unknown: what this grpcio has not, so that it was not traced.
+        unknown: what this grpcio lacks, so that it was not traced.
     """
 
     rows: list[Measured]

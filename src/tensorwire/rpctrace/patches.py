@@ -333,7 +333,7 @@ def _name_of(code: Any) -> str:
 
 
 class _Interceptor:
-    """The outermost of a server, so it sees the bytes of grpcio, and no other one sees it."""
+    """The outermost interceptor of a server: it sees grpcio's bytes, and no other one sees it."""
 
     def __init__(self, watched: Any) -> None:
         self._watched = watched

@@ -22,9 +22,9 @@ HEAD = 8
 WORDS = HEAD + 2 * BUCKETS
 """The 8-byte words of a row: the head; then for each bucket a count and a sum."""
 ROWS = 1024
-"""Row 0 counts calls for which no row was left."""
+"""The rows of a file; row 0 counts the calls and messages for which no row was left."""
 
-_SETTLE_S = 0.1  # by so much a program may end later that has calls under way
+_SETTLE_S = 0.1  # a program that has calls under way may end this much later
 
 Key = tuple[str, ...]
 """("calls", side, arity, method, code); ("messages", side, arity, method, direction, protocol);

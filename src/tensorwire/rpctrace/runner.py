@@ -1,7 +1,7 @@
 """Runs a command so that its Python processes record their RPCs.
 
-Knows nothing of what they record. The command has our standard streams and our process group; what
-is signalled to us alone is passed on to it.
+Knows nothing of what they record. The command has the standard streams and the process group of
+this process; a signal to this process alone is passed on to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_TERMINALS = _PASSED[:3]
 
 
 def run_traced(command: Sequence[str], folder: str) -> int:
-    """Runs it to its end, from the main thread.
+    """Runs a command to its end, from the main thread.
 
     Args:
         command: program and arguments.

@@ -34,7 +34,7 @@ class RuntimeCall(CallState, grpc.RpcError, grpc.Call, grpc.Future):  # type: ig
     _second: Any = None
     _hurries = False
     waits = True
-    """Its caller may wait for memory."""
+    """True if its caller may wait for memory."""
 
     def link(self) -> CallLink:
         link = super().link()

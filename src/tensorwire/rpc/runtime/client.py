@@ -57,7 +57,7 @@ class AnyClient:
 
     @property
     def usable(self) -> bool:
-        """Calls can begin here."""
+        """True if calls can begin here."""
         line = self.line
         return not self._going_away and not line.is_over and len(line.outbox) <= _MOST_WAITING
 

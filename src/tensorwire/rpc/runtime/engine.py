@@ -123,7 +123,7 @@ class CallState(Waiter):
         watched: no thread waits for it, so another one reads for it until it ends.
     """
 
-    # First values stand here: a small call takes little longer than setting all of them.
+    # Defaults are the class's: setting them all would take nearly as long as a small call.
     streams = False
     finished = False
     owner: object = None

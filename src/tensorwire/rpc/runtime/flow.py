@@ -141,7 +141,7 @@ class Outflow(_Direction):
 
     @property
     def closed(self) -> bool:
-        """The call is over."""
+        """True when the call is over."""
         return self._closed
 
     def _goes_on(self) -> bool:

@@ -45,7 +45,7 @@ def leaving(
         small, and nothing is left to do.
 
     Raises:
-        Exception: as `SentMessage.serialize`.
+        Exception: as for `SentMessage.serialize`.
     """
     kind = type(message)
     if call.traced is not None or (kind is not bytes and may_have_tensors(kind)):

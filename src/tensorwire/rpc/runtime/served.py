@@ -151,7 +151,7 @@ class IncomingCall:
         takes_stream: as above.
     """
 
-    # First values stand here: a small call takes little longer than setting all of them.
+    # Defaults are the class's: setting them all would take nearly as long as a small call.
     deadline: float | None = None
     size_bytes = 0
     whole = False

@@ -75,7 +75,7 @@ class ServerEnd:
 
     @property
     def active(self) -> int:
-        """Calls under way."""
+        """The number of calls under way."""
         return len(self._calls)
 
     def forget(self, call: IncomingCall) -> None:
@@ -227,7 +227,7 @@ class AnyService:
 
     @property
     def active(self) -> int:
-        """Calls under way."""
+        """The number of calls under way."""
         return sum(end.active for end in self._all())
 
     def _all(self) -> list[ServerEnd]:

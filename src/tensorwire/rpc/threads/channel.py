@@ -102,7 +102,7 @@ class RpcChannel(AttachedChannel, grpc.Channel):
             timeout_s: how long to wait; the opening goes on.
 
         Returns:
-            Whether it is there; if it is not, `payload` says why.
+            True if it is there; if it is not, `payload` says why.
         """
         return self.share.attach(timeout_s)
 

@@ -42,7 +42,7 @@ def insecure_channel(
         transports: by which payload may travel; () for not at all. Default: "shm" and "tcp",
             without those that TENSORWIRE_TRANSPORTS leaves out.
         runtime: calls go by the runtime instead of HTTP/2, where the server has it too. None:
-            whether the environment variable TENSORWIRE_RPC is "runtime".
+            they do if the environment variable TENSORWIRE_RPC is "runtime".
 
     Returns:
         A `grpc.Channel`. Its `payload` and `runtime` tell how messages travel
@@ -81,7 +81,10 @@ def secure_channel(
         limits: as for `insecure_channel`.
         plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
             has to allow it too.
-    """
+
+        Raises:
+            ValueError: as for `insecure_channel`.
+        """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
     transports = secure_transports(plaintext_transports)
@@ -123,7 +126,10 @@ def server(
         listen: the host by which clients on other hosts reach this one. By default the host of
             the first insecure port, if it is not loopback.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
-    """
+
+        Raises:
+            ValueError: as for `insecure_channel`.
+        """
     options = kept(options)
     most = maximum_concurrent_rpcs
     given = thread_pool, handlers, interceptors, options, most, compression, xds
@@ -224,7 +230,7 @@ def share_of(
 
 
 def as_transports(names: Any, keyword: str = "transports") -> tuple[str, ...]:
-    """Checks the transports that a user names."""
+    """Checks the transports that a user names, and returns each once; ValueError if unknown."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ValueError(f'{keyword} is a tuple of names, as in ("shm", "tcp"), not {names!r}')
     chosen = tuple(dict.fromkeys(names))
