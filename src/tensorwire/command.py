@@ -1,6 +1,4 @@
-"""Defines the base of every subcommand, which checks its options, and the terminal it writes to.
-
-"""
+"""Defines the base of all subcommands, which checks their options, and their terminal."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class NoteKind(IntEnum):
 
     SUM: the result of a sum of all workers. COMMIT: a slice's commit. VERSION: the result of a
     version of a store. LOAD: a checkpoint is about to be loaded (number 0), and its result
-    (number 1). Of an optimizer while another one commits, GRADIENTS: where its gradients are;
+    (number 1). For an optimizer while another one commits, GRADIENTS: where its gradients are;
     CHANGED: these are about to change; BUFFERS: its buffers.
     """
 

@@ -48,7 +48,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 class CheckpointDesk:
-    """Asks a job for memory for checkpoints. Any thread.
+    """A client that asks a job for memory for checkpoints. Any thread.
 
     The methods raise OSError, with the errno that docs/files.md tells.
 
@@ -120,7 +120,7 @@ class CheckpointDesk:
         self._open.pop(path, None)
 
     def give_up(self, path: str, number: int) -> None:
-        """Gives up a file: its checkpoint will not be, and the memory goes back."""
+        """Gives up a file: its checkpoint is never complete, and the memory goes back."""
         self.finished(path)
         self.ask(path, do="give up", number=number)
 
@@ -244,7 +244,7 @@ class CheckpointDesk:
 
 
 class CheckpointWriting(FileWriting):
-    """Writes one file of a checkpoint from its first byte to its last. One thread at a time.
+    """The writer of one file of a checkpoint, from first byte to last. One thread at a time.
 
     Args:
         desk: where memory is got.
@@ -287,7 +287,7 @@ class CheckpointWriting(FileWriting):
 
     @property
     def failed(self) -> bool:
-        """Some bytes could not be written: its checkpoint is not to be."""
+        """True if some bytes could not be written; its checkpoint is then never complete."""
         return self._failure is not None
 
     def truncate(self, size: int) -> None:

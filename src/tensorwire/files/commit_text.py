@@ -31,7 +31,7 @@ class CommitText:
 
     @staticmethod
     def parse(text: str, path: str) -> CommitText:
-        """Raises EINVAL with the line that makes no sense."""
+        """Returns the commit in a text; raises EINVAL with the line that makes no sense."""
         if len(text) > _MOST_BYTES:
             raise refuse(errno.EINVAL, path, f"it has more than {_MOST_BYTES} characters")
         samples, version, absent, allow_nan = None, None, list[str](), False

@@ -37,7 +37,7 @@ class Controlled(Protocol):
         """Takes a snapshot."""
 
     def release(self, version: int, store: int = 0) -> None:
-        """Gives it back."""
+        """Gives back a snapshot that `take` took."""
 
     def taken(self) -> list[tuple[int, int]]:
         """Returns (store, version) of the snapshots that are held."""

@@ -92,7 +92,7 @@ class Drafts:
 
         Raises:
             OSError: ESTALE for another version, ENODATA if nothing is written, or what is wrong
-                with a file; as of `JobOwner.write`.
+                with a file; as for `JobOwner.write`.
         """
         if (here := self.begin(path)) != version:
             raise refuse(
@@ -123,7 +123,7 @@ def is_written(tensor: StoredTensor) -> bool:
 
 
 class DraftWriting(FileWriting):
-    """Writes one parameter's file.
+    """The writer of one parameter's file.
 
     Args:
         drafts: of the store.

@@ -47,7 +47,7 @@ _REFUSALS = {
 
 
 class Explanations:
-    """Prints on stderr why something was refused, for programs that get only an error number.
+    """A printer, to stderr, of reasons for refusals, as programs get only an error number.
 
     A line that equals the one before it is not printed again. Several threads may call it.
 

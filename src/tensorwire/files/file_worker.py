@@ -35,7 +35,7 @@ class _WriterAnswer(TypedDict, total=False):
 class FileWorker:
     """The gradients of one worker as files, and its commits. Any thread; close it, or use `with`.
 
-    A worker of `tensorwire run --file-workers` that is on this host and this user's. Parameters are
+    It is a worker of `tensorwire run --file-workers`, of this user on this host. Parameters are
     read elsewhere: by `JobReader`, `tw://…` or a mount. Several processes may use one worker, as
     long as each file has one writer. `commit` reports errors in a file.
 
@@ -81,7 +81,7 @@ class FileWorker:
         """The files, of the newest optimizer.
 
         Raises:
-            OSError: as of the constructor.
+            OSError: as for the constructor.
         """
         with self._lock:
             if self._memory is None or self._memory.state == OVER or self._is_gone():
@@ -166,7 +166,7 @@ class FileWorker:
             self._ask({"do": "commit", "text": text})
 
     def wait(self, version: int, timeout_s: float | None = None) -> int:
-        """Returns when gradients of a later version than this are wanted: with that version.
+        """Waits until gradients of a later version than this are wanted, and returns that one.
 
         Raises:
             TimeoutError: not in time.

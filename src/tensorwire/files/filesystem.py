@@ -436,7 +436,7 @@ class BufferedFile(io.BufferedReader):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of the file, in bytes."""
         return self.raw.size
 
 

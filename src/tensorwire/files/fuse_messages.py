@@ -85,7 +85,7 @@ def inode_of(path: str) -> int:
 
 
 def entry(node: int, valid_s: int, found: bytes) -> bytes:
-    """Returns the answer to LOOKUP; the kernel may keep the name for so long, and no attributes."""
+    """Returns the answer to LOOKUP; the kernel may keep the name that long, and no attributes."""
     return _ENTRY.pack(node, 0, valid_s, 0, 0, 0) + found
 
 

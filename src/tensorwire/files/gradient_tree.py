@@ -141,7 +141,7 @@ class _CommitWriting(FileWriting):
 
     @property
     def text(self) -> bytes:
-        """Returns the text written since the last commit."""
+        """The text written since the last commit."""
         return bytes(self._text)
 
     def write(self, offset: int, data: Any) -> int:

@@ -29,7 +29,7 @@ class DoorLease:
         self._number = self._beats = 0
 
     def send(self, ask: Ask) -> None:
-        """Asks; the answer to the request before is there.
+        """Sends a request; the answer to the one before must have come.
 
         Raises:
             BusyError: the door has no place for another reader.
@@ -37,7 +37,7 @@ class DoorLease:
         """
         for last in (False, True):
             region = self._leased()
-            self.beat()  # who has held nothing for long lives, too
+            self.beat()  # a reader that has held nothing for long lives, too
             try:
                 self._number += 1
                 RemoteMailbox(region[ASKS]).send(ask.to_bytes(), self._number).wait(10.0)

@@ -94,7 +94,7 @@ class _Node:
 
     @property
     def is_of_version(self) -> bool:
-        """Its content never changes."""
+        """True if its content never changes."""
         return self.key[1] is not None
 
 
@@ -133,7 +133,7 @@ class JobMount:
         self._nodes = {ROOT: root}
         self._numbers = itertools.count(ROOT + 1)
         self._of: dict[tuple[str, int | None], _Node] = {root.key: root}
-        self._written: dict[str, list[float]] = {}  # opens that come, until when at the latest
+        self._written: dict[str, list[float]] = {}  # the times by which expected opens come
         self._handles: dict[int, _Handle] = {}
         self._handle_numbers = itertools.count(1)
         self._began = time.time()
@@ -150,7 +150,7 @@ class JobMount:
 
     @property
     def passes_through(self) -> bool:
-        """The kernel reads and maps a server's own copy of a model itself, where it is one file."""
+        """True if the kernel itself reads a server's copy of a model, where that is one file."""
         deadline = time.monotonic() + _INIT_S
         while (found := self._mount.backs) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -309,7 +309,7 @@ class JobMount:
         path = node.entry.path
         writing, writes = None, flags & os.O_ACCMODE != os.O_RDONLY
         if writes and node.is_of_version and self._tree.entry(path).writable:
-            # Who reads this version must not see it shrink: the kernel looks for another file.
+            # A reader of this version must not see it shrink: the kernel looks the path up again.
             with self._lock:
                 self._written.setdefault(path, []).append(time.monotonic() + _LOOK_AGAIN_S)
             raise refuse(errno.ESTALE, path)
@@ -512,7 +512,7 @@ class JobMount:
             with self._tree.open(handle.node.entry.path) as content:
                 return content.read() != handle.seen
         except OSError:
-            return True  # who reads gets the error
+            return True  # the reader gets the error
 
     def _watch(self) -> None:
         changed = time.monotonic()
@@ -528,7 +528,7 @@ class JobMount:
                     with self._lock:
                         self._polls.pop(poll, None)
                     self._mount.wake_poll(poll)
-            # Who waits long for a change need not hear of it within a millisecond.
+            # A program that has waited long need not hear of a change within a millisecond.
             waited_s = time.monotonic() - changed
             time.sleep(min(max(_LOOK_S, _LOOK_SHARE * waited_s), _MOST_LOOK_S))
 

@@ -27,7 +27,7 @@ _POLLED = ("status/version", "grads/*/version", "control/state")
 
 @dataclass
 class _File:
-    """A file that is not complete; `writing`: and not closed."""
+    """A file of a checkpoint that is not complete; `writing` is None once it is closed."""
 
     writing: CheckpointWriting | None
     size_bytes: int = 0
@@ -39,7 +39,7 @@ class _File:
 
 
 class MountedTree:
-    """The tree that a mount shows. Any thread. The methods raise OSError, as those of `Tree`.
+    """The tree that a mount shows. Any thread. The methods raise OSError, as for `Tree`.
 
     Args:
         tree: of the job.
@@ -47,7 +47,7 @@ class MountedTree:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._lock = threading.Lock()  # who changes what follows, and may wait for server 0
+        self._lock = threading.Lock()  # guards what follows, also while server 0 is awaited
         self._files: dict[str, _File] = {}
         self._folders: dict[str, float] = {}  # that are not complete, and when they were made
 

@@ -55,7 +55,7 @@ _KNOWN_S = 5.0  # until server 0 tells readers of workers and servers that have 
 
 
 class JobOwner:
-    """Controls a job of this user on this host. Any thread; close it.
+    """The control of a job by its user, on its host. Any thread; close it.
 
     Args:
         reader: of the job, which stays the caller's.
@@ -248,7 +248,7 @@ class JobOwner:
             timeout_s: until it is done.
 
         Returns:
-            What has become of it.
+            A line of text for each change, on what has become of it.
 
         Raises:
             ScaleError: it is not done; the text says why.
@@ -285,11 +285,11 @@ class JobOwner:
     # ---- connections
 
     def _server(self) -> RunningServer:
-        """Returns the facts of server 0 for its user.
+        """Returns server 0 as the file of its job describes it.
 
         Raises:
             PermissionError: it is not this user's, or of another host.
-            PeerLostError: it is, and is not there now.
+            PeerLostError: it was this user's, and is gone.
         """
         found = find_server(self._reader.address)
         if found is None and (self._was_found or is_launched_here(self._reader.address)):

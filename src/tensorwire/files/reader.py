@@ -50,7 +50,7 @@ class Read(NamedTuple):
 
 
 class JobReader:
-    """Reads the parameters of a running job. Any thread; close it, or use `with`.
+    """A reader of the parameters of a running job. Any thread; close it, or use `with`.
 
     Args:
         address: "host:port" of server 0, for jobs of this host and user; else of its door.

@@ -132,7 +132,7 @@ class ReaderSnapshot:
         return [piece for _, piece in sorted(found, key=lambda each: each[0])]
 
     def read_into(self, target: Bytes) -> None:
-        """Reads all bytes of the model file."""
+        """Reads all bytes of the model file into memory of `size_bytes`."""
         self._check()
         for part in self._parts:
             transfers = [

@@ -137,10 +137,10 @@ class FileWriting:
         return None
 
     def sync(self) -> None:
-        """Returns when the action of everything written so far is done."""
+        """Waits until everything written so far has had its effect."""
 
     def abandon(self) -> None:
-        """Discards the file: its writer failed, so the action of a whole file must not happen."""
+        """Discards the file: its writer failed, so a part of it must have no effect."""
 
 
 def write_at(file: bytearray, offset: int, data: bytes) -> int:
@@ -197,7 +197,7 @@ class Folder(Item):
 
 
 class Text(Item):
-    """A file of status/: short, read as a whole."""
+    """A short file of status/ or control/, read as a whole."""
 
     def __init__(self, path: str, changes: Changes, text: Callable[[], str]) -> None:
         super().__init__(path)
@@ -243,7 +243,7 @@ class _CommandWriting(FileWriting):
 
 
 class CommandItem(Text):
-    """A short text, of which a write does something."""
+    """A short text, a write of which is a command."""
 
     def __init__(
         self, path: str, changes: Changes, text: Callable[[], str], do: Callable[[str], object]

@@ -88,7 +88,7 @@ class WorkerFiles:
         memory.commit(said.samples)
 
     def answer(self) -> bool:
-        """Gives worker 0's step the gradients, if both are there."""
+        """Gives worker 0's step the gradients, if both are there; tells whether it did."""
         asked = None if self.store.is_committed else self.store.asked()
         if asked is None or not self.store.wants(asked) or self.memory.state != COMMITTED:
             return False
@@ -197,7 +197,7 @@ class FileWorkerProcess:
             return reader.store(number).layout.spec
 
     def run(self) -> None:
-        """Returns when worker 0 has left in good order; raises why the job is over."""
+        """Runs until worker 0 has left in good order; raises why the job is over otherwise."""
         pause_s = _LEAST_PAUSE_S
         try:
             while not self._follower.is_over:

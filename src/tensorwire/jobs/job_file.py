@@ -63,7 +63,7 @@ class RunningFileWorker:
         rank: of the worker.
         server: where server 0 of its job listens.
         pid: of the process.
-        socket: path of the socket at which the mount that takes the files connects.
+        socket: path of the socket at which programs that write the files connect.
         started: seconds since 1970.
     """
 

@@ -82,9 +82,9 @@ def secure_channel(
         plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
             has to allow it too.
 
-        Raises:
-            ValueError: as for `insecure_channel`.
-        """
+    Raises:
+        ValueError: as for `insecure_channel`.
+    """
     if plain := original("secure_channel"):
         return plain(target, credentials, options, compression)  # type: ignore[no-any-return]
     transports = secure_transports(plaintext_transports)
@@ -127,9 +127,9 @@ def server(
             the first insecure port, if it is not loopback.
         runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
 
-        Raises:
-            ValueError: as for `insecure_channel`.
-        """
+    Raises:
+        ValueError: as for `insecure_channel`.
+    """
     options = kept(options)
     most = maximum_concurrent_rpcs
     given = thread_pool, handlers, interceptors, options, most, compression, xds
