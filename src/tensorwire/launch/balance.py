@@ -42,7 +42,7 @@ class Suggestion(NamedTuple):
 
 
 class Balance:
-    """Measures the servers of one job, window by window."""
+    """The measurements of the servers of one job, window by window."""
 
     def __init__(self) -> None:
         self._before: dict[int, Reading] = {}

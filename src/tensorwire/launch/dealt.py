@@ -72,10 +72,10 @@ def deal_anew(owners: Mapping[int, int], servers: Sequence[int]) -> dict[int, in
         servers: their numbers; at most as many as there are shares.
 
     Returns:
-        The owners then.
+        The new owners, by shares.
     """
     most, more = divmod(len(owners), len(servers))
-    # Those that have most keep one more, so that it does not move.
+    # Servers that have most keep one more, so that it does not move.
     has = Counter(owner for owner in owners.values() if owner in servers)
     ordered = sorted(servers, key=lambda number: (-has[number], number))
     room = {number: most + (place < more) for place, number in enumerate(ordered)}

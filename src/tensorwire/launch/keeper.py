@@ -28,7 +28,7 @@ MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size"
 """The numbers of a server or worker that its kept memory may have."""
 _MOST_PER_MESSAGE = 100
-# So many messages are read before the supervisor looks at something else.
+# The messages that are read before the supervisor looks at something else.
 _AT_ONCE = 64
 # More than a socket holds: what a dead process has left is read to its end.
 _ALL = 1 << 16
@@ -56,7 +56,7 @@ class _MemberSays(TypedDict, total=False):
 
 
 class KeeperError(Exception):
-    """An error in a server's message, which the launcher cannot understand or hold."""
+    """An error in a member's message, which the launcher cannot understand or hold."""
 
 
 class _Kept(NamedTuple):
@@ -66,14 +66,14 @@ class _Kept(NamedTuple):
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns the launcher's end of a server's socket, which never blocks, and the server's."""
+    """Returns the launcher's end of a member's socket, which never blocks, and the member's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 
 
 class Keeper:
-    """The descriptors of one server, and the socket to the process that is this server now.
+    """The descriptors of one member, and the socket to the process that is this member now.
 
     Invariants: every descriptor that came is either in `_held` or closed; `_queue` is what the
     process has yet to be told before it may say anything itself.
@@ -126,17 +126,17 @@ class Keeper:
         return struct.unpack("i", unread) == (0,)
 
     def attach(self, ours: socket.socket) -> None:
-        """Takes the launcher's end of a socket to a process that is this server from now on."""
+        """Takes the launcher's end of a socket to a process that is this member from now on."""
         self._disconnect()
         self._queue.clear()
         self._reset = False
         self._socket = ours
 
     def tell(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Tells the attached process something, before other messages.
+        """Tells the attached process something, after the messages that wait already.
 
         Args:
-            message: that.
+            message: what to tell.
             descriptors: sent beside it; they stay the caller's, and open until it is sent.
 
         Raises:
@@ -150,7 +150,7 @@ class Keeper:
         return self._held[key].descriptor if key in self._held else None
 
     def hand_over(self, arguments: list[str], term: int, restarts: int) -> None:
-        """Tells the attached standby to start, with its options. Keeps it all too.
+        """Tells the attached process to start, and gives it all that is held, which stays here too.
 
         Args:
             arguments: options of the server that it replaces.
@@ -199,7 +199,7 @@ class Keeper:
         self._read(_ALL)
 
     def progress(self) -> int:
-        """Returns how far the server has come, by the counters in the files that it has named."""
+        """Returns how far the member has come, by the counters in the files that it has named."""
         return sum(self.counted("progress").values())
 
     def counted(self, name: str) -> dict[str, int]:
@@ -214,7 +214,7 @@ class Keeper:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is in use in all files that are held."""
+        """The bytes of memory that are in use in all files that are held."""
         return sum(512 * os.fstat(kept.descriptor).st_blocks for kept in self._held.values())
 
     @property

@@ -2,8 +2,8 @@
 
 A server gives shares away by its end: it is killed, and what it had goes to others, which have the
 memory at once and go on as in the place of a server that died. So a move is safe wherever that is,
-and no thread of the one that gives can go on beside the one that takes. Before, all who take are
-started and have imported everything.
+and no thread of the giver can go on beside the taker. Before that, all takers are started and have
+imported everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorwire.launch.scaling import RequestPart
 
 _LOOK_S, _STOP_S = 0.05, 0.001
 _TRIES = 3
-"""So often a server is started that ends before it has got a share."""
+"""How often a server is started if it ends each time before it has got a share."""
 
 
 class Moves:
@@ -51,7 +51,7 @@ class Moves:
         self._plan: dict[int, int] = {}  # the owners of all shares then; empty: nothing moves
         self._why = ""
         self._giver: Process | None = None
-        self._killed = False  # it is
+        self._killed = False  # the giver is
         self._started: dict[int, int] = {}  # servers without a share, and how often
         self._moved = 0
         self._error = ""

@@ -23,7 +23,7 @@ from tensorwire.launch.spec import JobSpec
 
 
 class MovingSupervisor(RunSupervisor):
-    """Runs one job, once; see `Supervisor`. The job's shares can move."""
+    """The supervisor of one job whose shares can move; see `Supervisor`."""
 
     def __init__(self, job: JobSpec, **options: Any) -> None:
         self._ready: dict[int, FirstLine] = {}  # by process, what it tells when it could begin

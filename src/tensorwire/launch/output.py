@@ -51,7 +51,7 @@ class Output:
 
     @property
     def pending(self) -> bool:
-        """Tells whether something is not written yet."""
+        """True if something is not written yet."""
         return self._writer is not None and self._writer.waiting > 0
 
     @property
@@ -98,7 +98,7 @@ class Output:
 
 
 class Consumer(Protocol):
-    """Takes the bytes of a `Stream`."""
+    """A taker of the bytes of a `Stream`."""
 
     @property
     def full(self) -> bool:
@@ -112,7 +112,7 @@ class Consumer(Protocol):
 
 
 class Lines:
-    """Cuts one stream of a process into lines and gives whole lines to an output.
+    """The lines of one stream of a process, which go to an output as soon as they are whole.
 
     With a prefix the lines are a log: of text that was overwritten with carriage returns, as
     progress bars do, the last state is shown, once the line ends. Without one the bytes stay as
@@ -180,7 +180,7 @@ def _visible(line: bytearray) -> bytes:
 
 
 class FirstLine:
-    """Takes a process's message for the launcher alone: one line, of at most `longest` bytes.
+    """A process's message for the launcher alone: one line, of at most `longest` bytes.
 
     Attributes:
         text: what came so far.

@@ -31,7 +31,7 @@ _MEMORY_HINT = "give the job more memory, or let it use less: smaller batches, f
 
 
 class MemoryKills:
-    """Counts the processes of this control group that the kernel has killed for memory.
+    """A counter of the processes of this control group that the kernel has killed for memory.
 
     The kernel counts before it kills, so the death of such a process is never seen too early.
 
@@ -213,7 +213,7 @@ class Process:
 
     @property
     def stands_still(self) -> bool:
-        """Tells whether all of it is stopped, or it has ended."""
+        """True if all of it is stopped, or it has ended."""
         flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PIDFD, self.pidfd, flags) is not None
 

@@ -28,7 +28,7 @@ from tensorwire.launch.takeovers import PassedSlices
 # Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
 # the job, and since they were started where they do not join.
 _FIRST, _JOINING = 2, 4
-# A standby that ended by itself is started again, so often in a row.
+# How often in a row a standby that ended by itself is started again.
 _STANDBY_TRIES = 3
 
 
@@ -105,9 +105,9 @@ class Restarts:
         start: starts a standby, and lets it inherit sockets.
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
-        granted: is told who takes whose place, of which number, with which term, before the
-            successor is: it was started by then, and does nothing before. It says whether
-            a process has died.
+        granted: called with an ended process, its successor, the member's number and its term,
+            before the successor is told: it runs by then, and does nothing. Returns True if a
+            process has died.
 
     Attributes:
         dealt: which server has which shares; None: server n has share n.

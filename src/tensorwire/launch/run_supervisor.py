@@ -21,7 +21,7 @@ from tensorwire.launch.worker_count import WorkerCount
 
 
 class RunSupervisor(Supervisor):
-    """Runs one job, once; see `Supervisor`."""
+    """The supervisor of one job of `tensorwire run`; see `Supervisor`."""
 
     def __init__(self, job: JobSpec, **options: Any) -> None:
         super().__init__(job, **options)
@@ -57,7 +57,7 @@ class RunSupervisor(Supervisor):
     def _leave(self) -> None:
         self._scaling.close()
 
-    # --- for who changes the workers --------------------------------------------------------------
+    # --- for `WorkerCount` ------------------------------------------------------------------------
 
     def living_workers(self) -> list[Process]:
         """See `Staff`."""

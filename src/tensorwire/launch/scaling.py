@@ -33,7 +33,7 @@ class _ScaleRequest(TypedDict, total=False):
 
 
 class Handler(Protocol):
-    """Carries out one part of a request; at most one is under way."""
+    """A handler of one part of a request; at most one part is under way."""
 
     def check(self, asked: RequestPart) -> None:
         """Looks whether it can be done, as far as that is known now; nothing changes.
@@ -47,7 +47,7 @@ class Handler(Protocol):
 
         Args:
             asked: this part of the request.
-            say: tells who has asked how far it is.
+            say: tells the client how far it is.
 
         Raises:
             ScaleError: it cannot be done; nothing has changed.

@@ -26,7 +26,7 @@ from tensorwire.launch.supervisor import Supervisor
 from tensorwire.membership.entry import SUPERVISOR
 
 RETURN_S = 300.0
-"""How long a worker that died may be away; Kubernetes waits so long at most between two starts."""
+"""How long a worker that died may be away; Kubernetes waits at most that long between starts."""
 
 # What the workers are told of all that the processes of a job get.
 _TOLD = ("SECRET", "SECRET_FILE", "DURABLE", "TRANSPORTS", "IMPORT")
@@ -47,7 +47,7 @@ def serve_spec(workers: int, *, options: Sequence[str] = (), **job: Any) -> JobS
             f"transports are {', '.join(names)}; shm has to be among them, because only what "
             "is in shared memory outlives a process"
         )
-    command = ("-m", "tensorwire", "serve", *options)  # the workers' own nobody knows
+    command = ("-m", "tensorwire", "serve", *options)  # nobody knows the command of the workers
     return JobSpec(command, workers, durable=True, **job)
 
 
@@ -142,7 +142,7 @@ def visitor_of(rank: int, client: DoorClient) -> Visitor | None:
 
 
 class ServeSupervisor(Supervisor):
-    """Runs the servers of one job, once, for workers that come.
+    """The supervisor of one job's servers, which it runs once, for workers that come.
 
     Invariants: a rank is in one of `_present`, `_left` and, once servers run, `_awaited`.
 
@@ -174,7 +174,7 @@ class ServeSupervisor(Supervisor):
         self._present: dict[int, Visitor] = {}
         self._awaited: dict[int, float | None] = {}  # until when; None: for ever
         self._left: set[int] = set()
-        self._former: dict[int, Visitor] = {}  # who was each worker last
+        self._former: dict[int, Visitor] = {}  # the last process of each worker
 
     def run(self) -> int:
         """Runs the job; see `Supervisor`.

@@ -20,7 +20,7 @@ _LONGEST_TICK_S = 1.0
 
 
 class Silence:
-    """Looks at processes now and then, and ends those that have been stopped for too long.
+    """A watch over processes, which ends processes that have been stopped for too long.
 
     Silence counts from the first look that finds a process stopped, and only while looks come on
     time: if the launcher itself was stopped, or its machine was, the count begins anew, because the

@@ -68,7 +68,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """Describes one host's job.
+    """The description of one host's job.
 
     Args:
         command: what follows `python`: a script, or "-m" and a module, and its arguments.
@@ -277,7 +277,8 @@ class JobSpec:
             report_fd: where it writes of an exception that ends it (`reports.failure_in`).
             store_fd: its socket to the keeper of its descriptors, if it has one.
             term: how often it was replaced, with this time.
-            joins: it joins a job that runs, in a place in which so many have, with it.
+            joins: how many workers have joined the running job in its place, with it; 0: it begins
+             with the job.
         """
         count = str(self.places)
         added = {

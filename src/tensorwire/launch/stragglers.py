@@ -12,7 +12,7 @@ from tensorwire.launch.restarts import Restarts
 
 
 class Stragglers:
-    """Knows a worker that ended with code 0 before it joined, and failed workers that live on.
+    """The worker that ended with code 0 before it joined, and failed workers that live on.
 
     Args:
         restarts: knows who has begun to join.

@@ -42,7 +42,7 @@ _SECOND_INTERRUPT_S = 0.2
 
 
 class Supervisor:
-    """Runs one job, once.
+    """The supervisor of one job, which it runs once.
 
     Invariants: every process that runs is in `_running`; of those that have ended, `_ended` has all
     but standbys and those that were replaced; `_failure` is the first failure, and changes only
@@ -351,7 +351,7 @@ class Supervisor:
         return ready
 
     def _take_reports(self) -> None:
-        """Shows the first error that is no other process's at once: its worker may end late."""
+        """Shows at once the first error that no other process has caused; its worker may linger."""
         for name, told in list(self._inboxes.items()):
             if (failure := failure_in(told)) is not None:
                 del self._inboxes[name]
@@ -534,7 +534,7 @@ class Supervisor:
         """Shows the errors not shown yet: the one that ended the job in full, the others in a line.
 
         Returns:
-            Whether there were lines.
+            True if there were lines.
         """
         if self._failed is not None:
             self._show(self._failed.name if self._reports.has(self._failed.name) else "")

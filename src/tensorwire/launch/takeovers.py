@@ -108,7 +108,7 @@ class PassedSlices:
             mine_now, mine_next = gets.get(rank, []), nexts.get(rank, [])
             message: dict[str, Any] = {"lost": mine_now, "number": self.number}
             if changes:
-                # What joins has its word from the change; the dead one's is whose it was.
+                # The change sets the words of workers that join; the dead one's word is set here.
                 words = [each for each in mine_now if each not in joining]
                 if dead in mine_next and dead not in words:
                     words.append(dead)

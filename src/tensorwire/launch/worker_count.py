@@ -24,7 +24,7 @@ from tensorwire.launch.takeovers import PassedSlices
 from tensorwire.membership.takeovers import ChangeWord, PlannedChange
 
 _SWITCHED = ChangeWord.SWITCHED
-_HISTORY = "region history"  # under which a worker keeps it
+_HISTORY = "region history"  # the key under which a worker keeps its history
 _NOT_ELASTIC = (
     "the workers of this job are started again when they are killed, and their number stays: start "
     "it with tensorwire run --workers W:MAX, in mode sync"
@@ -46,7 +46,7 @@ class Staff(Protocol):
 
 
 class WorkerCount:
-    """See `Handler`.
+    """The handler of the part "workers" of a request; see `Handler`.
 
     Args:
         job: that runs.
