@@ -26,7 +26,7 @@ class Command(click.Command):
 
     Attributes:
         shows_errors: an UnavailableError may come from a script, whose traceback is to be seen.
-        renamed: old options with the new ones; an old one is an error that names the new one.
+        renamed: options that there were until 0.1.0, each with the new one that its error names.
     """
 
     shows_errors = False

@@ -15,7 +15,7 @@ _FILES = {
 }
 """The file of each subcommand in this package. A command imports its own file only."""
 _RENAMED = {"info": "doctor --quick"}
-"""Earlier names, until 0.1.0: each is an error that says the new one."""
+"""The commands that there were until 0.1.0, each with the new one that its error names."""
 
 
 class _Commands(click.Group):

@@ -1,4 +1,4 @@
-"""`tensorwire bench`: the bench of memory, and those that are in the repository only."""
+"""`tensorwire bench`: the bench of memory, and the benches that only the repository has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IN_REPOSITORY = {
     "gpu-training": "What does a step cost with the model on a GPU?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
-"""The other benches, for where they are not."""
+"""The benches that only the repository has, with their questions, for help elsewhere."""
 
 
 @click.group(short_help="Measure tensorwire beside the machine's limits and other libraries.")

@@ -29,7 +29,7 @@ _SHADES = {"in place": "█▓", "copied": "░▒", "no gradient": "·:", "none
 
 
 class _Explain(Command):
-    """Options end at a script, whose own the others are; a workload has none, so all are ours."""
+    """The command, whose options end at a script: later ones are the script's own."""
 
     shows_errors = True
 

@@ -274,7 +274,7 @@ def _write(data: bytes) -> None:
     except OSError as error:
         # What is still in the buffer must not be written again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # who reads has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
             raise click.exceptions.Exit(141) from None  # as a shell tells the signal
         click.echo(f"tensorwire cat: cannot write: {error.strerror}", err=True)
         raise click.exceptions.Exit(1) from None

@@ -108,7 +108,7 @@ class LinkFacts:
         return [facts for facts in (self.here, self.there) if facts is not None]
 
     def find(self, case: str, system: str = PYTHON) -> Row | None:
-        """Returns the largest size of a case that was measured."""
+        """Returns the row of the largest size of a case that was measured; None without one."""
         rows = [r for r in self.rows if r.case == case and r.system == system and r.measured]
         return max(rows, key=lambda row: row.bytes, default=None)
 
@@ -332,9 +332,6 @@ def about_locked_memory(rdma: Rdma) -> Finding:
     )  # fmt: skip
 
 
-# --- one peer -----------------------------------------------------------------------------------
-
-
 def about_gpus(gpus: Gpus) -> Finding:
     """Returns the finding about regions in memory of a GPU; a machine without one is well."""
     if not gpus.cuda:
@@ -343,6 +340,9 @@ def about_gpus(gpus: Gpus) -> Finding:
         return Finding(OK, "GPU", f"a driver for CUDA {gpus.cuda}, and no GPU that is seen here")
     counts = (f"{gpus.names.count(name)} x {name}" for name in dict.fromkeys(gpus.names))
     return Finding(OK, "GPU", f"{', '.join(counts)}; a driver for CUDA {gpus.cuda}")
+
+
+# --- one peer -----------------------------------------------------------------------------------
 
 
 def about_link(link: LinkFacts) -> list[Finding]:
@@ -541,9 +541,6 @@ def about_limits(link: LinkFacts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- words --------------------------------------------------------------------------------------
-
-
 def about_gpu_paths(link: LinkFacts) -> Iterator[Finding]:
     """Yields findings about the way of GPU memory to the peer, if either end has a GPU."""
     if not any(facts is not None and facts.gpus.names for facts in (link.here, link.there)):
@@ -554,6 +551,9 @@ def about_gpu_paths(link: LinkFacts) -> Iterator[Finding]:
             (not path.how, NOTE, f"{link.chosen} moves no memory of a GPU",
              "copy to memory of the host, or connect with require='tcp'"),
         )  # fmt: skip
+
+
+# --- words --------------------------------------------------------------------------------------
 
 
 def _speed(each: Interface) -> str:

@@ -49,7 +49,7 @@ class Dialogue:
         self._sent = self._seen = 0
 
     def answer_to(self, theirs: RemoteRegion) -> None:
-        """Tells where the other end is; nothing is sent before."""
+        """Sets the area of the other end; nothing can be sent before that."""
         self._theirs = theirs
         self._outbox = RemoteMailbox(theirs[_MAILBOX:])
 

@@ -185,7 +185,7 @@ def _second_process(secret: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Look:
-    """Measures the way to one peer into an Examination."""
+    """A measurement of the way to one peer, with an Examination that gets its results."""
 
     found: Examination
     address: str

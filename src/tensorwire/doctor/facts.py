@@ -119,18 +119,18 @@ class Cpu:
 
     @property
     def free(self) -> float:
-        """How many cores this process can keep busy."""
+        """The number of cores that this process can keep busy."""
         return min(self.usable, self.quota or self.usable)
 
     @property
     def oversubscribed(self) -> bool:
-        """There is more to run than cores."""
+        """True if there is more to run than cores."""
         return self.load is not None and self.load > self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Rdma:
-    """The requirements of rdma on this machine.
+    """The parts of this machine that rdma needs.
 
     Attributes:
         ports: of all devices.
@@ -154,7 +154,7 @@ class Rdma:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The requirements of regions in memory of GPUs.
+    """The parts of this machine that regions in memory of GPUs need.
 
     Attributes:
         names: of the GPUs that a process here sees.
@@ -281,10 +281,10 @@ def read_memory(root: Path = _ROOT) -> SharedMemory:
 
 
 def memfd_fault(read_only: bool = False) -> str:
-    """Makes, maps and seals a memfd as a region does; why that fails, "" if it does not.
+    """Makes, maps and seals a memfd as a region does; returns why that fails, "" if it works.
 
     Args:
-        read_only: also as one that peers may only read.
+        read_only: seal it as a region that peers may only read.
     """
     seals = _SEALS | _SEAL_FUTURE_WRITE if read_only else _SEALS
     try:

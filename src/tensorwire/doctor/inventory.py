@@ -45,7 +45,7 @@ def check_shm() -> Finding:
 
 
 def check_tcp() -> Finding:
-    """Checks for a listening socket on loopback, and for IPv6."""
+    """Checks that a socket can listen on loopback, and whether one can by IPv6."""
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:

@@ -56,7 +56,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much may be spent.
+    """The time and payload that may be spent.
 
     Attributes:
         seconds: on all paths together, roughly.
@@ -108,7 +108,7 @@ class Cost:
     per_byte_s: float
 
     def of(self, size_bytes: int) -> float:
-        """Returns seconds of one operation of this size."""
+        """Returns the seconds of one operation of this size."""
         return self.start_s + self.per_byte_s * size_bytes
 
 
