@@ -1,4 +1,4 @@
-"""Options that all bench commands share: lists, where results go, a bar.
+"""Defines the options that all bench commands share: lists, files of results, a bar.
 
 A bench's command chooses settings and hands its `run` to `carry_out`; it is in `cli/bench.py`, or
 in the repository's `benchmarks`.

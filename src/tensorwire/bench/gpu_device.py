@@ -54,7 +54,7 @@ class Driver(device.Driver):
         self._near: dict[str, tuple[Any, int]] = {}
 
     def _memory_of(self, kind: str) -> tuple[Any, int]:
-        """Returns memory of a kind and its place; with torch it is a tensor, as users have it."""
+        """Returns memory of a kind and its address; with torch it is a tensor, as users have it."""
         if kind not in self._near:
             self._near[kind] = self._new_memory(kind)
         return self._near[kind]

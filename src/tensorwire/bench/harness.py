@@ -3,8 +3,8 @@
 A *limit* is what the machine allows (memcpy, a raw socket). It alternates with the measured system,
 A limit B limit …, so that whatever disturbs the machine disturbs both; the ratio is the median of
 the paired ratios and its interval comes from order statistics, so it assumes no distribution. This
-module knows neither tensorwire nor any rival: an operation is a callable that takes a count and
-returns that many seconds.
+module knows neither tensorwire nor any rival: an operation is a callable that takes a count, runs
+that often, and returns the seconds of each run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
 
 
 def time_each(operation: Callable[[], object], count: int) -> list[float]:
-    """Returns seconds of each of `count` calls, with the garbage collector off as `timeit` does.
+    """Returns the seconds of each of `count` calls, without the garbage collector, as `timeit`.
 
     Two looks at the clock (about 0.1 µs together) are part of every figure.
     """
@@ -145,7 +145,7 @@ class Series:
 
     @property
     def seconds(self) -> list[float]:
-        """All samples."""
+        """The seconds of all samples."""
         return [sample for block in self.blocks for sample in block.seconds]
 
     @property
@@ -199,7 +199,7 @@ def alternate(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long one case may take and how the time is cut.
+    """The time that one case may take, and how it is cut.
 
     Attributes:
         case_s: time for all systems of one case together.
@@ -214,11 +214,11 @@ class Budget:
     max_count: int = 2000
 
     def count(self, seconds_each: float) -> int:
-        """Returns operations of this length in one block, at least one."""
+        """Returns how many operations of this length are in one block, at least one."""
         return max(1, min(self.max_count, int(self.block_s / max(seconds_each, 1e-9))))
 
     def rounds(self, seconds_per_round: float) -> int:
-        """Rounds that fit, within the bounds."""
+        """Returns the number of rounds that fit, within the bounds."""
         wanted = int(self.case_s / max(seconds_per_round, 1e-9))
         return max(self.min_rounds, min(self.max_rounds, wanted))
 

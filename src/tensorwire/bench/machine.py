@@ -47,7 +47,7 @@ def cpu_model(root: Path = _ROOT) -> str | None:
 
 
 def memory_bytes(key: str = "MemTotal", root: Path = _ROOT) -> int | None:
-    """Returns a figure of /proc/meminfo in bytes."""
+    """Returns a figure of /proc/meminfo in bytes; None without one."""
     value = dict(_entries(root / "proc/meminfo")).get(key)
     return None if value is None else int(value.split()[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""Frames a run of a bench: its report, what Ctrl-C leaves of it, and whether the machine was quiet.
+"""Makes the report of a run, also of one that Ctrl-C ends, and tells if the machine was quiet.
 
 It knows nothing of what is measured.
 """

@@ -89,12 +89,12 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For the progress bar."""
+        """The text for the progress bar."""
         return f"{self.name} {format_size(self.size_bytes)}" if self.size_bytes else self.name
 
     @property
     def extent(self) -> int:
-        """Bytes of memory that the case needs: the pieces of a batch lie apart."""
+        """The bytes of memory that the case needs: the pieces of a batch lie apart."""
         return 2 * self.size_bytes if "batch" in self.action else max(8, self.size_bytes)
 
     @property
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def moves_bytes(self) -> bool:
-        """True if there is a limit to compare it with."""
+        """True if it moves payload: its rows then have GB/s and a ratio to the limit."""
         return self.kind in ("write", "read", "batch", "round")
 
 

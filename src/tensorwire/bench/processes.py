@@ -41,7 +41,7 @@ class PairError(Exception):
 
 
 class ProcessPair:
-    """Owns the driver and the target process of one system.
+    """The driver and the target process of one system.
 
     Calls block and are for one thread. `close` always ends both processes and may be called twice.
 
@@ -119,7 +119,7 @@ class ProcessPair:
             self._signal(signal.SIGSTOP)
 
     def _go_on(self) -> None:
-        """Undoes it."""
+        """Lets both processes go on, if they stand still."""
         if self._polls:
             self._signal(signal.SIGCONT)
 

@@ -48,10 +48,10 @@ def _tune(stream: socket.socket, patience_s: int) -> None:
 
 
 class RawServer:
-    """Serves one connection at a time in a thread of its own.
+    """A server of one connection at a time, in a thread of its own.
 
     Attributes:
-        most_bytes: what it serves at most.
+        most_bytes: the largest size that it serves.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class RawClient:
             raise
 
     def run(self, count: int, batch: int = 1) -> Sequence[float]:
-        """Returns seconds per operation of `count` samples, each of `batch` operations.
+        """Returns the seconds per operation of `count` samples, each of `batch` operations.
 
         Raises:
             PeerLostError: the other side is gone or silent.

@@ -305,7 +305,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Returns bytes from "8", "64KiB" or "1 MiB" (binary units, any case).
+    """Returns the bytes that "8", "64KiB" or "1 MiB" means (binary units, any case).
 
     Raises:
         ValueError: not a positive size.

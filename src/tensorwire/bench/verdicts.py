@@ -41,7 +41,7 @@ def _microseconds(row: Row) -> Figure | None:
 
 
 def _remote_cpu(row: Row) -> Figure | None:
-    """Returns CPU time there by the duration, in percent."""
+    """Returns the CPU time of the peer, in percent of the duration."""
     if row.seconds_median is None or row.cpu_seconds_remote is None:
         return None
     return 100 * row.cpu_seconds_remote / row.seconds_median, None

@@ -34,7 +34,7 @@ _GPU_CHECKS = _checks_of(gpu)
 
 
 def check_names(place: str, memory: tuple[str, str] | None = None) -> list[str]:
-    """Returns names of the checks that can run in a place, "one process" or "two processes".
+    """Returns the names of the checks that can run in "one process" or "two processes".
 
     Args:
         place: the place.

@@ -181,14 +181,14 @@ class GpuStream:
         self._kept: list[Any] = []
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls a function of this process when all before it on the stream is through."""
+        """Calls a function of this process when all earlier work of the stream is done."""
         kept = _HostFunction(lambda _: function() and None)
         self._kept.append(kept)
         _enter(self.device.index)
         _call("cuLaunchHostFunc", ctypes.c_void_p(self.cuda_stream), kept, None)
 
     def pause(self, seconds: float) -> None:
-        """Does nothing for a while."""
+        """Keeps the stream from its next work for some seconds."""
         self.call(lambda: time.sleep(seconds))
 
     def fill(self, array: GpuArray, value: int) -> None:
@@ -203,12 +203,12 @@ class GpuStream:
         )
 
     def synchronize(self) -> None:
-        """Waits for all that is on it."""
+        """Waits for all work of the stream."""
         _enter(self.device.index)
         _call("cuStreamSynchronize", ctypes.c_void_p(self.cuda_stream))
         self._kept.clear()
 
     def close(self) -> None:
-        """Ends it, when all on it is through."""
+        """Ends the stream once all its work is done."""
         self.synchronize()
         _call("cuStreamDestroy_v2", ctypes.c_void_p(self.cuda_stream))

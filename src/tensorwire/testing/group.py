@@ -225,7 +225,7 @@ class Member(Channel):
         self._connection.close()
 
     def end(self, deadline: float) -> list[str]:
-        """Waits, then forces; nothing of the process is left. Returns the failure, if it is one."""
+        """Waits for the end of the process, then kills it; returns the failure, if there is one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(deadline - time.monotonic(), 0.0))
         if self.exit_code is None:

@@ -91,7 +91,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _sockets() -> dict[str, str]:
-    """Returns Link text of a socket -> the same with protocol and address."""
+    """Returns the text for each socket, with protocol and address, by the text of its link."""
     described = {}
     for protocol in ("tcp", "tcp6", "unix"):
         for line in _lines(f"/proc/self/net/{protocol}")[1:]:
@@ -137,7 +137,7 @@ def _command(pid: str) -> str:
 
 
 def _shared_files() -> Counter[str]:
-    # What starts with "sem." is a semaphore of sem_open(3); pools of processes make many at a time.
+    # Names with "sem." are semaphores of sem_open(3); pools of processes make many at a time.
     return Counter(
         name
         for name in _entries("/dev/shm")

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 @contextlib.contextmanager
 def node_pair(transports: Iterable[str] | None = None, **options: Any) -> Iterator[Pair]:
-    """Gives two connected Nodes and closes both at the end.
+    """Yields two connected Nodes, and closes both at the end.
 
     Args:
         transports: as for `Node`; with one name, both directions use it.

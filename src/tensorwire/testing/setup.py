@@ -1,6 +1,6 @@
 """Sets up a check: a near Node here, connected to a Target, wherever that is.
 
-Also the small words that checks are written in.
+Also defines the helpers that checks are written with.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CheckSetup:
     def remote(
         self, key: str, size_bytes: int, access: str = "rw", *, on: str = "host"
     ) -> RemoteRegion:
-        """Lets the target allocate a region, "host" or "gpu", and gives it as it is seen here."""
+        """Lets the target allocate a region on "host" or "gpu"; returns it as it is seen here."""
         device = "cuda:0" if on == "gpu" else None
         return self.peer.region(self.target.allocate(key, size_bytes, access, None, device))
 
@@ -101,7 +101,7 @@ class CheckSetup:
         return np.asarray(local)
 
     def refill(self, local: Any, data: NDArray[np.uint8]) -> None:
-        """Puts other bytes there; from a function on a stream, only into memory of the host."""
+        """Puts other bytes into memory of the host that `local` gave, also from a stream."""
         local[:] = data
 
     @contextlib.contextmanager

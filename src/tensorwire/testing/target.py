@@ -53,7 +53,7 @@ class Target:
         return self._node.address
 
     def pid(self) -> int:
-        """Returns the process that the Node is in."""
+        """Returns the number of the process that the Node is in."""
         return os.getpid()
 
     def allocate(
@@ -101,7 +101,7 @@ class Target:
         return self._regions[key].word(offset).value
 
     def wait_until(self, key: str, offset: int, value: int, timeout_s: float) -> None:
-        """Waits for a word."""
+        """Waits until a word is at least `value`."""
         self._node.wait_until(self._regions[key].word(offset), value, timeout_s)
 
     def accept(self) -> str:
@@ -143,7 +143,7 @@ class Target:
         self._node = Node(**{"name": "far", **self._options, "listen": address})
 
     def stats(self) -> dict[str, int]:
-        """Returns counters of the Node."""
+        """Returns the counters of the Node."""
         return self._node.stats()
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Target:
 
 
 class _TargetElsewhere:
-    """Calls the methods of a Target in another process."""
+    """A stand-in for a Target in another process, which calls its methods there."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

@@ -19,7 +19,7 @@ SIZES = (0, 1, 7, 8, 63, 64, 65, 4096, MIB + 3, 16 * MIB)
 
 
 def write_sizes(setup: CheckSetup) -> None:
-    """Writes of every size, at even and odd offsets, change exactly their bytes."""
+    """Checks that writes of every size, at even and odd offsets, change exactly their bytes."""
     for number, size in enumerate(SIZES):
         for offset in (0, 64, 129):
             key = f"{size}-{offset}"
@@ -38,7 +38,7 @@ def write_sizes(setup: CheckSetup) -> None:
 
 
 def read_sizes(setup: CheckSetup) -> None:
-    """Reads of every size, at even and odd offsets, bring exactly their bytes."""
+    """Checks that reads of every size, at even and odd offsets, bring exactly their bytes."""
     total = SIZES[-1] + 200
     remote = setup.remote("all", total)
     content = pattern(total)
@@ -259,7 +259,7 @@ def threads(setup: CheckSetup) -> None:
 
 
 def event_loop(setup: CheckSetup) -> None:
-    """Transfers and words can be awaited, many at once, also large ones."""
+    """Checks that transfers and words can be awaited, many at once, also large ones."""
     size = 3 * MIB + 1
     remote = setup.remote("r", 4 * size)
     data = [pattern(size, seed) for seed in range(4)]

@@ -27,7 +27,7 @@ TWO_PROCESSES = ("gpu_target_killed",)
 
 
 def gpu_write_sizes(setup: CheckSetup) -> None:
-    """Writes of every size, at even and odd offsets, change exactly their bytes."""
+    """Checks that writes of every size, at even and odd offsets, change exactly their bytes."""
     total = SIZES[-1] + 300
     remote = setup.remote("r", total, on=setup.memory[1])
     for number, size in enumerate(SIZES):
@@ -44,7 +44,7 @@ def gpu_write_sizes(setup: CheckSetup) -> None:
 
 
 def gpu_read_sizes(setup: CheckSetup) -> None:
-    """Reads of every size, at even and odd offsets, bring exactly their bytes."""
+    """Checks that reads of every size, at even and odd offsets, bring exactly their bytes."""
     total = SIZES[-1] + 200
     remote = setup.remote("r", total, on=setup.memory[1])
     content = pattern(total)
@@ -160,7 +160,7 @@ def gpu_threads(setup: CheckSetup) -> None:
 
 
 def gpu_event_loop(setup: CheckSetup) -> None:
-    """Transfers can be awaited, many at once."""
+    """Checks that transfers can be awaited, many at once."""
     size = 3 * MIB + 1
     remote = setup.remote("r", 4 * size, on=setup.memory[1])
     data = [pattern(size, seed) for seed in range(4)]

@@ -25,7 +25,7 @@ from ..setup import (
 
 
 def access(setup: CheckSetup) -> None:
-    """Checks that an operation without the owner's permission is refused without a trace."""
+    """Checks that an operation without the owner's permission is refused and changes nothing."""
     for grant in ("rw", "r", "w", "none"):
         remote = setup.remote(grant, 64, grant)
         assert remote.access == grant

@@ -225,7 +225,7 @@ def views_outlive(setup: CheckSetup) -> None:
 
 
 def remote_dropped(setup: CheckSetup) -> None:
-    """Transfers do not need the RemoteRegion and Peer objects that started them."""
+    """Checks that transfers do not need the RemoteRegion and Peer objects that started them."""
     handle = setup.target.allocate("r", 8 << 20)
 
     def start() -> list[Transfer]:
