@@ -217,7 +217,7 @@ def _library(filename: str) -> str:
     if filename.startswith("<frozen "):
         return "Python"
     standard = os.path.dirname(os.__file__)
-    # What ends a `with` of a library, such as tw.edit(), is raised through contextlib.
+    # An error that ends a `with` of a library, such as tw.edit(), comes through contextlib.
     if filename in (os.path.join(standard, name) for name in ("runpy.py", "contextlib.py")):
         return "Python"
     if filename.startswith(os.path.join(standard, "importlib") + os.sep):

@@ -150,7 +150,7 @@ class Series:
 
     @property
     def operations(self) -> int:
-        """All operations, those between samples included."""
+        """The number of all operations, also of untimed ones."""
         return sum(block.operations for block in self.blocks)
 
     @property
@@ -205,6 +205,7 @@ class Budget:
         case_s: time for all systems of one case together.
         block_s: aim for one block; short operations repeat within a block, long ones run once.
         min_rounds, max_rounds: alternations, whatever the budget says. Six give a first interval.
+        max_count: operations in one block.
     """
 
     case_s: float = 2.0

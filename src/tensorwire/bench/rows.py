@@ -271,7 +271,7 @@ def _items(table: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(item: Row | Comparison | Verdict, bench: str = "") -> dict[str, Any]:
-    """Returns the fields that say something; those of a row not the name of its own bench."""
+    """Returns the fields that are neither None nor the default; a row without its own bench."""
     usual = {field.name: field.default for field in dataclasses.fields(item)} | {"bench": bench}
     fields = ((key, _short(value)) for key, value in dataclasses.asdict(item).items())
     return {key: value for key, value in fields if value is not None and value != usual.get(key)}

@@ -24,8 +24,8 @@ class Route:
 
     Attributes:
         plan: of all machines.
-        source: who writes.
-        target: whose memory it is.
+        source: the machine that writes.
+        target: the machine that has the memory.
         flights: turns that can be on the way or in use at a time.
         label: tells apart several plans that run at the same time.
     """

@@ -19,7 +19,7 @@ class CommitText:
 
     Attributes:
         version: of the parameters that they were computed with.
-        samples: for how many they stand; None: for as many as those of worker 0's slice.
+        samples: the number that they stand for; None: as many as worker 0's slice has.
         absent: the tensors for which there is no gradient. The text has them as names of files.
         allow_nan: elements that are not finite are meant so.
     """

@@ -147,7 +147,7 @@ class FileWorker:
 
         Args:
             version: of the parameters that they were computed with.
-            samples: for how many they stand; None: for as many as those of worker 0's slice.
+            samples: the number that they stand for; None: as many as worker 0's slice has.
             absent: tensors without a gradient; each other one must have been written.
             allow_nan: elements may be infinite or no numbers.
 

@@ -51,7 +51,7 @@ class Operation(IntEnum):
     RENAME2 = 45
 
 
-# They would change the tree as nothing here can.
+# They would change the tree in ways that are not possible here.
 CHANGING = frozenset({6, 8, 13, 21, 24, 51})
 """SYMLINK, MKNOD, LINK, SETXATTR, REMOVEXATTR and TMPFILE."""
 

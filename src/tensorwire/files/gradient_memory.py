@@ -68,7 +68,7 @@ def plan(layout: Layout) -> tuple[list[GradientFile], bytes, int]:
     """Returns the files of a store's gradients, their description, and the memory's size."""
     files: list[GradientFile] = []
     tensors = [layout.spec.tensors[index] for index in layout.trained]
-    # What is told has a length that does not depend on where the files lie.
+    # The length of the description does not depend on where the files lie.
     entries = [[t.name, t.dtype, list(t.stored_shape), t.size_bytes] for t in tensors]
     told = json.dumps(entries).encode()
     at = _padded(_HEAD_BYTES + 8 * len(tensors) + len(told))
@@ -158,7 +158,7 @@ class GradientMemory:
         size = int(self.sizes[index])
         return 0 if size == ABSENT else min(size, self.files[index].room_bytes)
 
-    # ---- who writes
+    # ---- for writers
 
     def check_open(self, path: str) -> None:
         """Raises EBUSY between a commit and the next version, and ESTALE if no optimizer reads."""
@@ -197,7 +197,7 @@ class GradientMemory:
         """Returns bytes [start, stop) of a file, as far as there are."""
         return self.room(index)[start : min(stop, self.size(index))].tobytes()
 
-    # ---- who commits
+    # ---- for the worker
 
     def commit(self, samples: float | None) -> None:
         """Closes the files for writers until the next version is in place."""

@@ -257,7 +257,7 @@ class JobMount:
             if node is None:
                 node = self._of[key] = _Node(next(self._numbers), found, key)
                 self._nodes[node.number] = node
-            node.entry = found  # who may write it changes
+            node.entry = found  # its mode may change
             node.lookups += 1
         valid_s = _FOLDER_VALID_S if found.is_folder else 0
         return node, entry(node.number, valid_s, self._attributes(node, found))

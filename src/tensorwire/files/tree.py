@@ -298,7 +298,7 @@ class _Array(Item):
 
         def whole() -> bytes | memoryview:
             if not kept:
-                # Such memory of numpy has huge pages: a fresh one costs half as much as of `bytes`.
+                # numpy's memory has huge pages: fresh, it costs half as much as memory of `bytes`.
                 data = np.empty(size, np.uint8)
                 base = len(self._header)
                 data[:base] = np.frombuffer(self._header, np.uint8)

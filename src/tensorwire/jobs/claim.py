@@ -74,7 +74,7 @@ def refusal(rank: int, told_by: str, holder: str) -> str:
     Args:
         rank: the rank.
         told_by: the variables that say it.
-        holder: who has it, such as "process 77".
+        holder: the process that has it, such as "process 77".
     """
     return (
         f"worker {rank} of this job is {holder} already, and {told_by} say that this process "

@@ -107,11 +107,11 @@ def receive_message(
 
 
 def proof_of(secret: bytes, nonce: str) -> str:
-    """Returns the proof that its sender, who was given `nonce`, knows a secret."""
+    """Returns the proof that its sender, which was given `nonce`, knows a secret."""
     return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
 
 
-# ---- who knocks
+# ---- the process that knocks
 
 
 def knock(path: str | Path, timeout_s: float) -> socket.socket:
@@ -154,7 +154,7 @@ def short_path(path: str | Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-# ---- who is asked
+# ---- the process that is asked
 
 
 class DoorClient:

@@ -1,6 +1,6 @@
 """Reads from an engine's variables this process's rank and where workers meet. Pure.
 
-An engine is whatever started the process with others: torchrun and all that set the same variables
+An engine has started this process with others: torchrun and all that set the same variables
 (Ray Train, Accelerate, Kubeflow, a person), Open MPI, MPICH and Intel MPI, Slurm. docs/launchers.md
 lists the variables. Knows no torch and starts nothing.
 """

@@ -1,8 +1,8 @@
 """Ends the processes that a launcher leaves if it is killed itself.
 
 The kernel kills the processes of a job with their launcher (see child.py), but not the processes
-that those have started, such as the workers of a DataLoader. The guard is one small process: it
-holds a pipe from the launcher, is told every process group, and kills those that are left when the
+that they have started, such as the workers of a DataLoader. The guard is one small process: it
+holds a pipe from the launcher, is told every process group, and kills all that are left when the
 pipe ends. This file is both sides; the process runs it by its path with `python -I -S`.
 """
 

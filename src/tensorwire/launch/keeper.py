@@ -30,7 +30,7 @@ COUNTERS = "progress", "work", "size"
 _MOST_PER_MESSAGE = 100
 # The messages that are read before the supervisor looks at something else.
 _AT_ONCE = 64
-# More than a socket holds: what a dead process has left is read to its end.
+# More than a socket holds: the last messages of a dead process are read to their end.
 _ALL = 1 << 16
 # What workers say of changes; membership/takeovers.py has what it means.
 _CHANGES = {ChangeWord.AT, ChangeWord.SWITCHED, ChangeWord.READY, ChangeWord.JOINED}
@@ -83,7 +83,7 @@ class Keeper:
         offer: why no other worker could take over the slices of this one; "": one could; None: it
             has said nothing so far.
         took: the number of the last takeover that this worker has made.
-        saving: where a checkpoint goes that it writes now; "" if none does.
+        saving: the path of the checkpoint that it is writing; "" if it writes none.
         joins: why no worker could join by what this one has noted; None: it has said nothing.
         said: what else it has said of changes of the job's workers, by the name of each message.
     """

@@ -30,7 +30,7 @@ class Moves:
     It is the handler of the part "servers" of what `tensorwire scale` asks.
 
     Args:
-        restarts: has all shares, and who has which.
+        restarts: knows all shares, and the server of each.
         is_ready: a process that waits for what to serve could begin at once.
         name: gives a process that waited the name of a server.
         say: prints a line.
@@ -171,7 +171,7 @@ class Moves:
         if not self._plan or process is None or process.has_ended:
             return
         ready = [self._dealt.servers[number] for number in takers if number != giver]
-        if giver in takers:  # who goes on with what it keeps
+        if giver in takers:  # the standby goes on with the shares that it keeps
             ready.append(self._restarts.standby())
         if all(self._dealt.has_served(each) or self._is_ready(each) for each in ready):
             failpoint("takers.ready")

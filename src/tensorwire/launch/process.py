@@ -117,7 +117,7 @@ class Process:
         name: such as "worker 0".
         pid: its number, and its group's.
         pidfd: ready for reading when it has ended; closed by `collect`.
-        streams: those that are open.
+        streams: its open streams.
         code: None until `collect`; then its exit code, negative: the signal that killed it.
         told_to_end: whether we have sent it a signal to end, so that its end is no failure.
         died_for_memory: whether the kernel killed it because memory ran out.
@@ -244,7 +244,7 @@ class Process:
         self._kill_group()
 
     def read(self, ready: set[int]) -> None:
-        """Reads from those of its streams whose descriptors are in `ready`."""
+        """Reads from its streams whose descriptors are in `ready`."""
         for stream in self.streams:
             if stream.descriptor in ready:
                 stream.read()

@@ -37,7 +37,8 @@ class _Member:
     """One server or worker through all of its processes.
 
     Attributes:
-        arguments: a server's options, those of every successor too.
+        arguments: a server's options, which every successor gets too.
+        keeper: of its process, and of every successor.
         term: how often it was replaced.
         restarts: how often of these because a process had died.
         deaths: in a row without progress between them, or for memory.
@@ -111,7 +112,7 @@ class Restarts:
 
     Attributes:
         dealt: which server has which shares; None: server n has share n.
-        takeovers: which worker has which slices; None: those that are killed are started again.
+        takeovers: which worker has which slices; None: killed workers are started again.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Restarts:
             worker: it.
             ours: the socket to it, owned from now on.
             told: what it gets to know, beside its term.
-            former: who was that worker before.
+            former: the process that was that worker before; None: there was none.
 
         Returns:
             How many processes before it have had its place.
@@ -316,7 +317,7 @@ class Restarts:
         """Counts the death of a member, and says whether it is replaced once more."""
         for member in self._members_of(process).values():
             reached = member.keeper.progress()
-            # What ran out of memory once does so again, however far it gets between.
+            # A process that ran out of memory once does so again, however far it gets between.
             again = reached <= member.reached or process.died_for_memory
             member.deaths = member.deaths + 1 if again else 1
             member.reached = reached
@@ -336,7 +337,7 @@ class Restarts:
 
         Args:
             process: that has ended.
-            only: those of its shares that the successor gets; None: all.
+            only: the shares that the successor gets; None: all.
             to: a server that runs, which gets them; None: a successor is started.
 
         Returns:

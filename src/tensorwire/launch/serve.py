@@ -286,7 +286,7 @@ class ServeSupervisor(Supervisor):
         place = f"has come again (restart {term})" if term else "has come"
         self._say(f"{visitor} {place}")
         for rank, until in self._awaited.items():
-            if until is None:  # those who are there wait for it
+            if until is None:  # the workers that are there wait for it
                 self._awaited[rank] = time.monotonic() + self._return_s
 
     def _told(self) -> dict[str, str]:

@@ -88,7 +88,7 @@ class JobSpec:
         silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
             before it is killed and replaced; 0: for ever.
         restart_workers: whether another process runs the script in the place of a worker that was
-            killed; else those that live compute its slices too, and workers may come and go
+            killed; else the living ones compute its slices too, and workers may come and go
             (docs/elastic.md). That needs a durable job.
         file_workers: how many more workers there are whose gradients come from files
             (docs/files.md); they have the last ranks.
@@ -98,7 +98,7 @@ class JobSpec:
             for long; then `shares` are by default four times the servers.
         server_command: the program of a server, to which its options are added; default this
             Python with `-m tensorwire.torch.server`.
-        cores: that the job may use; default those of this process.
+        cores: that the job may use; default the cores of this process.
 
     Raises:
         ValueError: an argument cannot be right; nothing has been started.
@@ -274,7 +274,7 @@ class JobSpec:
             rank: 0 to workers - 1.
             addresses: of all servers, in their order.
             port: for a store that worker 0 may open, as `init_process_group` does.
-            report_fd: where it writes of an exception that ends it (`reports.failure_in`).
+            report_fd: where it writes about an exception that ends it (`reports.failure_in`).
             store_fd: its socket to the keeper of its descriptors, if it has one.
             term: how often it was replaced, with this time.
             joins: how many workers have joined the running job in its place, with it; 0: it begins
@@ -326,7 +326,7 @@ class JobSpec:
 
         Args:
             index: its place among the servers; where shares can move, the share's place.
-            addresses: of those that listen already.
+            addresses: of the servers that listen already.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
         arguments = ["--index", str(index), "--workers", str(self.places)]

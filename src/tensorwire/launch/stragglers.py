@@ -22,7 +22,7 @@ class Stragglers:
 
     def __init__(self, restarts: Restarts, reports: Reports, stuck_s: float) -> None:
         self._restarts, self._reports, self._stuck_s = restarts, reports, stuck_s
-        self._begun: set[int] = set()  # pids of those that nobody can ask any more
+        self._begun: set[int] = set()  # pids of workers whose keeper is closed
         self._absent: Process | None = None
         self._stuck_at: dict[str, float] = {}
 
@@ -48,7 +48,7 @@ class Stragglers:
         """Returns why the job cannot go on and the worker that is the cause; None: it can go on.
 
         Args:
-            workers: those that run.
+            workers: the running ones.
         """
         running = {each.name: each for each in workers}
         self._stuck_at = {name: at for name, at in self._stuck_at.items() if name in running}

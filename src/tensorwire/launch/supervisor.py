@@ -293,7 +293,7 @@ class Supervisor:
             self._log.add("ended", pid=process.pid)
         self._lost = [process for process in ended if self._restarts.can_replace(process)]
         self._take_reports()
-        # Of those that ended together, the one killed by a signal is the cause of the others' end;
+        # Of processes that ended together, the one killed by a signal caused the others' end;
         # then the one whose error came first.
         cause = self._reports.cause()
         for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
@@ -467,7 +467,7 @@ class Supervisor:
                 return
             if told is not None and self._restarts.count(process):
                 successor, restarts = self._restarts.replace(process)
-                # Whether a worker's script can go on, the new process finds out.
+                # The new process finds out whether a worker's script can go on.
                 place = f"{process.name} is started again as pid {successor.pid}"
                 if process.kind == "server":
                     successor.rename("server", process.index)

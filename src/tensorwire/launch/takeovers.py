@@ -24,6 +24,7 @@ class _Owner:
     """A worker that lives.
 
     Attributes:
+        keeper: of its process.
         mine: the places that it has.
         next: the places that it has after the change under way; None: there is no change.
         told: the numbers of the takeovers that it was told of, with the places of each.
@@ -70,10 +71,10 @@ class PassedSlices:
 
         Args:
             rank: of the dead one.
-            living: the ranks of those that run.
+            living: the ranks of workers that run.
 
         Returns:
-            Who takes them over, and the number of the last takeover; None: nobody is left.
+            The ranks that take them over, and the number of the last takeover; None: none is left.
         """
         dead = self._owners.pop(rank, None)
         mine = [rank] if dead is None else dead.mine
@@ -151,8 +152,8 @@ class PassedSlices:
         """Plans a change after which workers are in these places; returns each one's new places.
 
         Args:
-            living: their ranks, with those that join.
-            joining: these.
+            living: their ranks, also of workers that join.
+            joining: the keepers of the workers that join, by rank.
         """
         table = deal_places(self._places, living)
         self.number += 1

@@ -325,7 +325,7 @@ class Collective:
 
 
 class FollowingCollective:
-    """The part of a worker that has no script: it calls whatever worker 0 calls. One thread.
+    """The part of a worker without a script: it makes the calls that worker 0 makes. One thread.
 
     To a sum it gives zeros, so that it has no weight in a mean; to texts it gives zeros, too, like
     a worker that was killed. It introduces itself with the words of worker 0. Server 0 must be on

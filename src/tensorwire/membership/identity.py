@@ -108,7 +108,7 @@ def turn_away(peer: Peer, here: str, reason: str) -> None:
     """Ends a connection that is none of the job's; the other side and a line here tell why.
 
     Args:
-        peer: who has connected and proved the secret.
+        peer: has connected and proved the secret.
         here: the member that says it.
         reason: why, with the names that are expected.
     """

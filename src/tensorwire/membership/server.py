@@ -325,7 +325,7 @@ class ServerMember:
     def await_ends(self, timeout_s: float) -> None:
         """Waits until the processes of lost workers are gone, so that their end is seen first.
 
-        A launcher then blames them, and not those who end because of them.
+        A launcher then blames them, and not the processes that end because of them.
         """
         deadline = time.monotonic() + timeout_s
         for rank, peer in self.workers.items():

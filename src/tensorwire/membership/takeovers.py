@@ -35,7 +35,7 @@ def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
 
     Args:
         places: how many there are.
-        living: those that have a worker; at least one.
+        living: the places that have a worker; at least one.
     """
     found = {rank: [rank] for rank in sorted(living)}
     for place in range(places):
@@ -90,7 +90,7 @@ class PlannedChange:
         step: after which it is, counted from the beginning of the job.
         mine: the places that this worker has from then on; empty: it leaves.
         owners: the new owner of each place whose control word changes.
-        donor: the worker that notes where the script is, for those that join; None: nobody does.
+        donor: the worker that notes where the script is, for joining ones; None: none joins.
     """
 
     number: int

@@ -290,7 +290,7 @@ def _worker_node(place: World, store: DescriptorStore | None) -> Node:
     name, listen = worker_name(place.rank), "127.0.0.1:0"
     elsewhere = not all(address.startswith(LOOPBACK) for address in place.servers)
     if elsewhere and not os.environ.get("TENSORWIRE_TRANSPORTS"):
-        # Else by tcp; a PathWarning tells it if the servers have rdma.
+        # Without it tcp is used; a PathWarning says so if the servers have rdma.
         with contextlib.suppress(UnavailableError, MemoryError):
             return Node(name, listen=listen, transports=["shm", "rdma", "tcp"])
     return open_node(name, store, listen=listen)

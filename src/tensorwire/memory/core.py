@@ -1,4 +1,4 @@
-"""Converts the package's objects to those of the core, for loops and faults in C++."""
+"""Converts the package's objects to the core's, for loops and faults in C++."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _VERSION = 1
 _FIXED = struct.Struct("<4sBBBBBIQQQ")
 _CHECKSUM = struct.Struct("<I")
 _MAX_TEXT_BYTES = 255
-# What a message would not show as it is; the core refuses the same in names.
+# Characters that a message would not show as they are; the core refuses them in names.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _FIELD_BITS = {"incarnation": 64, "id": 32, "generation": 64, "size_bytes": 63}
 

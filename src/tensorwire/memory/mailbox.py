@@ -89,7 +89,7 @@ class RemoteMailbox:
 
         Args:
             data: as for `RemoteRegion.write`; at most a place long.
-            number: of the message, larger than those before.
+            number: of the message, larger than all before.
             after: the word also waits for these transfers, of which the caller keeps the list.
 
         Raises:

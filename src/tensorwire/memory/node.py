@@ -65,7 +65,7 @@ class Node:
         incarnation: of the Node of an earlier process that this one goes on as, see `restore`: 1 to
             2**64 - 1. There must never be two at a time. Default: 64 random bits.
         listener: descriptor of a TCP socket that is bound and listens, see `Node.listener`: peers
-            are accepted there, those first that came while nobody did. `listen` and `advertise`
+            are accepted there, first the ones that came before this Node. `listen` and `advertise`
             then only give the host of `address`; the port is the socket's. The Node takes a
             duplicate; the descriptor stays the caller's, and its socket becomes non-blocking.
 
@@ -277,7 +277,7 @@ class Node:
         """Lets peers of this Node read memory that another Node of this process has.
 
         For a Node whose peers may only read what the peers of the other one write: neither side
-        copies anything, and who is connected here reaches nothing else of the other Node. Peers
+        copies anything, and peers of this Node reach nothing else of the other Node. They
         find it by `Peer.region(name)`, with access "r". On one host they get a descriptor that is
         opened for reading alone, so that they cannot map the memory for writing.
 
@@ -289,7 +289,7 @@ class Node:
 
         Raises:
             ValueError: a name that is taken, or a descriptor that is not of the memory of a region
-                with so many bytes, or is good for writing.
+                of at least this size, or is good for writing.
             MemoryError: it cannot be mapped.
             BusyError: no descriptor is left, or the Node has as many regions as it can have.
             UnavailableError: this Node's transports have rdma.

@@ -56,7 +56,7 @@ class PrivateMapping:
     def written(self) -> list[tuple[int, int]]:
         """Returns [start, stop) in bytes of the pages that this process has written to, rising.
 
-        Also those whose bytes were overwritten with the same. Takes about a nanosecond per page of
+        Also pages whose bytes were overwritten with the same ones. Takes about 1 ns per page of
         the mapping where the kernel notes writes (Linux 6.7, userfaultfd allowed, no large pages of
         shared memory), else 25. Where `compares`, a call sees a 32nd of the pages, in turn, and
         only those whose bytes differ.

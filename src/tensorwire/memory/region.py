@@ -366,7 +366,7 @@ class Word:
         Args:
             value: 0 to 2**64 - 1.
             timeout_s: None waits for ever.
-            peer: who is to raise the word. The waiting ends if it is lost.
+            peer: raises the word. The waiting ends if it is lost.
             pace: remembers how long earlier waits for the same took. If that was as short as a few
                 wake-ups at both ends and a core is free, this wait polls somewhat longer than they
                 took before it sleeps: at most 1 ms, mostly less than half of that.

@@ -42,7 +42,7 @@ class Terms:
 
     Attributes:
         limits: of its memory, and rules for its payload.
-        transports: by which it may travel, of those of a Node. Empty: not at all.
+        transports: by which it may travel, of a Node's. Empty: not at all.
         listen: the host that clients on other hosts reach this server by; "" for none.
         plaintext_transports: by which payload of an encrypted connection may travel too.
         runtime: whether calls go by the runtime, where the other end has it too.

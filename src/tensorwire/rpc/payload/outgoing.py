@@ -162,7 +162,7 @@ class SentMessage:
         staging: the rest of the payload, if any, which is pushed after the bytes have been sent:
             their sender then calls `finish`.
         is_kept: it was prepared, and `is_kept` says so of its bytes.
-        kept: keeps the memory of its arrays, where they are those of a request.
+        kept: keeps the memory of its arrays, where they arrived in a request.
         keeps_body: the bytes of a message without arrays are kept in `body`, see `as_sent`.
     """
 

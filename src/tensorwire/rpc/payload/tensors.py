@@ -306,7 +306,7 @@ def unpack(message: Any, like: str = "numpy") -> Any:
         return _torch_tensor(message)
     if like != "numpy":
         raise ValueError(f'like is "numpy" or "torch", not {like!r}')
-    if type(message) is Tensor:  # the usual one: no check but that of its size matters
+    if type(message) is Tensor:  # the usual one: only its size needs a check
         known, shape, body = _dtypes.get(message.dtype), message.shape[:], message.data
         if known is not None and len(shape) == 1:
             size_bytes = shape[0] * known.itemsize

@@ -38,7 +38,7 @@ _Call = TypeVar("_Call", bound=CallState)
 
 
 class AnyMethod(Generic[_Call]):
-    """A method of a client, of whichever world.
+    """A method of a client, in either world.
 
     Attributes:
         kinds: of its calls, with one response and with a stream of them.

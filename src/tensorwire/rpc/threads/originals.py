@@ -26,7 +26,7 @@ def make(name: str, *given: Any) -> Any:
     """Calls grpcio's factory, which is looked up now: others may have wrapped it.
 
     Args:
-        name: of the factory, with "aio." before those of `grpc.aio`.
+        name: of the factory, with "aio." before a name of `grpc.aio`.
         given: its arguments.
     """
     prefix, _, last = name.rpartition(".")

@@ -47,7 +47,7 @@ def _main() -> None:
     if os.path.isdir(folder):
         try:
             _trace(folder)
-        except Exception as error:  # the program runs, whatever is wrong here
+        except Exception as error:  # the program runs nevertheless
             sys.stderr.write(f"tensorwire rpc trace: this process is not traced: {error!r}\n")
     _run_the_users()
 
