@@ -62,7 +62,7 @@ Pins = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _halves() -> Pins | None:
-    """Returns the cores cut in two halves, one per process, as on two hosts; or None.
+    """Returns the cores in two halves, one per process, as on two hosts; None with one core.
 
     Without it the kernel now runs both ends of a TCP connection on one core and now on two, which
     moves any figure by a factor of two and hides the rest.

@@ -52,7 +52,7 @@ class Route:
 
     @cached_property
     def arena_bytes(self) -> int:
-        """Memory of one turn."""
+        """The bytes of the memory of one turn."""
         return self.plan.arena_bytes(self.source, self.target)
 
     @cached_property

@@ -34,7 +34,7 @@ class Controlled(Protocol):
         """Returns the version in place of the first store."""
 
     def take(self, store: int = 0, whole: bool = True) -> int:
-        """Takes a snapshot."""
+        """Takes a snapshot, and returns its version."""
 
     def release(self, version: int, store: int = 0) -> None:
         """Gives back a snapshot that `take` took."""

@@ -84,7 +84,7 @@ def running_jobs() -> list[RunningServer]:
 
 
 def file_workers_of(address: str) -> list[RunningFileWorker]:
-    """Returns this user's workers on this host that take gradients from files, by rank."""
+    """Returns the workers, by rank, of a job on this host that take gradients from files."""
     known = next((each for each in _running() if _is_at(each, address)), None)
     server = address if known is None else known.address
     try:

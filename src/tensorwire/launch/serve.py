@@ -123,7 +123,7 @@ class Visitor:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stops watching it."""
+        """Stops watching the process."""
         os.close(self.pidfd)
 
 

@@ -456,7 +456,7 @@ class OfWorkers(Generic[Found]):
         return {r: found for r in list(self._found) if (found := self.get(r)) is not None}
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all objects."""
         self._found.clear()
 
 

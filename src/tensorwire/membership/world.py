@@ -52,7 +52,7 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model."""
+        """The number of copies of the model."""
         return self.workers // self.pipeline
 
     @property

@@ -117,7 +117,7 @@ def word_offset(base: int, size_bytes: int, offset: int) -> int:
 
 
 def word_value(value: Any) -> int:
-    """Checks a word's value."""
+    """Checks a word's value, which is 0 to 2**64 - 1."""
     try:
         result = index(value)
     except TypeError as error:

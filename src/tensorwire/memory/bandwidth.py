@@ -72,7 +72,7 @@ def interface_with(local: str) -> str | None:
 
 
 def network_gb_per_s(address: str) -> float | None:
-    """Returns the promised speed of the NIC towards "host:port"; None if it is virtual."""
+    """Returns the promised speed of the NIC towards "host:port"; None if virtual or unknown."""
     name = interface_of(split_address(address)[0])
     found = interface(name) if name is not None else None
     return found.promised_gb_per_s if found is not None else None

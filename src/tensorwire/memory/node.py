@@ -60,8 +60,8 @@ class Node:
             host's memory) if that is less.
         max_peers: how many connections are held at a time.
         handshake_timeout_s: how long a new connection may take to prove itself.
-        peer_timeout_s: a link that is silent for so long counts as lost, at least 3. Default:
-            TENSORWIRE_PEER_TIMEOUT, else 10.
+        peer_timeout_s: a link that is silent for that long counts as lost; at least 3, at most a
+            day, to which other values are changed. Default: TENSORWIRE_PEER_TIMEOUT, else 10.
         incarnation: of the Node of an earlier process that this one goes on as, see `restore`: 1 to
             2**64 - 1. There must never be two at a time. Default: 64 random bits.
         listener: descriptor of a TCP socket that is bound and listens, see `Node.listener`: peers

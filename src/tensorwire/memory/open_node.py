@@ -33,7 +33,7 @@ class OpenNode:
         self._closer = weakref.finalize(self, _close, core, self._owner_pid, forgotten=True)
 
     def close(self) -> None:
-        """Closes it; see `Node.close`."""
+        """Closes the Node; see `Node.close`."""
         self._closer.detach()
         _close(self.core, self._owner_pid)
 

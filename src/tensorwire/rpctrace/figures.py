@@ -46,7 +46,7 @@ class Distribution:
         return cls(*values)
 
     def join(self, other: Distribution) -> None:
-        """Adds another one."""
+        """Adds the values of another distribution."""
         for name in ("count", "total", "left", "encoded", "ns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most = max(self.most, other.most)

@@ -64,7 +64,7 @@ class Target:
         name: str | None = None,
         device: str | None = None,
     ) -> Handle:
-        """Allocates a region."""
+        """Allocates a region under a key, and returns its handle."""
         self._regions[key] = self._node.allocate(
             size_bytes, access=access, name=name, device=device
         )
@@ -93,7 +93,7 @@ class Target:
         return bool((found == value).all())
 
     def free(self, key: str) -> None:
-        """Frees a region."""
+        """Frees the region of a key."""
         self._regions.pop(key).free()
 
     def value(self, key: str, offset: int) -> int:

@@ -132,7 +132,7 @@ class Deadline:
     action: Callable[[], object] | None
 
     def cancel(self) -> None:
-        """Takes it back."""
+        """Takes the deadline back: its action does not run."""
         self.action = None
 
 
