@@ -22,8 +22,8 @@ RUNTIME = "XDG_RUNTIME_DIR"
 def runtime_folder() -> Path:
     """Returns the first fit one of three folders, made if missing; all processes get the same.
 
-    These are `$XDG_RUNTIME_DIR/tensorwire`, `/tmp/tensorwire-UID`, and `~/.cache/tensorwire-HOST`
-    for where a stranger has taken the second one.
+    These are `tensorwire` in `$XDG_RUNTIME_DIR`, `tensorwire-UID` in `tempfile.gettempdir()`, which
+    TMPDIR changes, and `tensorwire-HOST` in `cache_folder()`, if a stranger has taken the second.
 
     Raises:
         UnavailableError: none is fit; the message says why, and what to do.

@@ -26,7 +26,7 @@ def boot_id() -> str:
 
 
 def this_host() -> int:
-    """Returns 48 bits, equal where processes can share memory and a loopback interface, or 0."""
+    """Returns 48 bits, equal for processes of a user that share memory and loopback; 0: unknown."""
     try:
         text = f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
     except OSError:
