@@ -1,7 +1,7 @@
-"""What tensorwire costs in one process without a server: two ways to train take turns in it.
+"""Measures what tensorwire costs in one process without a server.
 
-A script as it is without tensorwire, and with `tw.init`, `tw.DistributedOptimizer` and
-`job.loader`: the extra time of a step is the median of the differences of neighbouring passes over
+Two scripts take turns: a plain one, and the same with `tw.init`, `tw.DistributedOptimizer` and
+`job.loader`. The extra time of a step is the median of the differences of neighbouring passes over
 the data. After the first pass both must have the same parameters.
 
 Not measured: starting, evaluation, saving.
@@ -34,7 +34,7 @@ __all__ = ["Driver", "serve"]
 
 PLAIN = "plain"
 MAX_BYTES = 1 << 20
-"""Scripts are measured with models up to this size: a larger one's step hides what each costs."""
+"""The largest model that is measured: the step of a larger one hides the extra time."""
 PASS_STEPS = 20
 _PASSES_PER_TURN = 4
 _SAME = 1e-4  # relative; the same kernels in another order
@@ -45,7 +45,7 @@ Two = tuple[list[float], list[float]]
 
 
 def beside_plain(bench: Bench, model: Workload, settings: Settings) -> Found:
-    """Rows of the script with tensorwire and of the plain one, and what the bar says."""
+    """Returns the rows of the script with tensorwire and of the plain one, and the verdict."""
     case = bench.case(ALONE, model.name, "step")
     if OWN not in settings.systems:
         return [], [judge_alone(case, None, "it did not run")]
@@ -77,7 +77,7 @@ def _unmeasured(rows: list[Row], error: PairError) -> list[Row]:
 
 
 class _Script:
-    """A training script, some batches at a time."""
+    """A training script that runs over a given number of batches."""
 
     def __init__(self, network: Any, loss: Any, optimizer: Any) -> None:
         self._network, self._loss, self._optimizer = network, loss, optimizer
@@ -93,7 +93,7 @@ class _Script:
 
 
 class Driver:
-    """The process: makes both ways of the model that is asked for."""
+    """The driver of the measuring process: trains one model with and without tensorwire."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         del link
@@ -113,9 +113,9 @@ class Driver:
         return _Script(network, self._loss, optimizer)
 
     def passes(self, pairs: int) -> tuple[list[float], Two, Two]:
-        """Sums of magnitudes of both scripts' parameters after a pass over the same batches.
+        """Returns the sums of parameter magnitudes of both scripts after a pass of equal batches.
 
-        And wall and CPU seconds per step of all passes behind it, in whatever order batches come.
+        Also returns wall and CPU seconds per step of `pairs` later passes, which are shuffled.
         """
         scripts = [self._script(True), self._script(False)]
         for script, loader in zip(scripts, self._loaders(shuffle=False), strict=True):
@@ -148,7 +148,7 @@ class Driver:
 
 
 def _timed(script: _Script, batches: Iterable[Any]) -> tuple[float, float]:
-    """Seconds of a pass, and its CPU time."""
+    """Returns wall and CPU seconds of a pass."""
     wall, cpu = time.perf_counter(), time.process_time()
     script.train(batches)
     return time.perf_counter() - wall, time.process_time() - cpu

@@ -1,4 +1,4 @@
-"""A bench whose cases are training steps, as data, and what may be chosen of it."""
+"""Describes, as data, a bench whose cases are training steps, and the settings of its user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensorwire_benchmarks.systems import OWN, System
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 ALONE = "alone"
-"""The wire that is none: one process."""
+"""The name that stands for a wire where one process trains alone."""
 
 
 @dataclass(slots=True)
@@ -20,10 +20,11 @@ class Settings:
     """What to run.
 
     Attributes:
-        optimizer: of models that need none of their own.
-        steps: per system and model, None for the model's own number.
-        turns: into how many turns they are cut; six give a first interval.
-        server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
+        optimizer: for models that do not need a particular one.
+        steps: per system and model; None for the model's own number.
+        turns: the number of turns that share the steps; six are the fewest with an interval.
+        server_threads: the most that tensorwire's server may use; the limit uses as many threads
+            as the server does.
     """
 
     models: Sequence[Workload]
@@ -38,23 +39,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a bench measures, by which names, and how it is judged.
+    """A bench: its models, wires and systems, the names of its cases, and its verdicts.
 
     Attributes:
-        name: as in rows.
-        called: what its models are called in the settings of a report.
-        models, quick: all, and those of a quick look.
-        wires, usual: all, and those that are measured unless others are named.
-        systems: those that train.
-        names: of systems and limit in the order of turns, the limit beside what is held against it.
-        own: the system that limit and rivals are compared with.
-        stem, joint, whole: how cases are called: by model and wire, then what was measured, but for
-            what is the `whole`.
-        alone: gives rows and verdicts of one small model in one process.
-        parts: whether there are rows for what a step is made of.
-        judge: the verdicts that rows and comparisons tell on models of these names.
-        judge_ends: those that the ends of the systems tell, by the name of the case.
-        links: wires that lead from one host to another, with their speed in Mbit/s.
+        name: the bench's name in rows.
+        models, quick: all models, and the models of a quick look.
+        wires, usual: all wires, and the wires that are measured unless the user names others.
+        systems: the systems that train.
+        names: systems and the limit in the order of their turns; the limit stands next to the
+            system that is compared with it.
+        judge: returns the verdicts on rows and comparisons of the models of these names.
+        judge_ends: returns the verdicts on the ends of the systems, given the case's name.
+        alone: returns rows and verdicts of one small model in one process.
+        parts: whether there are rows for the parts of a step.
+        called: the key of the models in the settings of a report.
+        own: the system that is compared with the limit and the rivals.
+        stem, joint, whole: a case's name is the stem; the joint and the measured quantity follow,
+            unless that quantity is `whole`.
+        links: wires between two hosts, with their speed in Mbit/s.
     """
 
     name: str
@@ -76,16 +78,16 @@ class Bench:
     links: Mapping[str, int] = field(default_factory=dict)
 
     def settings(self, quick: bool = False) -> Settings:
-        """The full bench, or a look of some minutes: few models and steps, wide intervals."""
+        """Returns the settings of the full bench, or of a quick look of some minutes."""
         if quick:
             return Settings(self.quick, self.usual, self.names, steps=12, turns=6)
         return Settings(self.models, self.usual, self.names)
 
     def label(self, wire: str, model: str) -> str:
-        """A model over a wire."""
+        """Returns the label of a model over a wire."""
         return self.stem.format(wire=wire, model=model)
 
     def case(self, wire: str, model: str, what: str) -> str:
-        """The name of a case; `what` is "exchange", "isolated", "step" or a part of it."""
+        """Returns a case's name; `what` is "exchange", "isolated", "step" or a part of a step."""
         label = self.label(wire, model)
         return label if what == self.whole else f"{label}{self.joint}{what}"

@@ -1,10 +1,10 @@
-"""The benches of training steps: models, wires, systems, bars, each as a table.
+"""The benches of training steps, each as a table: models, wires, systems, bars.
 
-`training` asks what a step costs beside the limit and other libraries, `placement` what it gains on
-real models that gradients are produced where they are needed: `plan` does that, `copy` is the same
-transport without that analysis, `computation` the same workers with no exchange. After all its
-turns `copy` must have the very bits of `plan`. `parameters` has sparse tables with Adagrad; what
-servers do for other optimizers is measured in `optimizers`, and `LINKS` are its shaped links.
+`training` compares the cost of a step with the limit and with other libraries. `placement` measures
+on real models the gain of producing gradients where they are needed: `plan` does that, `copy` is
+the same transport without that analysis, `computation` the same workers without exchange. After all
+turns the parameters of `copy` must equal those of `plan` to the bit. `parameters` has sparse tables
+with Adagrad; `optimizers.py` measures servers with other optimizers. `LINKS` has shaped links.
 """
 
 from __future__ import annotations
@@ -91,4 +91,4 @@ LINKS = Bench(
     judge=verdicts.judge_links,
     links={"1gbit": 1000, "2.5gbit": 2500, "5gbit": 5000},
 )
-"""Push and pull between two hosts, whose cores do not bound them as long as CPU suffices."""
+"""Push and pull between two hosts over links so slow that CPU does not limit them."""

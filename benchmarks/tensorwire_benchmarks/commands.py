@@ -1,7 +1,7 @@
 """The commands of these benches: their options, and what they run.
 
-`tensorwire bench` gets them from here by way of `tensorwire.bench.checkout`. torch is imported when
-one of them runs, not before.
+`tensorwire.bench.checkout` adds them to `tensorwire bench`. torch is imported only when a command
+runs.
 """
 
 from __future__ import annotations

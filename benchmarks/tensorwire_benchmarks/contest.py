@@ -1,9 +1,9 @@
-"""One model over one wire: the teams of all systems, their turns, and the rows that come of them.
+"""Measures one model over one wire: the teams of all systems, their turns, and their rows.
 
-All systems are resident and take turns in blocks of steps, so that whatever disturbs the machine
+All systems are resident and take turns of some steps, so that a disturbance of the machine
 disturbs all; ratios are paired turn by turn. The limit takes its turn too. Where memory does not
-suffice, systems live in groups, one after the other; turns of different groups are then pairs all
-the same, and the notes say so.
+suffice, systems run in groups, one group after the other; turns of different groups are then paired
+by number, and the notes say so.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from tensorwire_benchmarks.workloads.catalog import Workload
 
 _CHECK_STEPS = 3
 _SAME = 1e-4  # relative; a wrong learning rate or a sum for a mean is far above it
-_WARM = 1  # steps of each turn that wake its processes up and are not counted
+_WARM = 1  # first steps of each turn, which are not counted
 _LONGEST_SEARCH = 200  # steps that a system may take to find its best settings
 _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
 
 
 class WireContest:
-    """Runs by `measure`; then `rows`, `comparisons` and what the attributes have.
+    """A contest of systems with one model over one wire: call `measure`, then read the results.
 
     Attributes:
-        bench: what it is part of.
-        names: of those that take part, the limit too, in the order of their turns.
+        bench: the bench that it is part of.
+        names: systems that take part, and the limit, in the order of their turns.
         turns: per system that ran, and of the limit.
         ends: per system that ran to its end.
         warnings: one sentence each.
-        tell: called with what is being done, never while a turn runs.
+        tell: called with a text about progress, never while a turn runs.
     """
 
     def __init__(self, bench: Bench, settings: Settings, model: Workload, wire: str) -> None:
@@ -81,7 +81,10 @@ class WireContest:
     # --- measuring ------------------------------------------------------------------------------
 
     def measure(self) -> None:
-        """Starts everything, then lets all take turns; group by group."""
+        """Starts the systems of each group in turn, and lets them take their turns.
+
+        A system that fails takes no further part; its rows have the reason.
+        """
         megabits = self.bench.links.get(self._wire)
         if megabits is None:
             self._measure()
@@ -116,7 +119,7 @@ class WireContest:
 
     @contextlib.contextmanager
     def _failing(self, name: str) -> Iterator[None]:
-        """Around what `name` does: if it fails it takes part no more, and rows have the reason."""
+        """Ends the part of `name` in the contest if the body raises PairError; notes the reason."""
         try:
             yield
         except PairError as error:
@@ -129,7 +132,7 @@ class WireContest:
             running.close()
 
     def _groups(self, free_bytes: int | None) -> list[list[str]]:
-        """Names that live at the same time, by what their processes need at most."""
+        """Returns groups of names whose processes fit together in the free memory."""
         room = _OF_MEMORY * free_bytes if free_bytes else float("inf")
         groups: list[list[str]] = []
         left = 0.0
@@ -172,7 +175,7 @@ class WireContest:
         self._sums[name] = digests[0]
 
     def _check(self) -> None:
-        """All systems began with the same values and inputs: they were at the same place then."""
+        """Warns if the systems' parameters differed after the first steps with the same inputs."""
         sums = {name: value for name, value in self._sums.items() if name not in self._failed}
         if sums and max(sums.values()) - min(sums.values()) > _SAME * max(sums.values()):
             self.warnings.append(
@@ -181,7 +184,7 @@ class WireContest:
             )
 
     def _limit_threads(self) -> int:
-        """Those that the server uses for so many bytes."""
+        """Returns the number of threads that tensorwire's server uses for this model."""
         cells = -(-FLOAT_BYTES * self._traffic.elements // CELL_BYTES)
         return threads_for(cells, self._settings.server_threads)
 
@@ -229,11 +232,11 @@ class WireContest:
     # --- rows -----------------------------------------------------------------------------------
 
     def case(self, what: str) -> str:
-        """The name of the case of what was measured."""
+        """Returns the name of the case of a measured quantity."""
         return self.bench.case(self._wire, self._model.name, what)
 
     def rows(self) -> list[Row]:
-        """A row per system for the step and both exchanges, failed ones with the reason."""
+        """Returns rows of step and both exchanges for each system, with the reason if it failed."""
         return [
             self._row(what, name)
             for what in ("step", "exchange", "isolated")
@@ -248,7 +251,7 @@ class WireContest:
         return {"step": True, "exchange": system.exchanges, "isolated": system.holds}[what]
 
     def empty(self, what: str, name: str) -> Row:
-        """A row without figures and with the reason for that, if there is one."""
+        """Returns a row without figures, with the reason why there are none."""
         row = Row(self.bench.name, self.case(what), name, self._traffic.up_bytes)
         return dataclasses.replace(row, note=self._failed.get(name, "it took no turn"))
 
@@ -303,7 +306,7 @@ class WireContest:
         return note
 
     def comparisons(self) -> list[Comparison]:
-        """Paired ratios of our own system to each rival, for the step and both exchanges."""
+        """Returns the paired ratios of the bench's own system to each rival."""
         name = self.bench.own
         own = self.turns.get(name)
         if own is None or name in self._failed:

@@ -1,16 +1,16 @@
-"""What durability costs while nobody dies: two jobs that do the same, one durable, in turns.
+"""Measures the cost of durability while no process dies: two equal jobs in turns, one durable.
 
-A job is two workers and one server on shared memory, `tensorwire run --durable` or `--no-durable`;
-both live at the same time, and a worker waits between turns (`job_worker.py`). In the cases
-"exchange" workers do nothing but push gradients that are there already, and step; what is compared
-is the server's CPU time of a step. In the case "computation" they also sleep, ten times as long as
-such an exchange lasts without durability, and the time of a step is compared.
+A job has two workers and one server on shared memory, `tensorwire run --on-death=restart` or
+`--on-death=end`. Both live at the same time, and a worker waits between turns (`job_worker.py`). In
+the case "exchange" workers only push gradients that exist already, and step; the server's CPU time
+of a step is compared. In the case "computation" they also sleep ten times as long as an exchange
+takes without durability, and the time of a step is compared.
 
-The CPU time is that of the server that works; a standby uses none while it waits. Not measured: the
+The CPU time is of the working server; a standby uses none while it waits. Not measured: the
 notes of a worker on its position, which need a loader.
 
-Beside another checkout, of a commit before durability, jobs of both take turns that are not
-durable: what it costs who does not want it.
+With another checkout, of a commit before durability, jobs of both checkouts that are not durable
+take turns: the cost for users who do not want durability.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tensorwire_benchmarks.jobs import LinkedJob, linked, run_command, script
 ON, OFF = "durable", "not durable"
 NOW, BEFORE = "now", "before"
 OPTIMIZERS = {"momentum": 1.45, "adam": 1.85}
-"""With the bar on the server's CPU time, with durability by without."""
+"""Optimizers, with the bar on the ratio of the server's CPU time, durable to not durable."""
 STEP_BAR = 1.08
 COMPUTATION = 10.0
-"""How many times as long as the exchange a step computes."""
+"""The ratio of computation to exchange in the case "computation"."""
 _WORKERS = 2
 _CALIBRATIONS = 4  # at most
 _NEAR = 0.05
@@ -55,9 +55,9 @@ class CostSettings:
         tensors: of 1 MiB each.
         turns: of each job and case.
         steps: of a turn without computation.
-        computing_steps: of one with.
+        computing_steps: of a turn with computation.
         beside: the path of another checkout, with tensorwire and torch installed in its .venv; then
-            nothing else is measured. "": none.
+            only the comparison with it is measured. "": none.
     """
 
     optimizers: Sequence[str] = tuple(OPTIMIZERS)
@@ -75,11 +75,11 @@ class CostRow(Row):
     Attributes:
         rss_bytes, pss_bytes: memory of the server at the end; the second counts what is shared in
             parts.
-        notes_bytes: of these for copies and notes, as the job's report says.
-        cpu_ratio, cpu_ratio_interval: the server's CPU time by that without durability, of
-            neighbouring turns, with the 95 % interval of the median.
-        step_ratio, step_ratio_interval: the time of a step likewise.
-        computation_by_exchange: how often the exchange without durability fits in the computation.
+        notes_bytes: the part of this memory for copies and notes, from the job's report.
+        cpu_ratio, cpu_ratio_interval: the server's CPU time with durability divided by its time
+            without, of neighbouring turns, with the 95 % interval of the median.
+        step_ratio, step_ratio_interval: the same ratio of the time of a step.
+        computation_by_exchange: computation divided by the exchange without durability.
     """
 
     rss_bytes: int | None = None
@@ -93,7 +93,7 @@ class CostRow(Row):
 
 
 def measure(report: Report, settings: CostSettings, tell: Callable[[str], None]) -> None:
-    """Adds the rows of all cases; where one cannot be measured they have the reason."""
+    """Adds the rows of all cases; an optimizer that fails gets one row with the reason."""
     measured = _measure_beside if settings.beside else _measure
     for optimizer in settings.optimizers:
         tell(f"cost, {optimizer}")
@@ -107,9 +107,9 @@ def measure(report: Report, settings: CostSettings, tell: Callable[[str], None])
 
 
 def judge(report: Report, settings: CostSettings) -> list[Verdict]:
-    """The server's CPU time, and the time of a step that computes ten times as long.
+    """Judges the server's CPU time and the time of a step with computation.
 
-    Or the speed beside the other checkout.
+    With another checkout, judges the speed compared with it instead.
     """
     if settings.beside:
         return [
@@ -139,7 +139,7 @@ def _step_ratio(row: Any) -> Figure | None:
 
 
 def print_costs(report: Report, console: Console) -> None:
-    """One table, if there are rows of it."""
+    """Prints the table of the costs, if there are any."""
     rows = [row for row in report.rows if isinstance(row, CostRow)]
 
     def mebibytes(name: str) -> Callable[[CostRow], str]:
@@ -193,7 +193,7 @@ def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) 
 
 def _measure_beside(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
     python = Path(settings.beside, ".venv/bin/python")
-    # Of a checkout before durability; it knows no option.
+    # A checkout before durability does not know the option.
     commands = {NOW: _command("--on-death=end"), BEFORE: _command(python=str(python.absolute()))}
     with _twins(commands, optimizer, settings) as sides:
         turns = _take_turns(sides, settings.turns, settings.steps, 0.0)
@@ -211,7 +211,7 @@ def _command(*options: str, python: str = sys.executable) -> list[str]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Of one job, per turn: seconds and the server's CPU seconds of a step; bytes of notes."""
+    """The turns of a job: seconds and server's CPU seconds per step; last bytes of notes."""
 
     seconds: list[float]
     cpu_s: list[float]
@@ -251,7 +251,7 @@ def _take_turns(
 
 
 def _calibrate(side: _Twin, settings: CostSettings, exchange_s: float) -> float:
-    """How long to compute so that it is ten times as long as the rest of a step."""
+    """Returns the seconds of computation that last ten times as long as the rest of a step."""
     compute_s = COMPUTATION * exchange_s
     for _ in range(_CALIBRATIONS):
         seconds = [side.run(settings.computing_steps, compute_s)[0] for _ in range(3)]
@@ -270,7 +270,7 @@ class _Twin(LinkedJob):
         super().__init__([*command, *words], folder, _WORKERS)
 
     def run(self, steps: int, compute_s: float) -> tuple[float, float, int]:
-        """A turn: seconds and the server's CPU seconds of a step, and its bytes of notes."""
+        """Runs a turn; returns seconds and server's CPU seconds per step, and bytes of notes."""
         (server,) = self.servers()
         before = process_cpu_seconds(server)
         answers = self.turn(steps=steps, compute_s=compute_s, backward=False)
@@ -279,7 +279,7 @@ class _Twin(LinkedJob):
         return seconds / steps, cpu_s / steps, answers[0]["notes"]
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the server that are resident, and its part of them where they are shared."""
+        """Returns the server's resident bytes (RSS), and with shared pages in parts (PSS)."""
         (server,) = self.servers()
         found = {}
         for line in Path(f"/proc/{server}/smaps_rollup").read_text().splitlines():

@@ -1,11 +1,15 @@
-"""The engine of the benches whose cases are training steps; what they differ in is a `Bench`.
+"""Runs the benches whose cases are training steps; a `Bench` describes one.
 
-Measured, on one host, per model and wire, with two workers in lockstep, reduction and optimizer
-included: the *isolated* exchange, whole and by itself: all gradients were produced and nothing has
-left when its clock starts, the slowest worker may read the updated parameters when it ends; the
-*exchange* of a step as it comes, from the last gradient that any worker produced, so without what a
-system did during backward; the whole *step*; of some benches what it is made of (`parts`). How
-systems take turns is in `contest`. On the wire `alone`: what a script costs in one process.
+Measured on one host per model and wire, with workers in lockstep, reduction and optimizer included:
+
+- the *isolated* exchange: its clock starts when all gradients exist and none was sent, and ends
+  when the slowest worker may read the updated parameters;
+- the *exchange* within a step: from the last gradient that any worker produced, so without what a
+  system did during backward;
+- the whole *step*, and in some benches its parts (`parts.py`).
+
+`contest.py` lets systems take turns. On the wire `alone` the cost of a script in one process is
+measured (`alone.py`).
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. Images and
 sequences are small, so computation is a smaller part of a step than in practice. That the systems
@@ -25,19 +29,19 @@ from tensorwire_benchmarks.contest import WireContest
 from tensorwire_benchmarks.parts import rows_of
 
 Progress = Callable[[int, int, str], None]
-"""Called with the contests done, their number and a label, never while a turn runs."""
+"""A function of (contests done, contests in all, label), never called while a turn runs."""
 
 
 def run(
     bench: Bench, settings: Settings, progress: Progress | None = None,
     then: Callable[[Report], object] = lambda report: None,
 ) -> Report:  # fmt: skip
-    """Runs a bench, `then` what else is of it. Ctrl-C ends it early with the rows so far.
+    """Runs a bench, then calls `then` with its report. Ctrl-C ends it early with the rows so far.
 
     Raises:
-        UnavailableError: torch is not installed, and a model needs it to know its size.
+        UnavailableError: torch is not installed, and a model needs it to compute its size.
     """
-    others: list[Verdict] = []  # that rows and comparisons do not tell
+    others: list[Verdict] = []  # they do not follow from rows and comparisons
     with measuring(bench.name, _describe(bench, settings)) as report:
         contests = [
             (model, wire)
@@ -68,7 +72,7 @@ def _tell(tell: Progress, done: int, total: int, label: str, what: str) -> None:
 
 
 def _measure(contest: WireContest, report: Report) -> list[Verdict]:
-    """The verdicts that the ends of a contest tell; the report gets the rest, whatever happens."""
+    """Runs a contest, adds its results to the report even if it fails; returns further verdicts."""
     try:
         contest.measure()
     finally:

@@ -1,21 +1,21 @@
-"""Training jobs whose processes are killed: are the results the same, and how long is a repair?
+"""Kills processes of training jobs: are the results the same, and how long does a repair take?
 
-Each scenario is a small job (`faults_job.py`) that runs undisturbed first, then as often as it
-takes with servers, workers and the standby killed at random moments by SIGKILL; the next kill comes
-when worker 0 has made two steps after the last one, so that one of them needed the repair. Now and
-then two processes are killed at the same moment, or the one that takes the place of the first as
-well; and some jobs lose a process before their first step, while stores are opened.
-`faults_judge.py`, a program of its own, compares the files that they leave. Recovery lasts from the
-kill until the step of worker 0 that ends its longest pause after it. It is warm where a standby
-waited that had imported everything, else cold. A worker is started again and its script runs from
-the beginning, which lasts as long as its imports; that is told apart. Only kills of one process
-between two steps are timed. Beside them stands how long the script needs until its first epoch in a
-process alone: a worker that takes another one's place needs that too. The scenario `launcher` loses
-`tensorwire run`, which coordinates: that ends the job, no process may be left, and the same command
-goes on from the last checkpoint, with the same bits.
+Each scenario is a small job (`faults_job.py`). It runs undisturbed first, then as often as needed
+while servers, workers and the standby are killed by SIGKILL at random moments. The next kill comes
+when worker 0 has made two steps after the last one, so that one of them needed the repair.
+Sometimes two processes are killed at the same moment, or the one that replaces the first is killed
+as well; and some jobs lose a process before their first step, while stores are opened.
 
-How long workers wait when shares move, workers come and go, or die in other modes is in
-`faults_changes.py`.
+`faults_judge.py`, a program of its own, compares the files that the jobs write. Recovery lasts from
+the kill until the step of worker 0 that ends its longest pause after it. It is warm if a standby
+waited that had imported everything, else cold. A killed worker is started again and runs its
+script from the beginning; its recovery is a figure of its own, next to the time that a process
+alone needs from the script's start to the first epoch. Only kills of one process between two steps
+are timed. In the scenario `launcher`, `tensorwire run` is killed: the job ends, no process may be
+left, and the same command continues from the last checkpoint, with the same bits.
+
+`faults_changes.py` measures how long workers wait when shares move, when workers come and go, and
+when processes die in other modes.
 
 Not measured here: what durability costs while nobody dies (`durable_cost.py`); machines that die.
 """
@@ -58,7 +58,7 @@ from tensorwire_benchmarks.faults_kills import (
 from tensorwire_benchmarks.jobs import environment, last_line, script
 
 _SAMPLES = {"batchnorm": 2560, "large": 640, LAUNCHER: 2560}
-"""Of each scenario, where it is not 1280."""
+"""Samples of each scenario that has not 1280."""
 _EARLY = 1 / 4
 RECOVERY_BAR_S = 2.0
 REJOIN_BAR_S = 2.0
@@ -69,13 +69,14 @@ class FaultSettings:
     """What to run.
 
     Attributes:
-        scenarios: of `SCENARIOS`; none: nothing is killed.
-        kills: over all scenarios.
-        seed: of victims and moments.
+        scenarios: some of `SCENARIOS`; without one, no process is killed.
+        kills: in all scenarios together.
+        seed: for the choice of victims and moments.
         epochs: of each job.
-        cost: what to measure of the cost of durability; None: nothing.
-        changes: what to measure of changes and of other modes; None: nothing.
-        pace_s, disturbed_pace_s: that a worker sleeps per batch; disturbed jobs have to last.
+        cost: settings for the cost of durability; None: not measured.
+        changes: settings for changes and other modes; None: not measured.
+        pace_s, disturbed_pace_s: seconds that a worker sleeps per batch; longer in disturbed jobs,
+            which must last until they are killed.
     """
 
     scenarios: Sequence[str] = SCENARIOS
@@ -93,17 +94,17 @@ class FaultRow(Row):
     """A row of one scenario; `seconds_…` are from the kill of a server until work goes on.
 
     Attributes:
-        kills, standby_kills, worker_kills: of all processes, and of these standbys and workers.
-        opening_kills: before the first step.
-        double_kills: at the same moment as another one, or of the process in its place.
-        parameters_equal: the final values of all workers, and all losses, to the bit.
-        samples_once: each sample was used once in an epoch.
-        steps_once: each slice of each step was made once.
-        warm_kills, cold_kills: of servers, that were timed, with a warm standby and without.
-        warm_s_median, cold_s_median: their part of `seconds_median`.
-        rejoin_s_median: the same of killed workers.
-        script_s: how long a process alone needs to run the script until its first epoch.
-        failures: what went wrong, in sentences.
+        kills, standby_kills, worker_kills: of all processes, of standbys, of workers.
+        opening_kills: kills before the first step.
+        double_kills: kills at the same moment as another one, or of the replacing process.
+        parameters_equal: whether the final values of all workers, and all losses, equal to the bit.
+        samples_once: whether each sample was used once in an epoch.
+        steps_once: whether each slice of each step was made once.
+        warm_kills, cold_kills: timed kills of servers, with a warm standby and without.
+        warm_s_median, cold_s_median: median recovery of these kills.
+        rejoin_s_median: median recovery of killed workers.
+        script_s: seconds that a process alone needs from the script's start to its first epoch.
+        failures: one sentence for each thing that went wrong.
     """
 
     kills: int = 0
@@ -124,12 +125,12 @@ class FaultRow(Row):
 
     @property
     def equal(self) -> bool:
-        """The disturbed jobs did what the undisturbed one did."""
+        """Whether the disturbed jobs did the same as the undisturbed one."""
         return self.parameters_equal and self.samples_once and self.steps_once
 
 
 def recovery_s(kill: float, times: Sequence[float]) -> float | None:
-    """From a kill to the end of the longest pause of the steps after it; None without a step."""
+    """Returns seconds from a kill to the end of the longest pause after it; None without a step."""
     after = [at for at in times if at > kill]
     pauses = [(at - before, at) for before, at in zip([kill, *after], after, strict=False)]
     return max(pauses)[1] - kill if pauses else None
@@ -161,7 +162,7 @@ def _tell(tell: Told, done: int, kills: int, name: str, more: int) -> None:
 
 
 def judge(report: Report) -> list[Verdict]:
-    """All equal, and a warm repair is quick."""
+    """Judges the equality of the jobs, and the medians of warm recovery and of rejoining."""
     rows = _rows(report)
     share = 100.0 * sum(row.equal for row in rows) / len(rows) if rows else None
     warm = [row.warm_s_median for row in rows if row.warm_s_median is not None]
@@ -183,7 +184,7 @@ def judge(report: Report) -> list[Verdict]:
 
 
 def fails(report: Report) -> bool:
-    """Whether anything is unequal, or a job has failed or hung."""
+    """Returns whether a job's results differ, or a job has failed or hung."""
     return any(
         row.failures if isinstance(row, faults_changes.ChangeRow) else not row.equal or row.failures
         for row in report.rows
@@ -196,7 +197,7 @@ def _rows(report: Report) -> list[FaultRow]:
 
 
 def print_faults(report: Report, console: Console) -> None:
-    """A table of kills and one of costs, what went wrong, verdicts."""
+    """Prints the tables of kills, changes and costs, all failures, and the verdicts."""
     console.print(machine_line(report), soft_wrap=True)
     _print_kills(_rows(report), console)
     faults_changes.print_changes(report, console)
@@ -230,10 +231,10 @@ def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
 
 
 class _Scenario:
-    """One scenario: an undisturbed job, then disturbed ones until there were so many kills.
+    """One scenario: an undisturbed job, then disturbed ones until there were enough kills.
 
     Attributes:
-        kills: so far.
+        kills: the kills so far.
     """
 
     def __init__(
@@ -242,13 +243,13 @@ class _Scenario:
         self._name, self._wanted, self._settings, self._chance = name, kills, settings, chance
         self.kills: list[Kill] = []
         self._seconds: dict[str, list[float]] = {"warm": [], "cold": [], "worker": []}
-        self._wrong: dict[str, list[str]] = {}  # what the judge said, by its kinds
+        self._wrong: dict[str, list[str]] = {}  # the judge's sentences, by kind
         self._failures: list[str] = []
         self._judged = self._bytes = 0
         self._script_s: float | None = None
 
     def row(self) -> FaultRow:
-        """What is known so far."""
+        """Returns the row of this scenario, from what is known so far."""
         kills, wrong = self.kills, self._wrong
         ended = self._judged > 0 and not self._failures
         middles = {who: median(each) if each else None for who, each in self._seconds.items()}
@@ -272,7 +273,7 @@ class _Scenario:
         return row.timed(warm + cold) if warm or cold else row
 
     def run(self, tell: Callable[[int], None]) -> None:
-        """Runs it to its end, or until a job fails; the row has what failed."""
+        """Runs the scenario to its end, or until a job fails; the row then has the failure."""
         self._tell = tell
         tell(0)
         with tempfile.TemporaryDirectory(prefix="tensorwire-faults-") as made:
@@ -306,7 +307,7 @@ class _Scenario:
         self._judged += 1
 
     def _kill_members(self, folder: Path) -> None:
-        """One job whose servers, workers and standbys are killed until it ends."""
+        """Runs one job and kills its servers, workers and standbys until it ends."""
         kills, chance = self.kills, self._chance
         with self._job(folder, self._settings.disturbed_pace_s) as job:
             kills += job.kill_early(chance) if chance.random() < _EARLY else []
@@ -318,7 +319,7 @@ class _Scenario:
             job.finish()
 
     def _kill_launchers(self, folder: Path) -> None:
-        """One job whose launcher is killed, and which is started again until it ends."""
+        """Runs one job, kills its launcher and starts the job again, until it ends."""
         kills, killed = self.kills, True
         while killed:
             with self._job(folder, self._settings.disturbed_pace_s) as job:
@@ -347,7 +348,11 @@ class _Scenario:
 
 
 def _script_s(name: str, folder: Path) -> float:
-    """How long a process that is alone needs until its first epoch: it has none, and ends there."""
+    """Returns the seconds of the script alone until its first epoch, by a run with no epochs.
+
+    Raises:
+        PairError: the script failed.
+    """
     alone = Path(tempfile.mkdtemp(dir=folder))
     began = time.monotonic()
     done = subprocess.run(

@@ -1,21 +1,21 @@
-"""How long do the others wait when a share moves, a worker comes, goes or dies, in each mode?
+"""Measures how long workers wait when a share moves or a worker comes, goes or dies.
 
-Four jobs of `faults_changes_job.py`, whose parameters count the samples: after each job every
-sample was used once in every epoch, or the row says so. A pause is the longest interval between two
-steps around what happens, less the median interval of the job.
+The jobs run `faults_changes_job.py`, whose parameters count the samples: if a sample was not used
+once in each epoch, the row says so. A pause is the longest interval between two steps around the
+event, less the median interval of the job.
 
     move              `tensorwire scale --servers`, one to two and back; all of worker 0's steps
     joins, leaves     `tensorwire scale --workers`, two to three and back; worker 0's steps
     taken over        a worker is killed and nobody starts it again; worker 0's steps
-    MODE, server      a server is killed where each worker goes at its own pace; worker 0's steps
-    MODE, worker      a worker is; its own steps, with those of the process in its place
-    MODE, others      the same; worker 0's steps meanwhile
+    MODE, server      a server is killed in the mode async or bounded; worker 0's steps
+    MODE, worker      worker 1 is killed; its steps, and those of the process that replaces it
+    MODE, others      worker 1 is killed; worker 0's steps meanwhile
 
-Beside each stands what no design can avoid, measured in the same run without tensorwire. Where a
-process takes over memory: from SIGKILL of a process that has mapped and touched as many bytes until
-another one knows it, and has mapped and touched these. Where its script has to run again: that, and
-the import of torch. Where workers come and go: a message to another process and back, three times,
-as the workers have to agree upon a step.
+Next to each stands a limit that no design can avoid, measured in the same run without
+tensorwire. Where a process takes over memory: the time from SIGKILL of a process that has mapped
+and touched as many bytes until another one has noticed it, and has mapped and touched them. Where a
+script has to run again: that time, and the import of torch. Where workers come and go: three round
+trips of a message between two processes, as the workers have to agree on a step.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ChangeSettings:
     """What to run.
 
     Attributes:
-        rounds: how often each thing happens.
-        modes: in which processes are killed where each worker goes at its own pace.
-        pace_s: that a worker sleeps per batch.
+        rounds: how often each event happens.
+        modes: modes without lockstep in which processes are killed.
+        pace_s: seconds that a worker sleeps per batch.
     """
 
     rounds: int = 6
@@ -70,13 +70,13 @@ class ChangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRow(Row):
-    """A row; `failures` tells what is wrong, in sentences."""
+    """A row with `failures`, one sentence each."""
 
     failures: tuple[str, ...] = ()
 
 
 def measure(report: Report, settings: ChangeSettings, tell: Callable[[str], None]) -> None:
-    """Adds the rows of all cases."""
+    """Adds the rows and limits of all cases; a job that fails gets its reason in `failures`."""
     limits = _limits()
     jobs: list[tuple[list[str], Callable[[_Job, int], None], Sequence[str]]] = [
         (["move"], _move, ["--workers", "2", "--servers", "1:2"]),
@@ -116,7 +116,7 @@ def measure(report: Report, settings: ChangeSettings, tell: Callable[[str], None
 
 
 def judge(report: Report) -> list[Verdict]:
-    """Every sample was used once in each epoch of each job."""
+    """Judges whether every sample was used once in each epoch of each job."""
     rows = [row for row in report.rows if isinstance(row, ChangeRow)]
     good = [row.measured and not row.failures for row in rows]
     share = 100.0 * sum(good) / len(good) if good else None
@@ -126,7 +126,7 @@ def judge(report: Report) -> list[Verdict]:
 
 
 def print_changes(report: Report, console: Console) -> None:
-    """One table, if there are rows of it."""
+    """Prints the table of changes, if there are any."""
     rows = [row for row in report.rows if isinstance(row, ChangeRow)]
     limits = {row.case: row.seconds_median for row in report.rows if row.system == LIMIT}
     title = "how long workers wait when something changes, beyond a step"
@@ -166,7 +166,7 @@ def _kill(job: _Job, rounds: int) -> None:
 
 
 class _Job(LaunchedJob):
-    """A job whose workers tell when they have made their steps."""
+    """A job whose workers write the time of each step to a file."""
 
     def __init__(self, folder: Path, mode: str, options: Sequence[str], pace_s: float) -> None:
         (folder / "runtime").mkdir(mode=0o700)
@@ -176,7 +176,7 @@ class _Job(LaunchedJob):
         self._events: list[tuple[str, int, float, float]] = []  # what, whose steps, from, to
 
     def happens(self, what: str, act: Callable[[], object], rank: int = 0) -> None:
-        """Does something between steps, and waits until the job has settled behind it."""
+        """Calls `act` between steps, and waits until worker `rank` has made some steps after it."""
         self._await_steps(0)
         began = time.monotonic()
         act()
@@ -186,7 +186,11 @@ class _Job(LaunchedJob):
             self._events.append(("others", 0, began, time.monotonic()))
 
     def scale(self, option: str, count: int) -> None:
-        """As a user asks for it."""
+        """Runs `tensorwire scale` with this option, as a user does.
+
+        Raises:
+            PairError: the command failed.
+        """
         done = subprocess.run(
             [sys.executable, "-m", "tensorwire", "scale", option, str(count)],
             env=self.environment, capture_output=True, text=True, timeout=2 * _PATIENCE_S,
@@ -196,19 +200,23 @@ class _Job(LaunchedJob):
             raise self.failed(f"scale {option} {count}: {done.stderr}")
 
     def kill_server(self) -> None:
-        """SIGKILL, when a standby waits; returns when another process is in its place."""
+        """Kills a server once a standby waits; returns when another process replaces it."""
         self.until(self.has_warm_standby, "no standby is ready", _PATIENCE_S)
         self._end(self.servers, "takes its place")
 
     def kill_worker(self, rank: int, told: str) -> None:
-        """SIGKILL; returns when the launcher says what becomes of its slices."""
+        """Kills a worker by SIGKILL; returns when the launcher prints `told`."""
         named = f"TENSORWIRE_RANK={rank}\0".encode()
         self._end(
             lambda: [p for p in self.children(_SCRIPT) if named in read(f"/proc/{p}/environ")], told
         )
 
     def finish(self, wait_s: float = _PATIENCE_S) -> None:
-        """Lets the job end, and looks at what it has counted."""
+        """Lets the job end, and checks its counts.
+
+        Raises:
+            PairError: it failed, counted nothing, or did not use each sample once per epoch.
+        """
         (self.folder / "stop").touch()
         super().finish(wait_s)
         counted = [json.loads(each) for each in re.findall(r"counted (\{.*\})", self.said)]
@@ -221,7 +229,7 @@ class _Job(LaunchedJob):
                 )
 
     def pauses(self) -> dict[str, list[float]]:
-        """By what happened, how much longer an interval was than the median one."""
+        """Returns, by event, the seconds by which the longest interval exceeds the median."""
         found: dict[str, list[float]] = {}
         for what, rank, began, ended in self._events:
             gaps = [(b - a, a, b) for a, b in pairwise(self._steps(rank))]
@@ -254,7 +262,7 @@ _LIMIT_OF = {
 
 
 def _limits() -> dict[str, tuple[float | None, str]]:
-    """Seconds, and what was measured."""
+    """Returns, by kind of limit, its seconds and a description."""
     memory_s = median([_handed_over_s() for _ in range(_LIMIT_TURNS)])
     imports_s = median([_imports_s() for _ in range(3)])
     messages_s = median([_messages_s() for _ in range(_LIMIT_TURNS)])

@@ -3,8 +3,8 @@
     tensorwire run … faults_changes_job.py FOLDER MODE PACE
 
 Each worker appends the time of each of its steps to FOLDER/steps-RANK. PACE is the seconds that it
-sleeps per batch. The job ends with the epoch in which FOLDER/stop is there, and prints what was
-counted. Nothing here knows that processes are killed, come or go.
+sleeps per batch. The job ends with the epoch in which FOLDER/stop exists, and prints the counts.
+Nothing here knows that processes are killed, come or go.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 import tensorwire.torch as tw
 
 SAMPLES, BATCH = {"sync": 96, "async": 2000, "bounded": 2000}, 2
-"""Behind an epoch all wait for each other: where each worker goes at its own pace it lasts 10 s."""
-BYTES = 16 << 20  # of parameters, beside one for each sample
+"""Workers wait for each other after an epoch; in async and bounded it therefore lasts 10 s."""
+BYTES = 16 << 20  # of parameters, in addition to one for each sample
 
 
 class _Counts(nn.Module):  # type: ignore[misc]
@@ -36,7 +36,7 @@ class _Counts(nn.Module):  # type: ignore[misc]
 
 
 def main(folder: Path, mode: str, pace_s: float) -> None:
-    """Trains until it is told to end."""
+    """Trains until FOLDER/stop exists, then prints the counts."""
     torch.set_num_threads(1)
     options = {"mode": mode, "staleness": 3} if mode == "bounded" else {"mode": mode}
     job = tw.init(seed=3, **options)
@@ -46,7 +46,7 @@ def main(folder: Path, mode: str, pace_s: float) -> None:
     job.track(model=model, opt=opt)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES[mode]))
     loader = job.loader(data, BATCH, shuffle=True)
-    # In "sync" a step has the mean of all slices' gradients, else that of one slice.
+    # In "sync" a step has the mean gradient of all slices, else the gradient of one slice.
     times = job.size if mode == "sync" else 1
     name = folder / f"steps-{os.environ['TENSORWIRE_RANK']}"
     log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -63,7 +63,7 @@ def main(folder: Path, mode: str, pace_s: float) -> None:
         if job.sum([float((folder / "stop").exists())])[0]:
             break
     with tw.edit(model):
-        pass  # behind this all workers have the same
+        pass  # after this all workers have the same values
     found = {"used": model.samples.unique().tolist(), "epochs": made}
     print("counted", json.dumps(found), flush=True)
     job.barrier()

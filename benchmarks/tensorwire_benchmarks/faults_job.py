@@ -3,11 +3,11 @@
     tensorwire run --on-death restart faults_job.py SCENARIO FOLDER PACE EPOCHS
 
 Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
-that it survives a kill; at the end it writes FOLDER/final-RANK. FOLDER/joined-RANK is there once it
-has joined the job. A job that saves goes on from its last checkpoint, and forgets what it has
-logged of later steps. Worker 0 writes to FOLDER/progress how many steps it has made. PACE is the
-seconds that it sleeps per batch, which changes no bit. faults_judge.py judges the files;
-nothing here knows that processes are killed.
+that it survives a kill; at the end it writes FOLDER/final-RANK. It makes FOLDER/joined-RANK when it
+has joined the job. A job that saves continues from its last checkpoint, and removes its events of
+later steps. Worker 0 writes the number of its steps to FOLDER/progress. PACE is the seconds that a
+worker sleeps per batch, which changes no bit. `faults_judge.py` judges the files; nothing here
+knows that processes are killed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FEATURES, _CLASSES, _ROWS = 40, 10, 400
 
 @dataclass
 class Training:
-    """What a job trains.
+    """The models and optimizers of a job, and the functions that train them.
 
     Attributes:
-        models: whose final values count, by name.
-        optimizers: distributed, by name.
-        loss: of a batch; makes the backward pass too where the model is split.
+        models: models whose final values are judged, by name.
+        optimizers: distributed optimizers, by name.
+        loss: returns the loss of a batch; also makes the backward pass if the model is split.
         after: called after the last slice of a step, before the next.
         before: called before a slice's step.
         schedulers: by name.
@@ -59,11 +59,11 @@ class Scenario:
     """A kind of job.
 
     Attributes:
-        make: makes what is trained.
+        make: makes the models and optimizers.
         samples, batch_size, accumulate: of the loader; no sample is left over.
         init: options of `tw.init`.
         tables: whether inputs are indexes of rows.
-        save_every: steps between two checkpoints, of which the job loads the last; 0: none.
+        save_every: steps between two checkpoints; the job starts from the last one; 0: none.
     """
 
     make: Callable[[], Training]
@@ -125,7 +125,7 @@ def _whole() -> Training:
 
 
 def _large() -> Training:
-    """50 MiB of parameters."""
+    """Makes a model with 50 MiB of parameters."""
     model = nn.Sequential(
         nn.Linear(_FEATURES, 3590), nn.ReLU(), nn.Linear(3590, 3590), nn.ReLU(),
         nn.Linear(3590, _CLASSES),
@@ -161,7 +161,7 @@ SCENARIOS = {
 
 
 def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
-    """Trains, and leaves what is judged."""
+    """Trains, and writes the events and final values that are judged."""
     torch.set_num_threads(1)
     scenario = SCENARIOS[scenario_name]
     job = tw.init(seed=3, **scenario.init)
@@ -236,7 +236,7 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
 
 
 def _forget(log: int, steps: int) -> None:
-    """Of what was logged, only the steps of the checkpoint that was loaded are left."""
+    """Removes from the log all events after the first `steps` steps."""
     size = os.fstat(log).st_size
     lines = os.pread(log, size, 0).splitlines(keepends=True)
     kept = b"".join(line for line in lines if json.loads(line)["step"] < steps)
@@ -257,7 +257,7 @@ def _data(scenario: Scenario) -> TensorDataset:
 
 
 def write_final(path: Path, state: Mapping[str, Any]) -> None:
-    """One line of JSON, [[name, type, shape, bytes], …], then the bytes of all values in a row."""
+    """Writes a line of JSON, [[name, type, shape, bytes], …], then the bytes of all values."""
     head: list[Sequence[Any]] = []
     bodies: list[bytes] = []
     for name, value in _walk("", state):

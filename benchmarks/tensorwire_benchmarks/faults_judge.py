@@ -1,9 +1,9 @@
-"""Judges a job whose processes were killed, by the files that it and an undisturbed one left.
+"""Judges a job whose processes were killed, by its files and those of an undisturbed job.
 
-It reads only the events and final values that faults_job.py has written, imports
-nothing of tensorwire, and knows of no kill. A worker that was replaced has events of several
-processes. The first step of a later process may be one that the former one had committed: then it
-was made, and is computed and logged once more, with another loss.
+It reads only the events and final values that `faults_job.py` has written, imports nothing of
+tensorwire, and knows of no kill. A replaced worker has events of several processes. The first step
+of a later process may be one that the former process had committed: that step is then computed and
+logged again, with another loss, but takes effect once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Event = dict[str, Any]
 
 
 def judge(undisturbed: Path, disturbed: Path, workers: int, samples: int) -> dict[str, list[str]]:
-    """What is wrong with the disturbed job: sentences by "parameters", "samples", "steps".
+    """Returns sentences about errors of the disturbed job, by "parameters", "samples", "steps".
 
     Args:
-        undisturbed: the folder of the job that counts.
-        disturbed: that of the other one.
-        workers: whose files are there.
-        samples: of an epoch; each is used once by each optimizer.
+        undisturbed: the folder of the undisturbed job.
+        disturbed: the folder of the job whose processes were killed.
+        workers: the number of workers in each job.
+        samples: the number of samples in an epoch; each optimizer uses each once.
     """
     found: dict[str, list[str]] = {"parameters": [], "samples": [], "steps": []}
     replaced = any(_pids(disturbed, rank)[1:] for rank in range(workers))
@@ -49,15 +49,19 @@ def _log(folder: Path, rank: int) -> list[Event]:
 
 
 def _pids(folder: Path, rank: int) -> list[int]:
-    """The processes that were a worker, in their order."""
+    """Returns the ids of the processes that were worker `rank`, in their order."""
     try:
         return list(dict.fromkeys(event.get("pid", 0) for event in _log(folder, rank)))
     except (OSError, ValueError):
-        return []  # it will be told
+        return []  # the caller reports the missing events
 
 
 def _events(folder: Path, workers: int) -> list[Event]:
-    """All events; of those that may repeat one only the first, marked as `late` if it is alone."""
+    """Returns all events, without repetitions by later processes.
+
+    Events in the first step of a later process are `late`: they may repeat an event, and their loss
+    may differ.
+    """
     found = []
     for rank in range(workers):
         seen: set[tuple[Any, ...]] = set()
@@ -136,7 +140,7 @@ def _check_steps(expected: list[Event], events: list[Event]) -> list[str]:
 
 
 def _compare_losses(expected: list[Event], events: list[Event]) -> list[str]:
-    """In the order of steps: the first one is where the jobs part."""
+    """Returns a sentence for each event with other losses or samples, in the order of steps."""
     losses = {_key(event): (event["losses"], event["samples"]) for event in expected}
     differ = {
         _key(event)

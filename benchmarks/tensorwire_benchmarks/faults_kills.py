@@ -1,6 +1,6 @@
-"""Jobs of `bench faults`, and how their processes are killed.
+"""The jobs of `bench faults`, whose processes are killed at random.
 
-What is killed, and when, is drawn. Nothing here looks at what a job computes.
+Victims and moments are drawn. Nothing here reads the results of a job.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ SERVERS = {
     "batchnorm": 1, "tables": 2, "two optimizers": 1, "whole": 2, "large": 2, "pipeline": 1,
     "launcher": 2,
 }  # fmt: skip
-"""Of each scenario."""
+"""The number of servers of each scenario."""
 SCENARIOS = tuple(SERVERS)
 WORKERS = {"pipeline": 4}
-"""Of each scenario, where it is not 2; a pipeline has two replicas of two processes."""
+"""The number of workers, if not 2; a pipeline has two replicas of two processes."""
 WORKERS_STAY = {"pipeline": "workers are not killed: those of a split model cannot be replaced"}
-"""Scenarios that lose only servers and standbys, and why."""
+"""Scenarios in which only servers and standbys are killed, with the reason."""
 LAUNCHER = "launcher"
-"""The scenario that loses the launcher, which ends the job; it is started again."""
+"""The scenario whose launcher is killed, which ends the job; it is started again."""
 STEPS_AFTER = 2
-"""Of worker 0, from one kill to the next."""
+"""Steps of worker 0 from one kill to the next."""
 _HANG_S = 60.0
 _WARM_WAIT_S = 12.0
 _TWO, _AGAIN = 1 / 8, 1 / 8
@@ -41,12 +41,13 @@ class Kill:
     """One kill.
 
     Attributes:
-        at: when, of the monotonic clock.
+        at: time of the monotonic clock, in seconds.
         who: "server", "worker", "standby" or "launcher".
         warm: whether a standby was ready.
-        opening: no step had been made.
-        double: it was not the first at that moment, or the process in the place of the first.
-        timed: what follows until the next one is its repair alone.
+        opening: whether no step had been made.
+        double: whether it was the second at that moment, or killed the process that replaced the
+            first victim.
+        timed: whether the time until the next kill has only the repair of this one.
     """
 
     at: float
@@ -58,7 +59,7 @@ class Kill:
 
 
 class DisturbedJob(LaunchedJob):
-    """One job of a scenario. A job that makes no step for a minute is a PairError."""
+    """A job of a scenario; methods raise PairError when it makes no step for a minute."""
 
     def __init__(self, name: str, folder: Path, pace_s: float, epochs: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -69,7 +70,11 @@ class DisturbedJob(LaunchedJob):
         self._moved, self._last = time.monotonic(), 0
 
     def steps(self) -> int:
-        """The number that worker 0 has made."""
+        """Returns the number of steps that worker 0 has made.
+
+        Raises:
+            PairError: worker 0 has made no step for a minute.
+        """
         with contextlib.suppress(OSError, ValueError):
             now = int((self.folder / "progress").read_text())
             if now > self._last:
@@ -79,7 +84,7 @@ class DisturbedJob(LaunchedJob):
         return self._last
 
     def await_steps(self, count: int) -> bool:
-        """Waits until worker 0 has made so many more steps; False if the job ends before."""
+        """Waits until worker 0 has made `count` more steps; False if the job ends before."""
         mark = self.steps()
         while self.steps() < mark + count:
             if not self.runs:
@@ -88,14 +93,14 @@ class DisturbedJob(LaunchedJob):
         return True
 
     def finish(self, wait_s: float = float("inf")) -> None:
-        """Waits until the job has ended well."""
+        """Waits until the job has ended; raises PairError if it failed."""
         while self.runs:
             self.steps()
             time.sleep(0.02)
         super().finish()
 
     def kill_early(self, chance: random.Random) -> list[Kill]:
-        """Kills a process when all workers have joined, before the first step if it can."""
+        """Kills a process soon after all workers have joined, usually before the first step."""
         joined = [self.folder / f"joined-{rank}" for rank in range(self._workers)]
         self.until(lambda: all(path.exists() for path in joined), "workers did not join")
         time.sleep(chance.random() * 0.05)
@@ -105,9 +110,10 @@ class DisturbedJob(LaunchedJob):
         return kills
 
     def kill(self, chance: random.Random) -> list[Kill]:
-        """Kills a process at some moment; every other time it waits for a standby before.
+        """Kills a process at a random moment; every other time after waiting for a standby.
 
-        Sometimes another one at the same moment, or the one that takes its place.
+        Sometimes also kills another one at the same moment, or the process in the victim's place.
+        Returns no kill if the job has ended.
         """
         if not self.await_steps(1):
             return []
@@ -119,7 +125,7 @@ class DisturbedJob(LaunchedJob):
                 return []
         time.sleep(delay_s)
         found, draw = self._members(), chance.random()
-        # A standby one time in six: its death is no repair that somebody waits for.
+        # A standby one time in six: no worker waits for its repair.
         who = "standby" if found["standby"] and draw < 1 / 6 else "server"
         if draw > 1 / 2 and not self._stay:
             who = "worker"
@@ -134,7 +140,7 @@ class DisturbedJob(LaunchedJob):
         ]
         warm = self.has_warm_standby()
         self.steps()
-        # Only workers that still train can show what a repair takes.
+        # Only workers that still train show the time of a repair.
         if self._has_ended() or not self.runs:
             return []
         two, again = more < _TWO and bool(others), _TWO <= more < _TWO + _AGAIN
@@ -147,9 +153,10 @@ class DisturbedJob(LaunchedJob):
         return kills
 
     def kill_launcher(self, chance: random.Random) -> bool:
-        """Kills the launcher between two steps; False if the job ends before.
+        """Kills the launcher between two steps; returns False if the job ends before.
 
-        A process of the job that is left is a PairError.
+        Raises:
+            PairError: a process of the job still lives some seconds later.
         """
         if not self.await_steps(STEPS_AFTER):
             return False
@@ -175,7 +182,10 @@ class DisturbedJob(LaunchedJob):
         return [kill]
 
     def _successor(self, before: int, chance: random.Random) -> int | None:
-        """Waits for the next process that takes another one's place, after so many; its number."""
+        """Waits until one more than `before` processes were replaced; returns the new process id.
+
+        Returns None if that takes too long, or the job has ended.
+        """
         until = time.monotonic() + _SUCCESSOR_WAIT_S
         while len(found := self.replaced()) == before:
             if time.monotonic() > until or not self.runs:
@@ -188,6 +198,6 @@ class DisturbedJob(LaunchedJob):
         return any((self.folder / f"final-{rank}").exists() for rank in range(self._workers))
 
     def _members(self) -> dict[str, list[int]]:
-        """The servers, the workers, and standbys that nobody has told to take a place."""
+        """Returns process ids of servers, workers, and standbys that still wait."""
         workers = self.children("faults_job.py")
         return {"server": self.servers(), "worker": workers, "standby": self.standbys()}

@@ -1,7 +1,7 @@
-"""From the moments that workers saw to the figures of a step and of an exchange.
+"""Computes the figures of a step and of an exchange from the times that workers noted.
 
-Pure: lists in, lists out. All moments are CLOCK_MONOTONIC seconds, one clock for all processes of a
-host, so moments of different workers can be subtracted.
+Pure functions of lists. All times are CLOCK_MONOTONIC seconds, one clock for all processes of a
+host, so times of different workers can be subtracted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ class StepTimes(NamedTuple):
     """One step of one worker.
 
     Attributes:
-        begin: forward begins; a barrier of the bench lies right before it.
+        begin: forward begins, right after a barrier of the bench.
         backward_begin: forward has returned.
-        gradients_ready: the last gradient of this worker was produced: the last of the hooks that
-            run when a gradient was accumulated, before anything is sent on behalf of it. In a step
-            that was held (`worker.Driver.run`): when all workers were there.
+        gradients_ready: the last gradient of this worker was produced, and its hooks have not sent
+            it yet. In a held step (`worker.Driver.run`): all workers have their gradients.
         readable: this worker may read the updated parameters.
-        end: gradients were cleared, the step is over.
+        end: gradients were cleared; the step is over.
         exchange_cpu_s: CPU time of this process between gradients_ready and readable.
     """
 
@@ -37,15 +36,15 @@ class StepTimes(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where a worker, or a whole system, was after its last turn.
+    """The state of a worker, or of a whole system, after its last turn.
 
     Attributes:
-        steps: that it trained in all.
+        steps: the steps that it trained in all.
         bits: per worker, a digest of the parameters' bits.
-        hidden_s: per step that was not held, for how long gradients were on their way while
-            backward went on; that of the slowest worker.
+        hidden_s: seconds per step, except held ones, in which gradients were sent while backward
+            went on; of the worker with the most.
         in_place: the share of its gradients' bytes that were produced in place in its last step, of
-            the worker with the least; None of a system that knows no places.
+            the worker with the least; None for a system without placement.
     """
 
     steps: int
@@ -55,7 +54,7 @@ class End(NamedTuple):
 
     @classmethod
     def of(cls, workers: Sequence[End]) -> End:
-        """That of a system, from those of its workers."""
+        """Combines the ends of a system's workers into the end of the system."""
         return cls(
             workers[0].steps,
             [bits for worker in workers for bits in worker.bits],
@@ -70,22 +69,22 @@ Steps = Sequence[StepTimes]
 _OF_A_STEP: dict[str, Callable[[Steps], float]] = {
     # From the first worker's begin to the last worker's end.
     "step": lambda step: max(t.end for t in step) - min(t.begin for t in step),
-    # From the last gradient of any worker until the slowest worker may read: what a worker waits
-    # for another one's computation is no part of it, nor what a system did during backward.
+    # From the last gradient of any worker until the slowest worker may read: without the wait of a
+    # worker for another one's computation, and without what a system did during backward.
     "exchange": lambda step: max(t.readable for t in step) - max(t.gradients_ready for t in step),
     # How far apart the workers' last gradients were.
     "skew": lambda step: (
         max(t.gradients_ready for t in step) - min(t.gradients_ready for t in step)
     ),
-    # Those of the slowest worker.
+    # The times of the slowest worker.
     "forward": lambda step: max(t.backward_begin - t.begin for t in step),
     "backward": lambda step: max(t.gradients_ready - t.backward_begin for t in step),
 }
-"""What the times of all workers in one step tell, in seconds."""
+"""Functions from the times of all workers in one step to seconds, by name."""
 
 
 def seconds_of(what: str, workers: Sequence[Steps]) -> list[float]:
-    """Seconds of what `_OF_A_STEP` has by this name, in each step."""
+    """Returns the seconds of the quantity `what` of `_OF_A_STEP`, for each step."""
     return [_OF_A_STEP[what](step) for step in zip(*workers, strict=True)]
 
 
@@ -94,13 +93,12 @@ class Turns:
     """All turns of one system, or of the limit, at one model over one wire.
 
     Attributes:
-        samples: seconds, turn by turn; by the names of `seconds_of`, and "isolated": exchanges of
-            steps that were held, of which nothing else is kept.
-        cpu_workers_s, cpu_exchange_s, cpu_server_s: sums over all steps that were not held, workers
-            together.
-        steps_with_cpu: how many these are.
-        cpu_isolated_s, cpu_isolated_server_s, steps_isolated: the same of the exchanges of steps
-            that were held.
+        samples: seconds, turn by turn, by the names of `seconds_of`; "isolated" has the exchanges
+            of held steps.
+        cpu_workers_s, cpu_exchange_s, cpu_server_s: CPU seconds of all steps that were not held, of
+            all workers together.
+        steps_with_cpu: the number of these steps.
+        cpu_isolated_s, cpu_isolated_server_s, steps_isolated: the same for exchanges of held steps.
     """
 
     samples: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
@@ -124,7 +122,7 @@ class Turns:
         self.steps_with_cpu += len(workers[0])
 
     def add_isolated(self, workers: Sequence[Steps], cpu_server_s: float, warm: int) -> None:
-        """Adds a turn of steps that were held; the first `warm` count for CPU time only."""
+        """Adds a turn of held steps; the first `warm` count for CPU time only."""
         kept = [steps[warm:] for steps in workers]
         self.samples["isolated"].append(seconds_of("exchange", kept))
         self.cpu_isolated_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
@@ -132,14 +130,14 @@ class Turns:
         self.steps_isolated += len(workers[0])
 
     def all(self, what: str) -> list[float]:
-        """The samples of all turns."""
+        """Returns the samples of all turns in one list."""
         return [sample for turn in self.samples[what] for sample in turn]
 
 
 def turn_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Ratio | None:
-    """The paired ratio of two systems: turn i of the one by turn i of the other, medians each.
+    """Returns the paired ratio of two systems: the median of turn i above, divided by below's.
 
-    A system that failed has fewer turns; only those that both took are pairs.
+    A system that failed has fewer turns; only turns that both took are pairs.
     """
     pairs = [(median(a), median(b)) for a, b in zip(above, below, strict=False) if a and b]
     return paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
@@ -153,7 +151,7 @@ class Extra(NamedTuple):
 
 
 def extra_seconds(own: Sequence[float], plain: Sequence[float]) -> Extra:
-    """What own[i] took longer than plain[i].
+    """Returns the median of own[i] - plain[i], in seconds, with its interval.
 
     Raises:
         ValueError: no pairs, or sequences of unequal length.
@@ -163,10 +161,9 @@ def extra_seconds(own: Sequence[float], plain: Sequence[float]) -> Extra:
 
 
 def limit_over_wire(apply_s: float, into_s: float, out_s: float) -> float:
-    """The limit of an exchange from its parts; on shm nothing is carried and both ways are 0.
+    """Returns the seconds of the limit of an exchange from its parts; on shm both ways are 0.
 
-    A server may apply one tile while the next arrives, so applying and carrying count as the larger
-    of the two. The two ways of carrying add up: the one thread that plays the network card copies
-    every byte of both through the kernel.
+    A server may apply one tile while the next arrives, so the larger of applying and transfer
+    counts. The two directions add up: one thread copies every byte of both through the kernel.
     """
     return max(apply_s, into_s + out_s)

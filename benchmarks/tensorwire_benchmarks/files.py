@@ -1,24 +1,29 @@
-"""What does it cost to read a running job as files?
+"""Measures the cost of reading a running job as files.
 
-A job of one worker and one server with a model of 512 MiB stands still; in the case of training
-one of 64 MiB trains. Each way takes turns with what it is measured beside.
+A job of one worker and one server with a model of 512 MiB stands still; in the case `training` a
+job with 64 MiB trains. Each way takes turns with its rivals and its limit.
 
-parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a fresh `bytes` (the
-limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
-sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
-taken until its tensors are here, by a reader that has taken others before, beside torch.save to
-tmpfs and torch.load, and beside writing the same bytes into memory that is there (the limit);
-snapshot_read: and every byte of them is read, on both sides; snapshot_first: by a reader that has
-taken none for long, and the limit writes into fresh memory. mount: the parameter by a mount whose
-process answers each read, opened anew, of which the kernel has kept nothing, beside tmpfs and
-beside libfuse's passthrough_ll on tmpfs; mount_random: 4 KiB of it, likewise, and all threads on
-one core; mount_random_apart: who reads is on another core than who answers; mount_mapped: the model
-by a mount that the kernel maps itself, beside the same file on tmpfs. step: steps of a job whose
-second worker is a program in C that reads and writes files, beside one of Python. training: steps
-per second while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
+    parameter           a parameter of 64 MiB by fsspec; a copy of the bytes into a fresh `bytes`
+                        (the limit); a file on tmpfs
+    random              4 KiB of it; a file on tmpfs
+    mapped              safetensors maps the sealed model and reads one tensor of 64 MiB; the same
+                        file on tmpfs
+    snapshot            a reader that took snapshots before takes one and loads its tensors;
+                        torch.save to tmpfs and torch.load; writing the bytes into existing memory
+                        (the limit)
+    snapshot_read       the same, and every byte is read; torch.save and torch.load likewise
+    snapshot_first      a reader that took no snapshot for long; the limit writes fresh memory
+    mount               the parameter by a mount whose process answers each read, with nothing in
+                        the kernel's cache; tmpfs; libfuse's passthrough_ll on tmpfs
+    mount_random        4 KiB of it, with all threads on one core
+    mount_random_apart  the same, with reader and mount on different cores
+    mount_mapped        the model by a mount, mapped by the kernel; the same file on tmpfs
+    step                steps of a job whose second worker is a program in C that reads and writes
+                        files; the same with a Python worker
+    training            steps while a process reads 100 MB/s of parameters by fsspec; without it
 
-Not measured: TCP, other hosts; what the kernel has kept of a file of a mount, which is as fast as
-tmpfs. What cannot be measured here is left out, with a warning.
+Not measured: TCP, other hosts; files of a mount from the kernel's cache, which are as fast as
+tmpfs. A case that cannot be measured here is left out, with a warning.
 """
 
 from __future__ import annotations
@@ -79,8 +84,8 @@ _BESIDE_PASSTHROUGH = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART)
 _FIRST_ROUNDS = 6  # at most; an interval needs six
 _READ_BYTES_PER_S = 100e6
 _REST_S = 1.5  # before a snapshot, so that the server may copy for a reader at once
-_GIVING_BACK_S = 0.5  # after one
-_LONG_REST_S = KEEP_S + 1.0  # and keeps no memory for it
+_GIVING_BACK_S = 0.5  # after a snapshot, while the server returns memory
+_LONG_REST_S = KEEP_S + 1.0  # after which the server keeps no memory for a snapshot
 _CHUNK_BYTES = 8 << 20
 
 
@@ -89,12 +94,12 @@ class FilesSettings:
     """What to run.
 
     Attributes:
-        cases: of `CASES`.
-        large_mib: of the parameter that is read.
-        total_mib: of the model.
-        rounds: how often each way takes its turn.
-        window_s: of each turn of training, also by files.
-        step_bytes: the sizes of the models that are trained by files.
+        cases: some of `CASES`.
+        large_mib: the size of the parameter that is read.
+        total_mib: the size of the model.
+        rounds: the number of turns of each way.
+        window_s: seconds of each turn of `training` and `step`.
+        step_bytes: the sizes of the models in the case `step`.
     """
 
     cases: Sequence[str] = CASES
@@ -108,7 +113,7 @@ class FilesSettings:
 def run(settings: FilesSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows so far."""
     with measuring("files", dataclasses.asdict(settings)) as report:
-        # In this order, as a model that a mount holds open is a snapshot that need not be taken.
+        # In this order: a model that a mount holds open would spare later cases their snapshot.
         wanted = [case for case in CASES if case in settings.cases]
         cases = [case for case in wanted if not is_left_out(report, case)]
         if STEP in cases:
@@ -135,7 +140,7 @@ def run(settings: FilesSettings, tell: Told) -> Report:
 
 
 def is_left_out(report: Report, case: str) -> bool:
-    """Whether a case cannot be measured here; then a row and a warning say why."""
+    """Returns whether a case cannot be measured here; then adds a row and a warning."""
     reason = why_no_mount() if case in _BY_MOUNT else ""
     if case == STEP and shutil.which("cc") is None:
         reason = reason or "there is no C compiler (cc)"
@@ -190,7 +195,7 @@ def _measure_all(
 def _measure_training(
     report: Report, settings: FilesSettings, job: LinkedJob, ways: _Ways
 ) -> None:  # fmt: skip
-    """Time per step with a reader and without, window by window."""
+    """Adds the rows of time per step with a reader and without, in turns."""
     rates: list[float] = []
 
     def window(told: list[float] | None) -> float:
@@ -204,7 +209,7 @@ def _measure_training(
 
 
 class _Ways:
-    """How the bytes of a job at an address are read, and what that is beside."""
+    """The ways to read the bytes of a job at an address, with their rivals and limits."""
 
     def __init__(self, folder: Path, address: str, large_bytes: int) -> None:
         from tensorwire.files.filesystem import TensorwireFileSystem
@@ -226,7 +231,7 @@ class _Ways:
         self._fs.close()
 
     def parameter(self) -> Mapping[str, Way]:
-        """The whole parameter."""
+        """Returns ways to read the whole parameter."""
         memory = np.fromfile(self._file, np.uint8).data
         return {
             OURS: lambda: timed(lambda: self._fs.cat_file(self._path)),
@@ -235,7 +240,7 @@ class _Ways:
         }
 
     def random(self) -> Mapping[str, Way]:
-        """A block somewhere in it; the mean of 200."""
+        """Returns ways to read 4 KiB at a random place of the parameter; the mean of 200."""
         descriptor = os.open(self._file, os.O_RDONLY)
 
         def ours(at: int) -> object:
@@ -251,7 +256,11 @@ class _Ways:
         return {OURS: lambda: mean(ours), TMPFS: lambda: mean(theirs)}
 
     def mapped(self) -> Mapping[str, Way]:
-        """One tensor of a file that is mapped, opened anew."""
+        """Returns ways to open and map a model and read one tensor.
+
+        Raises:
+            UnavailableError: the sealed model is no file of this host.
+        """
         from safetensors import safe_open
 
         reader = self._fs.tree.reader
@@ -272,7 +281,7 @@ class _Ways:
         }
 
     def mount_mapped(self) -> Mapping[str, Way]:
-        """One tensor of the model in a mount, which the kernel maps itself, opened anew."""
+        """Returns ways to open and map a model and read one tensor, ours in a mount."""
         from safetensors import safe_open
 
         mounted = self.mounts.folder() / "model.safetensors"
@@ -283,20 +292,19 @@ class _Ways:
             with safe_open(path, framework="np") as opened:
                 opened.get_tensor("p0").sum()
 
-        held = os.open(mounted, os.O_RDONLY)  # as the sealed model: the snapshot is there
+        held = os.open(mounted, os.O_RDONLY)  # keeps the snapshot, as the sealed model does
         self.mounts.at_end(partial(os.close, held))
         paths = {OURS: mounted, TMPFS: file}
         return {system: partial(timed, partial(read, path)) for system, path in paths.items()}
 
     def snapshot(self, read: bool = False, rest_s: float = _REST_S) -> Mapping[str, Way]:
-        """All of a version, from the wish until its tensors are here; `read`: every byte of them.
+        """Returns ways to take a snapshot and load its tensors; with `read`, to read every byte.
 
-        A server copies for readers during at most a quarter of its time, so that who asks without
-        a rest waits for that. Within the rest it makes memory for who asks again. The limit is
-        writing the same bytes into memory that is there, or, where the rest is longer than that is
-        kept, into fresh memory. Ours are mapped when they are here, those of torch.load are in
-        memory of their own. What the server gives back to the system behind the reader's back is
-        waited for, so that it disturbs nobody else's turn.
+        A server copies for readers during at most a quarter of its time, so each turn begins with a
+        rest of `rest_s`, in which the server also prepares memory for the next snapshot. The limit
+        writes the bytes into existing memory, or into fresh memory if the rest is longer than the
+        server keeps memory. Our tensors are mapped; torch.load copies into its own memory. Each of
+        our turns then waits while the server returns memory, so that no other turn is disturbed.
         """
         import torch
         from safetensors import safe_open
@@ -336,7 +344,11 @@ class _Ways:
 
     @contextlib.contextmanager
     def reading(self, rates: list[float] | None) -> Iterator[None]:
-        """Somebody reads parameters in a process of his own, and at which rate; None: nobody."""
+        """Runs a process that reads parameters, and appends its bytes/s; None: no process.
+
+        Raises:
+            UnavailableError: the process has not started.
+        """
         if rates is None:
             yield
             return
@@ -353,11 +365,14 @@ class _Ways:
             finally:
                 process.stdin.close()
                 told = process.stdout.read()
-        rates.append(float(told))  # or it has failed
+        rates.append(float(told))  # fails if the process has failed
 
 
 def _into_memory(tensors: Sequence[Any], is_there: bool) -> float:
-    """The seconds that writing tensors into a memfd takes, with a thread for each core."""
+    """Returns the seconds of writing tensors into a memfd with a thread per core.
+
+    With `is_there` the memory is allocated before.
+    """
     descriptor = os.memfd_create("tensorwire bench", os.MFD_CLOEXEC)
 
     def write(chunk: tuple[int, memoryview]) -> None:

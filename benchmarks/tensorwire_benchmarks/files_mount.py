@@ -1,8 +1,7 @@
-"""How `bench files` times a read, and a parameter by a mount of ours.
+"""The clock of `bench files`, and its ways to read a parameter by a mount.
 
-Beside that are tmpfs and another program that answers FUSE: passthrough_ll, the example of libfuse
-whose files are those of a folder, here one on tmpfs. Debian has its source in libfuse3-dev, and it
-is compiled here.
+Its rivals are tmpfs and passthrough_ll, the example of libfuse that mirrors a folder, here one on
+tmpfs. Debian has its source in libfuse3-dev; it is compiled here.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ PASSTHROUGH, PYTHON = "passthrough_ll", "python"
 SMALL_BYTES = 4096
 
 Way = Callable[[], float]
-"""Does it once; the seconds that it took."""
+"""A function that does one thing once and returns its seconds."""
 
 _SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 _MOUNT_S = 10.0
 
 
 def why_no_mount() -> str:
-    """Why nothing can be mounted here; "" if it can."""
+    """Returns the reason why no mount is possible here, or ""."""
     if os.geteuid() != 0:
         return "only root may mount what /dev/fuse answers"
     return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "there is no /dev/fuse"
 
 
 def why_no_passthrough() -> str:
-    """Why libfuse's passthrough_ll cannot be compiled here; "" if it can."""
+    """Returns the reason why libfuse's passthrough_ll cannot be compiled here, or ""."""
     for program, package in (("cc", "a C compiler"), ("pkg-config", "pkg-config")):
         if shutil.which(program) is None:
             return f"passthrough_ll is not compiled without {package}"
@@ -51,7 +50,11 @@ def why_no_passthrough() -> str:
 
 
 def compile_c(source: Path, program: Path, *flags: str) -> None:
-    """Raises UnavailableError with what the compiler says."""
+    """Compiles a C program.
+
+    Raises:
+        UnavailableError: there is no compiler, or it failed; with its output.
+    """
     if shutil.which("cc") is None:
         raise UnavailableError(f"{source.name} is not compiled without a C compiler (cc)")
     done = subprocess.run(
@@ -63,14 +66,17 @@ def compile_c(source: Path, program: Path, *flags: str) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """What it makes is thrown away within the time, as a program does that reads on."""
+    """Returns the seconds of `action`, including the time to free its result."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def timed_cold(path: Path, action: Callable[[], object]) -> float:
-    """Likewise, when the kernel has kept nothing of a file; of tmpfs it keeps all."""
+    """Returns the seconds of `action` with no page of the file in the kernel's cache.
+
+    A file on tmpfs stays in memory all the same.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     found = timed(action)
@@ -80,9 +86,12 @@ def timed_cold(path: Path, action: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def mounted(folder: Path, address: str) -> Iterator[tuple[int, bool]]:
-    """A job in a folder that is made.
+    """Mounts a job in a new folder.
 
-    Yields the process, and whether the kernel reads and maps models itself.
+    Yields the process id, and whether the kernel reads and maps models itself.
+
+    Raises:
+        UnavailableError: the mount has not started.
     """
     folder.mkdir()
     command = [sys.executable, "-m", "tensorwire", "mount", str(folder), address]
@@ -98,9 +107,12 @@ def mounted(folder: Path, address: str) -> Iterator[tuple[int, bool]]:
 
 @contextlib.contextmanager
 def passed_through(folder: Path, source: Path) -> Iterator[int]:
-    """A folder, by passthrough_ll, in another one that is made. It has libfuse's own settings.
+    """Mounts `source` by passthrough_ll, with its default settings, in a new folder.
 
-    Yields the process.
+    Yields the process id.
+
+    Raises:
+        UnavailableError: it cannot be compiled, or has mounted nothing.
     """
     program = folder.with_name("passthrough_ll")
     flags = subprocess.run(
@@ -124,10 +136,10 @@ def passed_through(folder: Path, source: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def placed(mine: set[int], pid: int | None, its: set[int]) -> Iterator[None]:
-    """This thread runs on these cores, and all threads of another process on those.
+    """Runs this thread on the cores `mine`, and all threads of process `pid` on the cores `its`.
 
-    Linux leaves threads that wake each other where they are, on one core or on two, and that
-    decides what a small read takes, whoever answers it.
+    Linux keeps threads that wake each other on one core or on two, and that decides the time of a
+    small read more than the program that answers it.
     """
     before = os.sched_getaffinity(0)
     try:
@@ -146,15 +158,15 @@ def _place(pid: int | None, cores: set[int]) -> None:
 
 
 class MountWays:
-    """A parameter by a mount of ours, by passthrough_ll where that is there, and on tmpfs.
+    """The ways to read a parameter by our mount, by passthrough_ll if available, and on tmpfs.
 
     Args:
-        folder: on tmpfs, for what is made.
+        folder: a folder on tmpfs for mounts and files.
         address: of the job.
         path: of the parameter in the job.
-        file: the same bytes on tmpfs.
-        start: where its elements begin.
-        size_bytes: of them.
+        file: a file on tmpfs with the same bytes.
+        start: the offset of the first element.
+        size_bytes: the bytes of all elements.
     """
 
     def __init__(
@@ -173,7 +185,7 @@ class MountWays:
         self._open.close()
 
     def all(self) -> Mapping[str, Way]:
-        """The whole parameter, by reads of 1 MiB into memory that is there."""
+        """Returns ways to read the whole parameter by reads of 1 MiB into existing memory."""
         target = memoryview(np.ones(self._size + MIB, np.uint8).data)
 
         def read(path: Path) -> None:
@@ -189,9 +201,9 @@ class MountWays:
         return {system: way(path) for system, path in self._mounted().items()}
 
     def random(self, apart: bool) -> Mapping[str, Way]:
-        """A block somewhere in it; the mean of 200.
+        """Returns ways to read 4 KiB at a random place of the parameter; the mean of 200.
 
-        Who reads and who answers are on one core, or `apart`, on two.
+        The reader and the process that answers are on one core, or on two if `apart`.
         """
         cores = sorted(os.sched_getaffinity(0))
         mine, its = {cores[0]}, {cores[1 if apart else 0]}
@@ -206,7 +218,7 @@ class MountWays:
                 places = self._random.integers(0, self._size - SMALL_BYTES, 200) + self._start
                 offsets = [int(each) for each in places]
                 with placed(mine, self._processes.get(system), its):
-                    os.preadv(descriptor, [target], 0)  # all are there now
+                    os.preadv(descriptor, [target], 0)  # all threads run now
                     all_ = timed_cold(
                         path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
                     )
@@ -217,7 +229,7 @@ class MountWays:
         return {system: way(system, path) for system, path in self._mounted().items()}
 
     def folder(self) -> Path:
-        """Our mount, which is there from now on."""
+        """Returns the folder of our mount, and mounts it on the first call."""
         made = self._folder / "mount"
         if self._passes is None:
             found = self._open.enter_context(mounted(made, self._address))
@@ -225,16 +237,16 @@ class MountWays:
         return made
 
     def passes_through(self) -> bool:
-        """The kernel reads and maps its models itself."""
+        """Returns whether the kernel reads and maps the mount's models itself."""
         self.folder()
         return bool(self._passes)
 
     def at_end(self, action: Callable[[], object]) -> None:
-        """Is called before the mounts are ended."""
+        """Calls `action` before the mounts end."""
         self._open.callback(action)
 
     def _mounted(self) -> dict[str, Path]:
-        """The parameter by each system; the mounts are there from now on."""
+        """Returns the path of the parameter in each system, and mounts on the first call."""
         if not self._paths:
             self._paths = {OURS: self.folder() / self._path, TMPFS: self._file}
             if not why_no_passthrough():

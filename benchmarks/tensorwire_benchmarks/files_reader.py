@@ -1,4 +1,4 @@
-"""Reads a file of a job at a rate until its input ends, and tells how many bytes per second.
+"""Reads a file of a job at a rate until its input ends, and prints the bytes per second.
 
 python files_reader.py HOST:PORT PATH BYTES_PER_SECOND
 """
@@ -11,7 +11,7 @@ import time
 
 
 def main(address: str, path: str, rate: float) -> None:
-    """Blocks of 4 MiB, evenly."""
+    """Reads blocks of 4 MiB, evenly in time."""
     from tensorwire.files.filesystem import TensorwireFileSystem
 
     fs = TensorwireFileSystem(address)

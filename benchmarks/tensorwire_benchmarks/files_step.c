@@ -23,7 +23,7 @@ static int open_file(const char* path, int flags) {
   return file;
 }
 
-// Waits for a version that is larger than that of the step that was committed last.
+// Waits for a version larger than `done`, the version of the last commit.
 static long next_version(int file, long done) {
   for (;;) {
     char text[32] = {0};
@@ -60,7 +60,7 @@ int main(int argc, char** argv) {
       at += count;
     }
     close(file);
-    // The header of the gradient is that of the parameter.
+    // The gradient has the same header as the parameter.
     size_t start = 10 + (unsigned char)data[8] + 256 * (unsigned char)data[9];
     for (size_t at = start; at + sizeof(float) <= size; at += sizeof(float)) {
       float value;

@@ -1,7 +1,7 @@
-"""The jobs that `bench files` starts; and steps of one whose second worker is a program in C.
+"""Starts the jobs of `bench files`, and measures steps with a file worker in C.
 
-That worker has files, beside it is one of Python. Two jobs with the same model live at the same
-time, one with each, and take turns.
+Two jobs with the same model live at the same time and take turns: the second worker of one is the
+program in C, the second worker of the other is in Python.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
 from .files_mount import OURS, PYTHON, compile_c, mounted
 
 _SOURCE = Path(__file__).with_name("files_step.c")
-_STEP_S = 30.0  # for one that does not come
+_STEP_S = 30.0  # the longest wait for the file worker
 
 
 @contextlib.contextmanager
 def running_job(
     folder: Path, run: Sequence[str], workers: int, size_bytes: int, count: int = 1
 ) -> Iterator[tuple[LinkedJob, str]]:
-    """A job of `job_worker.py`, and the address of its server.
+    """Runs a job of `job_worker.py`; yields it with the address of its server.
 
     Args:
         folder: of the job.
         run: the arguments of `tensorwire run`.
-        workers: those of Python.
-        size_bytes: of a parameter.
-        count: of parameters.
+        workers: the number of Python workers.
+        size_bytes: the size of a parameter.
+        count: the number of parameters.
 
     Raises:
         PairError: it has not started.
@@ -54,7 +54,7 @@ def running_job(
 
 
 def step_s(job: LinkedJob, window_s: float) -> float:
-    """Seconds per step of a window, after two steps that are not counted."""
+    """Returns seconds per step over about `window_s`, after two steps that are not counted."""
 
     def turn(steps: int) -> float:
         answers = job.turn(steps=steps, compute_s=0.0, backward=True)
@@ -83,7 +83,7 @@ def _job(folder: Path, size_bytes: int, by_files: bool) -> Iterator[LinkedJob]:
 
 
 def _await_worker(address: str) -> None:
-    """Until there are the files of the worker of rank 1."""
+    """Waits until the files of the worker of rank 1 exist."""
     deadline = time.monotonic() + _STEP_S
     while True:
         try:
@@ -95,14 +95,14 @@ def _await_worker(address: str) -> None:
 
 
 def measure_steps(report: Report, case: str, size_bytes: int, pairs: int, window_s: float) -> None:
-    """Time per step with each worker, window by window.
+    """Measures the time per step with each kind of worker, in turns.
 
     Args:
         report: gets the rows.
-        case: their name.
-        size_bytes: of the model.
-        pairs: of windows.
-        window_s: of each.
+        case: the name of the case.
+        size_bytes: the size of the model.
+        pairs: the number of turns of each kind.
+        window_s: seconds of a turn.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made, contextlib.ExitStack() as stack:
         jobs = {

@@ -1,10 +1,10 @@
 """Steps of real models on one GPU: two workers on a job, under DDP over gloo, one process alone.
 
-Both workers share the GPU. NCCL refuses two processes on one GPU, so that DDP is gloo's, which
-stages gradients through the host. The limit is a process that has the
-GPU to itself and exchanges nothing: with two workers, twice its work is done in a step, so that
-half of its speed is the most where the GPU computes all the time. The sides run one after the
-other; a time is that of the slower worker's step, with the GPU waited for at its end.
+Both workers share the GPU. NCCL refuses two processes on one GPU, so DDP uses gloo, which stages
+gradients through the host. The limit is a process that has the GPU to itself and exchanges nothing:
+two workers do twice its work in a step, so that half of its speed is the most where the GPU
+computes all the time. The sides run one after the other; a time is the slower worker's step, up to
+the end of its work on the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GpuSettings:
 
     Attributes:
         models: some of `BATCHES`.
-        steps: of each, after those that warm up.
+        steps: counted steps of each model, after the warm-up.
     """
 
     models: Sequence[str] = tuple(BATCHES)
@@ -85,7 +85,7 @@ def _add(report: Report, model: str, times: dict[str, list[float]]) -> None:
 
 
 def _times(side: str, servers: int, settings: GpuSettings) -> dict[str, list[float]]:
-    """Seconds of each model's steps, of the slower worker."""
+    """Returns the seconds of each model's steps, of the slower worker."""
     found = trained(side, servers, settings)
     return {
         model: list(map(max, zip(*(each[model]["seconds"] for each in found), strict=True)))
@@ -96,16 +96,16 @@ def _times(side: str, servers: int, settings: GpuSettings) -> dict[str, list[flo
 def trained(
     side: str, servers: int, settings: GpuSettings, deterministic: bool = False
 ) -> list[dict[str, Any]]:
-    """Trains models on one GPU; what each worker has written of each model.
+    """Trains models on one GPU; returns the results of each worker, by model.
 
     Args:
         side: "alone", "ddp" or "tensorwire".
-        servers: of a job of tensorwire.
+        servers: the servers of a job of tensorwire; 0 on other sides.
         settings: what to train.
-        deterministic: by kernels that have the same bits in each run.
+        deterministic: whether to use only kernels that give the same bits in each run.
 
     Raises:
-        PairError: a process failed; with what it said last.
+        PairError: a process failed; with its last output.
     """
     models = [f"{model}:{BATCHES[model]}:{settings.steps}" for model in settings.models]
     models = ["deterministic"] * deterministic + models

@@ -1,8 +1,8 @@
 """One process of `bench gpu-training`: trains workloads on the GPU and writes its times.
 
 `python -m tensorwire_benchmarks.gpu_worker SYSTEM FOLDER NAME:BATCH:STEPS …`, where SYSTEM is
-alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire. With
-`deterministic` as the first NAME kernels are those with the same bits in each run.
+alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire. If the
+first NAME is `deterministic`, only kernels that give the same bits in each run are used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _to(value: Any, device: Any) -> Any:
 def _trainer(
     torch: Any, system: str, what: Workload, module: Any, rank: int
 ) -> tuple[Any, Any, Callable[[], None]]:
-    """The module and optimizer as the system has them, and what ends it."""
+    """Returns module and optimizer of the system, and a function that ends them."""
     name = what.optimizer or "adamw"
     has_sparse = any(getattr(each, "sparse", False) for each in module.modules())
     if system == "tensorwire":
@@ -54,7 +54,7 @@ def _trainer(
 
 
 def _pool_by_products(torch: Any, module: Any) -> None:
-    """Has `nn.AdaptiveAvgPool2d` make products of matrices: torch's adds up in any order."""
+    """Replaces `nn.AdaptiveAvgPool2d`, which adds up in any order, by products of matrices."""
 
     def means(inputs: int, outputs: int) -> Any:
         made = torch.zeros(outputs, inputs)
@@ -73,7 +73,7 @@ def _pool_by_products(torch: Any, module: Any) -> None:
 
 
 def _values(module: Any) -> dict[str, Any]:
-    """A digest of all parameters, and some fifty values of each."""
+    """Returns a digest of all parameters, and some fifty values of each."""
     digest, some = hashlib.sha256(), []
     for parameter in module.parameters():
         flat = parameter.detach().cpu().contiguous().flatten()
@@ -83,7 +83,7 @@ def _values(module: Any) -> dict[str, Any]:
 
 
 def measure(torch: Any, system: str, what: Workload, rank: int) -> dict[str, Any]:
-    """Seconds of each step, where a GPU is waited for at its end; and what was learned."""
+    """Trains; returns the seconds of each step up to the end of GPU work, and the values."""
     device = torch.device("cuda", 0)
     module = what.build(torch).to(device)
     if torch.are_deterministic_algorithms_enabled():
@@ -107,7 +107,7 @@ def measure(torch: Any, system: str, what: Workload, rank: int) -> dict[str, Any
 
 
 def main(system: str, folder: str, *names: str) -> None:
-    """Writes FOLDER/SYSTEM-RANK.json: seconds of each workload's steps."""
+    """Trains each workload, and writes its seconds and values to FOLDER/SYSTEM-RANK.json."""
     torch = importlib.import_module("torch")
     if names[0] == "deterministic":
         names = names[1:]

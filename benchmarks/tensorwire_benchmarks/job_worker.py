@@ -1,9 +1,10 @@
-"""A worker of jobs that benches let step, turn by turn.
+"""A worker of jobs that make steps, turn by turn, on orders of a bench.
 
-`job_worker.py ADDRESS OPTIMIZER TENSORS SIZE_BYTES`; so many parameters `p0`, `p1` and so on have
-that size each. The bench sends a line of JSON with the steps of a turn, the seconds that each of
-them computes (here: sleeps), and whether it makes the gradients by a backward pass or has them
-already. It gets one with the seconds of the turn, and the bytes of notes by the job's report.
+`job_worker.py ADDRESS OPTIMIZER TENSORS SIZE_BYTES`: the model has TENSORS parameters `p0`, `p1`
+and so on, of SIZE_BYTES each. The bench sends a line of JSON with the steps of a turn, the seconds
+that a step computes (here: sleeps), and whether a backward pass makes the gradients or they are
+made once before. The answer has the seconds of the turn, and the bytes of notes from the job's
+report.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tensorwire_benchmarks.worker_link import WorkerLink
 
 
 def main(address: str, optimizer: str, tensors: int, size_bytes: int) -> None:
-    """Runs turns until the bench says that there is none."""
+    """Runs turns until the bench sends one without steps."""
     torch.set_num_threads(1)
     job = tw.init(seed=1)
     torch.manual_seed(1)
@@ -47,7 +48,7 @@ def main(address: str, optimizer: str, tensors: int, size_bytes: int) -> None:
                     parameter.grad = gradient
             opt.step()
         seconds = time.perf_counter() - started
-        # Another checkout may be older than what is looked for.
+        # An older checkout does not report it.
         link.answer(seconds=seconds, notes=job.report().get("bytes_of_notes", 0))
     job.barrier()
 

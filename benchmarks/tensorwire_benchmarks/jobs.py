@@ -1,4 +1,4 @@
-"""Jobs that benches start by a launcher: their processes, what they say, and turns by a socket."""
+"""Jobs that benches start by a launcher: their processes, output, and turns by a socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent
 _PATIENCE_S = 180.0
 _END_S = 15.0
 _REPLACED = re.compile(r"(?:\d \(pid (?=\d+\) takes its place)|is started again as pid )(\d+)")
-# Variables of a launcher that the bench itself may run under.
+# Variables of a launcher under which the bench itself may run.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
 
 
@@ -39,27 +39,27 @@ def run_command(*options: str, python: str = sys.executable) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Returns what a process said last, for a reason."""
+    """Returns the first line with an error, or else the last line, of a process's output."""
     lines = text.strip().splitlines()
     found = [line for line in lines if "Error:" in line][:1] or lines[-1:]
     return found[0][:300] if found else "it said nothing"
 
 
 def script(name: str, *arguments: object) -> list[str]:
-    """Returns the words of a script beside this file, with its arguments."""
+    """Returns the path of a script in this folder, and its arguments."""
     return [str(PACKAGE / name), *map(str, arguments)]
 
 
 class LaunchedJob:
-    """The processes of one launcher, from the beginning of a block until its end.
+    """The processes of one launcher, which runs within a `with` block.
 
     Args:
-        command: of the launcher.
-        folder: where it runs, and where `output` has what it says; should be empty.
+        command: the command line of the launcher.
+        folder: its working directory, and the place of its `output`; should be empty.
         more: variables of its environment.
 
     Raises:
-        PairError: from all methods, with what the job has said.
+        PairError: from all methods, with the last output of the job.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, **more: str) -> None:
@@ -85,7 +85,7 @@ class LaunchedJob:
 
     @property
     def runs(self) -> bool:
-        """The launcher has not ended."""
+        """Whether the launcher has not ended."""
         return self.process.poll() is None
 
     @property
@@ -94,13 +94,17 @@ class LaunchedJob:
         return self._output.read_text(errors="replace")
 
     def failed(self, why: str) -> PairError:
-        """Makes the error that says why, and what the job said."""
+        """Returns an error with the reason and the last output of the job."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)  # so that it has said why
+            self.process.wait(2.0)  # its last output may still come
         return PairError(f"{why}; it said: {last_line(self.said)}")
 
     def until(self, is_true: Callable[[], bool], what: str, wait_s: float = _PATIENCE_S) -> None:
-        """Waits until it is true; `what` is wrong if it never is, or if the job ends before."""
+        """Waits until `is_true` returns True.
+
+        Raises:
+            PairError: `what`, if that takes longer than `wait_s`, or the job ends before.
+        """
         deadline = time.monotonic() + wait_s
         while not is_true():
             if time.monotonic() > deadline or not self.runs:
@@ -108,7 +112,7 @@ class LaunchedJob:
             time.sleep(0.01)
 
     def finish(self, wait_s: float = _PATIENCE_S) -> None:
-        """Waits until the job has ended well."""
+        """Waits until the job has ended; raises PairError if it fails or takes longer."""
         try:
             code = self.process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -119,7 +123,7 @@ class LaunchedJob:
     # --- its processes --------------------------------------------------------------------------
 
     def children(self, word: str, *, with_standbys: bool = True) -> list[int]:
-        """The children of the launcher with this word in their command, but for standbys."""
+        """Returns ids of the launcher's children with this word in their command."""
         pid, standbys = self.process.pid, set(self.standbys() if not with_standbys else ())
         children = map(int, read(f"/proc/{pid}/task/{pid}/children").split())
         return [
@@ -129,26 +133,26 @@ class LaunchedJob:
         ]
 
     def servers(self) -> list[int]:
-        """Processes that serve; a standby does not."""
+        """Returns ids of the servers, without standbys."""
         return self.children("tensorwire.torch.server", with_standbys=False)
 
     def standbys(self) -> list[int]:
-        """Processes that wait to take another one's place."""
+        """Returns ids of the processes that wait to replace a server."""
         return [pid for pid in self.children("--standby") if pid not in self.replaced()]
 
     def replaced(self) -> list[int]:
-        """Processes that have got another one's place."""
+        """Returns ids of the processes that have replaced another one."""
         return [int(pid) for pid in _REPLACED.findall(self.said)]
 
     def has_warm_standby(self) -> bool:
-        """A standby has imported everything: it sleeps and takes no processor time."""
+        """Returns whether a standby has imported everything: it sleeps and uses no CPU time."""
         before = {pid: _ticks_asleep(pid) for pid in self.standbys()}
         time.sleep(0.3)
         return any(ticks > 50 and ticks == _ticks_asleep(pid) for pid, ticks in before.items())
 
 
 def read(path: str) -> bytes:
-    """Returns a file's bytes, none where it is not there."""
+    """Returns a file's bytes; none if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -156,7 +160,7 @@ def read(path: str) -> bytes:
 
 
 def _ticks_asleep(pid: int) -> int:
-    """Ticks of processor time of a process that sleeps; 0 of others."""
+    """Returns ticks of CPU time of a sleeping process; 0 for any other."""
     fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[11]) + int(fields[12]) if fields and fields[0] == b"S" else 0
 
@@ -167,8 +171,8 @@ J = TypeVar("J", bound="LinkedJob")
 class LinkedJob(LaunchedJob):
     """A job whose workers connect to the bench, and do a turn when it sends them a line of JSON.
 
-    The address of the bench's socket is put in place of the word `ADDRESS` of the command. Each
-    worker begins with a line that has its rank.
+    The word `ADDRESS` of the command is replaced by the address of the bench's socket. Each worker
+    first sends a line with its rank.
     """
 
     ADDRESS = "ADDRESS"
@@ -201,12 +205,12 @@ class LinkedJob(LaunchedJob):
         self._stack.close()
 
     def turn(self, **order: object) -> list[dict[str, Any]]:
-        """Lets all workers do a turn; returns what each of them answers."""
+        """Lets all workers do a turn; returns their answers, by rank."""
         self._send(order)
         return [self._read(file) for file in self._files]
 
     def end(self) -> None:
-        """Lets the workers go on to the end of their script, and waits for it."""
+        """Lets the workers finish their script, and waits for the end of the job."""
         self._send({"steps": 0})
         self.finish()
 
@@ -244,7 +248,7 @@ class LinkedJob(LaunchedJob):
 def linked(jobs: Mapping[str, Callable[[Path], J]]) -> Iterator[dict[str, J]]:
     """Starts jobs that live at the same time, each in a folder of its own.
 
-    They are let end well where nothing has failed.
+    Lets them end normally if the body did not fail, and else kills them.
     """
     with contextlib.ExitStack() as stack:
         made: dict[str, J] = {}

@@ -1,12 +1,12 @@
-"""Steps of Lightning's Trainer and of Hugging Face's, on a job and beside their own DDP over gloo.
+"""Compares steps of Lightning's and Hugging Face's Trainer on a job with their own DDP over gloo.
 
 A side is two workers under their launcher: `tensorwire run`, or torchrun with the library's own
 DistributedDataParallel, tuned as its users would. Both sides of a case live at the same time and
 take turns; a worker waits between turns (`library_worker.py`). A step is a whole iteration of the
-library's loop, with its data, its optimizer and what the library does by itself: Hugging Face's
-Trainer clips gradients by their norm. The slower worker's time of a step counts. Both sides must
-have the same losses after their first steps, or the case fails. Later their bits may differ where
-gradients are clipped: the norm is summed in another order, and training makes that larger.
+library's loop, with its data, its optimizer and its extras: Hugging Face's Trainer clips gradients
+by their norm. The slower worker's time of a step counts. Both sides must have the same losses after
+their first steps, or the case fails. Later their bits may differ where gradients are clipped: the
+norm is summed in another order, and training makes the difference larger.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOTES = {
     OWN: "shared memory, one server",
     RIVAL: "loopback TCP; gradient_as_bucket_view, static_graph or no look for unused parameters",
 }
-_CLOSE = 1e-4  # how near the losses of both sides are after the first steps, relatively
+_CLOSE = 1e-4  # relative difference of the losses after the first steps, at most
 _WARM = 3  # steps before the first turn
 
 
@@ -48,8 +48,8 @@ class LibrarySettings:
 
     Attributes:
         libraries: some of `LIBRARIES`.
-        models: that each of them trains.
-        turns: of each side; the steps of a model are dealt to them.
+        models: models that each library trains.
+        turns: of each side; they share the steps of a model.
     """
 
     libraries: Sequence[str] = LIBRARIES
@@ -57,7 +57,7 @@ class LibrarySettings:
     turns: int = 24
 
     def cases(self) -> list[tuple[str, str, Workload]]:
-        """Name, library and model of each case."""
+        """Returns name, library and model of each case."""
         return [
             (f"{library}.{model.name}.step", library, model)
             for library in self.libraries
@@ -66,9 +66,9 @@ class LibrarySettings:
 
 
 def measure(report: Report, settings: LibrarySettings, tell: Callable[[str], None]) -> None:
-    """Adds a row for each side of each case, and how the sides compare.
+    """Adds a row for each side of each case, and their comparison.
 
-    Where a case cannot be measured, its rows have the reason.
+    The rows of a case that cannot be measured have the reason.
     """
     for case, library, model in settings.cases():
         tell(case)
@@ -86,7 +86,11 @@ def measure(report: Report, settings: LibrarySettings, tell: Callable[[str], Non
 
 
 def _measure(library: str, model: Workload, turns: int) -> dict[str, list[list[float]]]:
-    """Per side and turn, the seconds of each step."""
+    """Returns per side and turn the seconds of each step.
+
+    Raises:
+        PairError: the library is not installed, a side failed, or the losses differ.
+    """
     if importlib.util.find_spec(library) is None:
         raise PairError(f"{library} is not installed; pip install 'tensorwire[integrations]'")
     laps = laps_of(model.steps, turns)
@@ -114,7 +118,7 @@ def _compare(own: Sequence[float], rival: Sequence[float]) -> None:
 
 
 def _side(name: str, order: str, folder: Path) -> LinkedJob:
-    """The job of one side."""
+    """Makes the job of one side."""
     module, *options = _LAUNCHERS[name]
     words = script("library_worker.py", name, LinkedJob.ADDRESS, order)
     command = [sys.executable, "-m", module, *options, *words]

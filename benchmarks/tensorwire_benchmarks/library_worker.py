@@ -1,8 +1,8 @@
 """A worker of `libraries.py`: a library's own loop, which waits for the bench between turns.
 
 `library_worker.py SIDE ADDRESS ORDER`; the order is JSON with the keys library, model, tiny and
-steps. The bench sends a line with the number of steps of a turn, and gets one with the seconds that
-each took and the last loss. After the last turn there is one more step, which nobody times.
+steps. The bench sends a line with the number of steps of a turn; the answer has the seconds of each
+step and the last loss. One more step, which is not timed, follows the last turn.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tensorwire_benchmarks.systems.base import make_optimizer
 from tensorwire_benchmarks.worker_link import WorkerLink
 from tensorwire_benchmarks.workloads.catalog import LIBRARY_MODELS, Workload, named
 
-_SAMPLES = 64  # that are different
+_SAMPLES = 64  # different ones
 _EPOCH = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
 class Gate:
-    """Stands where a step of the loop begins; between turns it keeps the worker there.
+    """A gate at the beginning of each step, where the worker waits between turns.
 
     Attributes:
         loss: of this worker's last batch.
@@ -42,7 +42,7 @@ class Gate:
         self._left = self._begun = 0.0
 
     def step(self) -> None:
-        """A step begins, so the one before is over."""
+        """Ends a step and begins another; between two turns waits for the bench's order."""
         now = time.monotonic()
         if self._left:
             self._seconds.append(now - self._begun)
@@ -56,7 +56,7 @@ class Gate:
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Some samples of a workload, again and again: one epoch is longer than the bench."""
+    """Some samples of a workload, repeated so that an epoch is longer than the bench."""
 
     def __init__(self, model: Workload) -> None:
         random = torch.Generator().manual_seed(1000)
@@ -72,7 +72,7 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 def train_lightning(gate: Gate, own: bool, model: Workload, steps: int) -> None:
-    """By Lightning's Trainer."""
+    """Trains by Lightning's Trainer."""
     import lightning.pytorch as pl
 
     class OfLightning(pl.LightningModule):
@@ -108,7 +108,7 @@ def train_lightning(gate: Gate, own: bool, model: Workload, steps: int) -> None:
 
 
 def train_transformers(gate: Gate, own: bool, model: Workload, steps: int) -> None:
-    """By Hugging Face's Trainer."""
+    """Trains by Hugging Face's Trainer."""
     import transformers
 
     class OfTransformers(torch.nn.Module):
@@ -148,8 +148,8 @@ LOOPS = {"lightning": train_lightning, "transformers": train_transformers}
 
 
 def main() -> None:
-    """Trains as the arguments say."""
-    # torchrun gives it a session of its own, which the bench does not know.
+    """Reads the arguments, and trains by the library's loop."""
+    # torchrun starts it in a session of its own, so the bench cannot kill it with its group.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     side, address, order = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)

@@ -1,17 +1,18 @@
-"""The limit of an exchange: what the machine allows, without any protocol.
+"""Measures the limit of an exchange: the time that the machine needs without any protocol.
 
 A C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory, reads
 the gradients of all workers, parameters and state once and writes parameters and state once
-(`bench_loops.exchange_limit`). Of parameters with sparse gradients these are the rows that the
-batches look up (`Traffic`), and they lie one behind the other here: to find them in their tables
-costs a server more. On tcp also the carrying: a raw C socket that takes the gradients of each
-worker in and the parameters of each worker out, of sparse ones rows with their indices, one worker
-after the other as one thread would serve them. The kernel places all threads, as it does for the
-systems: ends of the socket on cores of their own were slower here at every size. A system that
-sends during backward has less to carry after the last gradient and may come below it.
+(`bench_loops.exchange_limit`). Of parameters with sparse gradients only the rows that the batches
+look up count (`Traffic`). They are contiguous here, while a server has to find them in its tables.
 
-Between two hosts (`link`) both ways are carried at the same time, on a socket each: such a
-link is full duplex, and cores do not bound it.
+On tcp the limit includes the transfer: a raw C socket receives the gradients of each worker and
+sends the parameters to each worker, of sparse ones rows with their indices, one worker after the
+other as one thread would serve them. The kernel places all threads, as it does for the systems;
+pinning the ends of the socket to separate cores was slower at every size. A system that sends
+during backward has less to transfer after the last gradient, and may be faster than the limit.
+
+Between two hosts (`link.py`) both directions are transferred at the same time, on a socket each:
+the link is full duplex, and cores do not limit it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.traffic import FLOAT_BYTES, Traffic
 
 STATES = {"plain-sgd": 0, "sgd": 1, "adamw": 2}
-"""Arrays of optimizer state."""
+"""The number of arrays of optimizer state, by optimizer."""
 
 
 Floats = NDArray[np.float32]
@@ -43,7 +44,7 @@ Floats = NDArray[np.float32]
 class LimitTimes(NamedTuple):
     """Seconds of one sample: the C loop, all gradients in, all parameters out.
 
-    Between two hosts `into_s` is that of both ways, and `out_s` is 0.
+    Between two hosts `into_s` is the time of both directions at once, and `out_s` is 0.
     """
 
     apply_s: float
@@ -52,14 +53,14 @@ class LimitTimes(NamedTuple):
 
 
 def _memory(elements: int, value: float) -> Floats:
-    """An array in shared memory, touched."""
+    """Returns a touched array in shared memory."""
     array = np.frombuffer(mmap.mmap(-1, FLOAT_BYTES * elements), np.float32)  # anonymous, shared
     array[:] = value
     return array
 
 
 class Driver:
-    """Applies, and is the workers' end of the raw socket."""
+    """The process that runs the C loop, and the workers' end of the raw socket."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         self._target_pid = int(link.recv())
@@ -85,9 +86,9 @@ class Driver:
                 self._clients.append(RawClient(host, port, token, mode, memory))
 
     def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
-        """`count` samples, and the CPU time of this process and of the other end for all of them.
+        """Returns `count` samples, and the CPU seconds of this process and of the other end.
 
-        One more runs first, unmeasured.
+        One more sample runs first, unmeasured.
         """
         self._sample()
         local, remote = time.process_time(), process_cpu_seconds(self._target_pid)
@@ -105,7 +106,7 @@ class Driver:
         return LimitTimes(apply_s, *(ways or (0.0, 0.0)))
 
     def _apply(self) -> float:
-        """Everything once: what one worker has gradients of, what two have, and so on."""
+        """Applies everything once: elements with gradients of one worker, of two, and so on."""
         seconds, at = 0.0, 0  # bytes
         for gradients, elements in enumerate(self._traffic.applied, 1):
             if elements:
@@ -124,13 +125,13 @@ class Driver:
 
 
 def _elements(traffic: Traffic) -> int:
-    """Room for what is applied, and for what is carried."""
+    """Returns the elements of an array with room for all that is applied or transferred."""
     carried = max(traffic.up_bytes, traffic.down_bytes)
     return max(1, traffic.elements, -(-carried // FLOAT_BYTES))
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The server's end of the raw socket; on shm it only waits for the end."""
+    """Serves the server's end of the raw socket; on shm only waits for the end."""
     if options["hosts"] is not None:
         options["hosts"][0].enter()
     memory = _memory(_elements(options["traffic"]) if options["wire"] != "shm" else 1, 1.0)

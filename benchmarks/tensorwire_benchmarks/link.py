@@ -1,9 +1,9 @@
 """Hosts in one kernel: two joined by a link, or several at a switch, at a chosen speed.
 
-They are network namespaces; token buckets shape what each sends, and at a switch what each gets.
-Needs root, and `ip` and `tc` (Debian's iproute2). What hosts share is memory and cores; whoever
-wants them apart must not use shared memory. Nothing of the machine's own network is touched, and
-all is taken away at the end.
+They are network namespaces; token buckets limit what each sends, and at a switch what each
+receives. Needs root, and `ip` and `tc` (Debian's iproute2). The hosts share memory and cores, so a
+bench between them must not use shared memory. The machine's own network is not changed, and the
+namespaces are removed at the end.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 
 _CLONE_NEWNET = 0x40000000
 _PREFIX = "10.213.88."
-_QUEUE_MS = 10  # what the link queues at most
-_SWITCH_QUEUE_MS = 50  # several may send to one host at once
+_QUEUE_MS = 10  # the longest queue of the link
+_SWITCH_QUEUE_MS = 50  # longer, as several may send to one host at once
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A namespace, its address, and its end of the link; picklable."""
+    """A network namespace: its name, IP address, and network device; picklable."""
 
     name: str
     address: str
     device: str
 
     def command(self, *words: str) -> list[str]:
-        """The command line that runs `words` there, under the same process number."""
+        """Returns the command line that runs `words` in this host, with the same process id."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def enter(self) -> None:
-        """Moves the calling thread there, and all threads that it starts from now on.
+        """Moves the calling thread into this host, and all threads that it starts from now on.
 
         Raises:
-            OSError: the host is gone, or the right is missing.
+            OSError: the host is gone, or the process is not root.
         """
         descriptor = os.open(f"/run/netns/{self.name}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -53,7 +53,7 @@ Hosts = tuple[Host, Host]
 
 
 def missing(megabits: int) -> str | None:
-    """Why there can be no such link here."""
+    """Returns the reason why such a link is impossible here, or None."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"{tool} is missing: apt-get install iproute2"
@@ -67,7 +67,7 @@ def missing(megabits: int) -> str | None:
 
 @contextlib.contextmanager
 def two_hosts(megabits: int) -> Iterator[Hosts]:
-    """Both hosts; each sends at most so fast.
+    """Makes two hosts joined by a link; each sends at most `megabits` Mbit/s.
 
     Raises:
         subprocess.CalledProcessError: `ip` or `tc` failed.
@@ -85,9 +85,9 @@ def two_hosts(megabits: int) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def switched_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
-    """Hosts at one switch; each sends at most so fast, and gets at most so fast.
+    """Makes hosts at one switch; each sends and receives at most `megabits` Mbit/s.
 
-    The switch queues what comes for a host from several others, as switches do.
+    The switch queues packets of several hosts to one, as real switches do.
 
     Raises:
         ValueError: more hosts than there are addresses.
@@ -113,14 +113,14 @@ def switched_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
 
 
 def _make(stack: contextlib.ExitStack, *names: str) -> None:
-    """Adds namespaces, until the stack is closed."""
+    """Adds namespaces, which are removed when the stack is closed."""
     for name in names:
         _run("ip", "netns", "add", name)
         stack.callback(_run, "ip", "netns", "del", name)
 
 
 def _plug(host: Host, megabits: int, queue_ms: int) -> None:
-    """Gives a host its address, and what it sends its speed."""
+    """Gives a host its address, and limits its sending speed."""
     _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", host.device))
     _run(*host.command("ip", "link", "set", host.device, "up"))
     _run(*host.command("ip", "link", "set", "lo", "up"))
@@ -128,7 +128,7 @@ def _plug(host: Host, megabits: int, queue_ms: int) -> None:
 
 
 def _bucket(host: Host, megabits: int, queue_ms: int) -> list[str]:
-    burst = max(megabits * 125, 16 << 10)  # what one millisecond carries, and a large packet
+    burst = max(megabits * 125, 16 << 10)  # one millisecond of data, and at least a large packet
     return [
         *("tc", "qdisc", "replace", "dev", host.device, "root", "tbf"),
         *("rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{queue_ms}ms"),

@@ -1,9 +1,9 @@
-"""What do the modes of a job gain where workers are not equally fast, and what do they cost?
+"""Measures what the modes of a job gain where workers are not equally fast, and their cost.
 
-Steps that sleep, so that cores are no limit: `slow` has one worker that is four times slower than
-the others, `stalls` workers that pause now and then. The figure is steps per second of all workers
-together; the limit beside it is the same sleeps by a simulation whose exchange takes no time. How
-many steps and how long training takes is in `modes_training`.
+Steps sleep, so that cores are no limit: `slow` has one worker that is four times slower than the
+others, `stalls` has workers that sometimes pause. The figure is steps per second of all workers
+together; the limit is a simulation of the same sleeps with an exchange that takes no time.
+`modes_training.py` measures the steps and seconds of training.
 
 Not measured: several hosts, servers that are the bottleneck, the modes' memory.
 """
@@ -32,13 +32,13 @@ from tensorwire_benchmarks.team import Team
 SLOW, STALLS, INDEPENDENT = "slow", "stalls", "stalls.independent"
 SLEEPING = (SLOW, STALLS)
 CASES = (*SLEEPING, *modes_training.TASKS)
-_FACTOR = 4  # how much slower the slow one is
+_FACTOR = 4  # how many times slower the slow worker is
 _BLOCK = 4  # steps of a worker with one stall
 _CHANCE = 0.2  # of an independent stall
 _BOUNDS = {SYNC.name: 0, BOUNDED.name: STALENESS, ASYNC.name: None}
 
 Sleeps = list[list[float]]
-"""Seconds of each step, by worker."""
+"""Seconds that each step sleeps, by worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class ModesSettings:
     Attributes:
         cases: some of `CASES`.
         turns: of each system.
-        step_s: how long a step sleeps that is not slow.
-        steps: of the slow worker in a turn of `slow`; twice as many of each in `stalls`.
-        training: how tasks are trained; which of them follows from `cases`.
+        step_s: seconds that a normal step sleeps.
+        steps: steps of the slow worker in a turn of `slow`; each makes twice as many in `stalls`.
+        training: settings of training; its tasks follow from `cases`.
     """
 
     cases: Sequence[str] = CASES
@@ -79,9 +79,9 @@ def run(settings: ModesSettings, tell: Told) -> Report:
 
 
 def draw(case: str, system: str, settings: ModesSettings, turn: int) -> Sleeps:
-    """How long the steps of a turn sleep; those of a turn are the same for all systems.
+    """Returns the seconds that the steps of a turn sleep; in `stalls` the same for all systems.
 
-    In `slow` a fast worker that waits for nobody makes as many steps as fit into the slow one's.
+    In `slow` the fast workers of `async` make as many steps as fit into the slow worker's time.
     """
     step_s, count = settings.step_s, settings.steps
     if case == SLOW:
@@ -104,14 +104,17 @@ def draw(case: str, system: str, settings: ModesSettings, turn: int) -> Sleeps:
 
 
 def rate(sleeps: Sleeps, seconds: Sequence[float]) -> float:
-    """Steps per second of all together, where the workers took so long."""
+    """Returns steps per second of all workers together, from the seconds that each took."""
     return sum(len(steps) / took for steps, took in zip(sleeps, seconds, strict=True))
 
 
 def ideal(sleeps: Sleeps, bound: int | None) -> list[float]:
-    """How long workers take whose exchange takes no time and who wait by docs/modes.md."""
+    """Simulates workers whose exchange takes no time; returns the seconds that each takes.
+
+    With a bound, a worker waits for the slowest as docs/modes.md says; None: it never waits.
+    """
     now = [0.0] * len(sleeps)
-    made: list[list[float]] = [[0.0] for _ in sleeps]  # when a worker had made so many steps
+    made: list[list[float]] = [[0.0] for _ in sleeps]  # the time after each number of steps
     for step in range(max(map(len, sleeps))):
         for rank, steps in enumerate(sleeps):
             if step < len(steps):
@@ -128,7 +131,7 @@ def ideal(sleeps: Sleeps, bound: int | None) -> list[float]:
 def _measure_sleeps(
     report: Report, settings: ModesSettings, case: str, tell: Callable[[str], None]
 ) -> None:
-    """A row for each system, and how they compare; where it fails the rows have the reason."""
+    """Adds a row for each system and their comparison; if it fails, rows with the reason."""
     systems = (SYNC, ASYNC) if case == SLOW else (SYNC, BOUNDED)
     cases = (case,) if case == SLOW else (STALLS, INDEPENDENT)
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -176,10 +179,10 @@ BARS = tuple(
         rival=SYNC.name)
     for case, system, bar in ((SLOW, ASYNC.name, 3.0), (STALLS, BOUNDED.name, 1.5))
 )  # fmt: skip
-"""How many times the steps per second of `sync` it must make."""
+"""Bars on the ratio of steps per second to those of `sync`."""
 
 
 def judge(report: Report) -> list[Verdict]:
-    """The verdicts on a report."""
+    """Returns the verdicts on a report."""
     trained = modes_training.judge(report, TrainingSettings().sizes[0])
     return [*(bar.judge(report) for bar in BARS), *trained]

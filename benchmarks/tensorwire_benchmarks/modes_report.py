@@ -1,4 +1,4 @@
-"""Rows of `bench modes` for people: tables, and a figure of loss over time."""
+"""Prints rows of `bench modes` as tables, and draws loss over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOKS = {  # Okabe–Ito, and lines that differ
 
 
 def print_modes(report: Report, console: Console) -> None:
-    """Tables, what is missing, verdicts; steps to the loss; how many times as fast as `sync`."""
+    """Prints tables, verdicts, steps to the loss, and speeds compared with `sync`."""
     print_report(report, console)
     for row in report.rows:
         if row.measured and row.note:
@@ -29,7 +29,7 @@ def print_modes(report: Report, console: Console) -> None:
 
 
 def draw_modes(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draws loss over seconds, a line of panels per task and a column per number of workers.
+    """Draws loss over seconds, a row of panels per task and a column per number of workers.
 
     A line joins the medians of all seeds.
 

@@ -1,7 +1,7 @@
-"""What `bench modes` trains: digits, characters and lines of text, each with a part to judge by.
+"""The tasks of `bench modes`: digits, characters and lines of text, each with test data.
 
-All data is on the machine: that of the examples, and the sources of Python's own library. Values
-depend on nothing but the installed versions, so all systems and workers have the same.
+All data is on the machine: the data of the examples, and the sources of Python's own library. It
+depends only on the installed versions, so all systems and workers have the same.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Exercise:
     """A model and its data.
 
     Attributes:
-        build: makes the module, by torch's seed.
-        train, test: what is trained on, and the rest.
-        part: how much of `train` its loss is measured on, always the same.
+        build: makes the module, from torch's seed.
+        train, test: the training data, and the test data.
+        part: the number of first samples of `train` on which the loss is measured.
         batch: samples per worker and step.
     """
 
@@ -50,11 +50,11 @@ class Exercise:
     batch: int
 
     def loss(self, module: Any, inputs: Any, labels: Any) -> Any:
-        """Mean cross-entropy; the scores of a class are the last dimension."""
+        """Returns the mean cross-entropy; the last dimension of the outputs has the classes."""
         return F.cross_entropy(module(inputs).flatten(0, -2), labels.flatten())
 
     def batches(self, seed: int, rank: int, workers: int) -> Iterator[Data]:
-        """Each worker's own part of the data, shuffled anew in every epoch; it has no end."""
+        """Yields the batches of one worker without end; each epoch is shuffled anew."""
         inputs, labels = self.train
         shuffled = torch.Generator().manual_seed(seed)
         while True:
@@ -63,7 +63,7 @@ class Exercise:
                 yield inputs[rows], labels[rows]
 
     def judge(self, module: nn.Module) -> tuple[float, float]:
-        """Loss on the fixed part of the training data, and accuracy on the test data."""
+        """Returns the loss on a fixed part of the training data, and the test accuracy."""
         module.eval()
         with torch.no_grad():
             inputs, labels = self.train
@@ -74,7 +74,7 @@ class Exercise:
 
 
 def _example(name: str) -> Any:
-    """A module of the folder `examples`."""
+    """Imports a module of the folder `examples`."""
     if str(_EXAMPLES) not in sys.path:
         sys.path.append(str(_EXAMPLES))
     return importlib.import_module(name)
@@ -119,7 +119,7 @@ def _text() -> Exercise:
 
 
 def _lines(package: str) -> set[str]:
-    """Lines of its sources that have three words or more."""
+    """Returns the lines of a package's sources that have three words or more."""
     folder = Path(str(importlib.import_module(package).__file__)).parent
     text = (path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
     lines = {line.strip() for each in text for line in each.splitlines()}
@@ -134,7 +134,7 @@ def _hashed(line: str) -> list[int]:
 
 @cache
 def task(name: str) -> Exercise:
-    """The one of this name."""
+    """Returns the exercise of a task, made once per process."""
     made: Callable[[], Exercise] = {"digits": _digits, "characters": _characters, "text": _text}[
         name
     ]

@@ -1,11 +1,11 @@
-"""Training in the modes of a job and in other systems: how many steps to a loss, and how long.
+"""Measures training in the modes of a job and in other systems: steps and seconds to a loss.
 
-The loss is that which `sync` has at its end with all workers, by seed, on a fixed part of the
-training data in eval mode; worker 0 keeps copies while it trains, which are judged after the run.
-Steps are those of all workers by the number of workers. Teams of one size live at the same time;
-its systems train one after the other, seed by seed, in turns.
+The loss is the final loss of `sync` with all workers, by seed, on a fixed part of the training data
+in eval mode; worker 0 keeps copies while it trains, which are judged after the run. A number of
+steps is the sum over all workers divided by the number of workers. Teams of one size live at the
+same time; they train one after the other, seed by seed, in turns.
 
-What a run has told is data (`Curve`), and everything else follows from that.
+A run is recorded as data (`Curve`), from which everything else follows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tensorwire_benchmarks.systems import ASYNC, BOUNDED, DDP, GRPC, SYNC
 from tensorwire_benchmarks.team import Team
 
 STEPS = {"digits": 160, "characters": 200, "text": 400}
-"""Of `sync` with all workers, by task."""
+"""Steps of `sync` with all workers, by task."""
 TASKS = tuple(STEPS)
 JUDGED = ("digits", "characters")
 STEPS_BAR = 1.5
 _SYSTEMS = (SYNC, ASYNC, BOUNDED, DDP, GRPC)
 _APART = (ASYNC.name, BOUNDED.name)
-_LONGER = 2  # times the steps of sync: the longest of the modes apart
+_LONGER = 2  # times the steps of sync that async and bounded make
 _MARKS = 20  # copies in a run of sync
 
 
@@ -43,9 +43,9 @@ class TrainingSettings:
 
     Attributes:
         tasks: some of `TASKS`.
-        sizes: numbers of workers, the first is that of the bar.
-        seeds: how many.
-        shorten: by what the steps are divided.
+        sizes: numbers of workers; the bar is on the first.
+        seeds: the number of seeds.
+        shorten: the divisor of the steps.
     """
 
     tasks: Sequence[str] = TASKS
@@ -56,11 +56,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run: where it was at some moments.
+    """One run: its steps, loss and accuracy at some times.
 
     Attributes:
-        steps: that all workers had made, by the number of workers.
-        loss, accuracy: on the fixed part of the training data, and on the test data.
+        seconds: since the beginning of the run.
+        steps: steps of all workers, divided by the number of workers.
+        loss, accuracy: on a fixed part of the training data, and on the test data.
     """
 
     task: str
@@ -74,7 +75,7 @@ class Curve:
 
     @classmethod
     def of(cls, task: str, system: str, seed: int, told: Sequence[Trained]) -> Curve:
-        """From what the workers have told."""
+        """Makes the curve of a run from the results of its workers."""
         marks = told[0].marks
         moments = [told[0].ends[step - 1] if step else 0.0 for step, _, _ in marks]
         made = [sum(bisect_right(each.ends, moment) for each in told) for moment in moments]
@@ -84,7 +85,7 @@ class Curve:
         )  # fmt: skip
 
     def reaches(self, loss: float) -> tuple[float, float] | None:
-        """Seconds and steps to this loss; None if it was not reached."""
+        """Returns seconds and steps to this loss; None if it was not reached."""
         for index, found in enumerate(self.loss):
             if found <= loss:
                 return self.seconds[index], self.steps[index]
@@ -92,7 +93,7 @@ class Curve:
 
 
 def middles(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a curve for all seeds of a task, number of workers and system: medians."""
+    """Returns one curve for each task, number of workers and system: medians over seeds."""
     runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in curves:
         runs.setdefault((each["task"], each["workers"], each["system"]), []).append(each)
@@ -108,7 +109,7 @@ def middles(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def measure(
     report: Report, settings: TrainingSettings, tell: Callable[[int, int, str], None]
 ) -> list[Curve]:
-    """Trains everything; the report gets rows, comparisons and curves, whatever happens."""
+    """Trains everything; adds rows, comparisons and curves to the report, also if it fails."""
     curves: list[Curve] = []
     failed: dict[tuple[int, str], str] = {}
     sizes: dict[str, int] = {}
@@ -148,7 +149,7 @@ def _start(
 ) -> dict[str, Team]:
     teams: dict[str, Team] = {}
     for system in _SYSTEMS:
-        if workers == 1 and system.name in _APART:  # it would be as sync
+        if workers == 1 and system.name in _APART:  # the same as sync
             continue
         if reason := system.missing():
             failed[workers, system.name] = reason
@@ -166,7 +167,7 @@ def _start(
 def _train(
     team: Team, settings: TrainingSettings, task: str, seed: int, workers: int, name: str
 ) -> list[Trained]:
-    """All sizes use as many samples, but for the longer runs of the modes apart."""
+    """Trains one seed: all sizes use the same number of samples, async and bounded more."""
     count = STEPS[task] // settings.shorten * settings.sizes[0] // workers
     every = max(1, count // _MARKS)
     steps = count * (_LONGER if name in _APART else 1)
@@ -177,7 +178,7 @@ def _report(
     report: Report, curves: Sequence[Curve], failed: dict[tuple[int, str], str], task: str,
     workers: int, settings: TrainingSettings, size_bytes: int,
 ) -> None:  # fmt: skip
-    """Time to the loss of each system, and how times and steps compare with those of sync."""
+    """Adds rows of each system's time to the loss, and comparisons of times and steps with sync."""
     case = f"{task}.{workers}"
     most = settings.sizes[0]
     runs = {(each.workers, each.system, each.seed): each for each in curves if each.task == task}
@@ -197,7 +198,7 @@ def _report(
             if run := runs.get((workers, name, seed)):
                 reached = run.reaches(loss)
                 missed += reached is None
-                # What was not reached counts as reached at the end: it is no better than that.
+                # A run that did not reach the loss counts with its end, a lower bound.
                 found.setdefault(name, {})[seed] = reached or (run.seconds[-1], run.steps[-1])
         if times := [seconds for seconds, _ in found.get(name, {}).values()]:
             steps = median([steps for _, steps in found[name].values()])
@@ -219,7 +220,7 @@ def _report(
 
 
 def judge(report: Report, workers: int) -> list[Verdict]:
-    """Of each task with a bar, the steps of `async` and `bounded` by those of `sync`."""
+    """Judges the ratio of steps of `async` and `bounded` to `sync`, of each task with a bar."""
     return [
         Bar(f"{task}: steps to the loss of sync, {name}", "<=", STEPS_BAR, "x",
             f"{task}.{workers}.steps", name, rival=SYNC.name).judge(report)

@@ -1,7 +1,7 @@
-"""A worker of `bench modes`: steps that sleep, or the training of a task; the rest is `worker`.
+"""A worker of `bench modes`: its steps sleep, or it trains a task; the rest is in `worker.py`.
 
-Unlike in other benches no step begins with a barrier: workers go at the pace that their system lets
-them. They begin a turn together, and what a turn reports is seconds since then.
+Unlike in other benches no step begins with a barrier: workers wait only where their system makes
+them. They begin a turn together, and report seconds since then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LEARNING_RATE = 3e-3  # of sync
 
 
 class Trained(NamedTuple):
-    """What one worker tells of its training.
+    """The result of one worker's training.
 
     Attributes:
-        ends: the second in which each step had ended.
-        marks: of worker 0: steps that it had made, loss and accuracy of what it had then.
-        size_bytes: of its gradients.
+        ends: seconds since the beginning at the end of each step.
+        marks: of worker 0: steps so far, and loss and accuracy of its copy after them.
+        size_bytes: the size of its gradients.
     """
 
     ends: list[float]
@@ -36,27 +36,27 @@ class Trained(NamedTuple):
 
 
 class Driver(worker.Driver):
-    """Trainers follow each other in it; the first call after `start` makes one."""
+    """A worker that has one trainer after the other; `idle` and `train` make one."""
 
     def start(self, server: str) -> int:
-        """Makes this process the worker; returns the process number."""
+        """Makes this process the worker; returns its process id."""
         self._place = self._enter(server)
         self._end_last: Callable[[], None] = lambda: None
         self._tuned: dict[str, Any] = {}
         return os.getpid()
 
     def idle(self) -> int:
-        """Makes a model whose steps cost nothing, for `sleep`; the bytes of its gradients."""
+        """Makes a tiny model for `sleep`; returns the bytes of its gradients."""
         torch = self._place.torch
         torch.manual_seed(0)
         network = torch.nn.Linear(64, 64)
         self._trainer = self._make_trainer(self._place, network)
         self._inputs = torch.ones(1, 64)
-        self.sleep([[0.001] * 3] * self._order.workers)  # what is slow once
+        self.sleep([[0.001] * 3] * self._order.workers)  # warms up
         return sum(4 * parameter.numel() for parameter in network.parameters())
 
     def sleep(self, seconds: list[list[float]]) -> float:
-        """Makes steps that sleep so long, the lists by rank; how long its own took in all."""
+        """Makes steps that sleep `seconds[rank]`; returns the seconds of all of them."""
         self._barrier()
         begin = time.monotonic()
         for length in seconds[self._rank]:
@@ -67,18 +67,18 @@ class Driver(worker.Driver):
         return took
 
     def train(self, name: str, seed: int, steps: int, every: int) -> Trained:
-        """Trains a task anew for so many steps; worker 0 keeps a copy of each `every` of them."""
+        """Trains a new model of a task; worker 0 copies and judges it every `every` steps."""
         torch, workers = self._place.torch, self._order.workers
         self._task = task = importlib.import_module(f"{__package__}.modes_tasks").task(name)
         if name not in self._tuned:
             self._train_anew(seed)
-            self._median_step(3)  # what is slow once
+            self._median_step(3)  # warms up
             self._trainer.tune(self._median_step)
             self._tuned[name] = self._trainer.tuned
         network = self._train_anew(seed)
         if self._tuned[name] is not None:
             self._trainer.use(self._tuned[name])
-        torch.manual_seed(1000 * seed + self._rank)  # of dropout
+        torch.manual_seed(1000 * seed + self._rank)  # for dropout
         ends, copies = [], [(0, _copy(network))]
         self._barrier()
         begin = time.monotonic()
@@ -97,7 +97,7 @@ class Driver(worker.Driver):
         return Trained(ends, marks, sum(4 * each.numel() for each in network.parameters()))
 
     def _train_anew(self, seed: int) -> Any:
-        """The module, with a trainer in place of the one before."""
+        """Returns a new module of the task, with a new trainer; closes the trainer before it."""
         self._end_last()
         self._place.torch.manual_seed(seed)
         network = self._task.build()

@@ -1,8 +1,8 @@
-"""What a server's work costs per MiB, for every optimizer, beside torch's own step.
+"""Compares a server's work per MiB with torch's own step, for every optimizer.
 
 Both step the same bytes in this process with one thread, in turns: a server's shard of 1 MiB cells
 with one slice's gradients, and the class in plain torch on tensors of 1 MiB (`foreach=False`, or
-fused where servers use the fused kernel). A time is that of all bytes. The limit is torch's step.
+fused where servers use the fused kernel). A time is for all bytes. The limit is torch's step.
 
 Not measured: the exchange of gradients and parameters, which is the same for every optimizer.
 """
@@ -36,8 +36,8 @@ class OptimizerSettings:
 
     Attributes:
         cases: classes of torch.optim.
-        tensors: how many MiB are stepped.
-        pairs: steps of each.
+        tensors: the number of tensors of 1 MiB.
+        pairs: steps of each way.
     """
 
     cases: Sequence[str] = CASES
@@ -59,7 +59,7 @@ def measure(report: Report, settings: OptimizerSettings, tell: Callable[[str], N
 
 
 def judge(report: Report, cases: Sequence[str]) -> list[Verdict]:
-    """A server's work takes at most 1.25 times what torch's own step takes."""
+    """Judges whether a server's work takes at most 1.25 times as long as torch's own step."""
     return [
         Bar(f"{name}: work per MiB beside torch's own step", ">=", BAR, "x", name, OWN).judge(
             report
@@ -97,7 +97,7 @@ def _plain(torch: Any, name: str, tensors: int) -> Any:
 def _server_step(
     torch: Any, name: str, plain: Any, gradients: Sequence[Any]
 ) -> Callable[[], object]:
-    """A step of a server that has all parameters, from the gradients of one slice."""
+    """Returns a function that makes a step of a server, with the gradients of one slice."""
     parameters: Any = importlib.import_module("tensorwire.parameters")
     kernels: Any = importlib.import_module("tensorwire.torch.kernels")
     kind = kernels.ParameterKind(0, torch.float32, 2, False)

@@ -1,10 +1,10 @@
-"""How a step divides into computation and communication.
+"""Divides a step into computation and communication.
 
-    forward, backward   of workers that only compute, beside each other
-    exposed             what a step takes longer than such a worker's: paired by turns
-    hidden              for how long gradients were on their way while backward went on, by what the
-                        system itself tells; it costs no time but where it slows backward down,
-                        and that is exposed
+    forward, backward   of workers that only compute, all at the same time
+    exposed             the step's time beyond such a step, paired by turns
+    hidden              the time in which gradients were sent while backward went on, as the system
+                        itself reports; it costs time only where it slows backward down, and that
+                        is exposed
 
 Copying in the thread that runs backward is exposed: backward waits for it.
 """
@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "hidden", "exposed")
 
 
 def rows_of(contest: WireContest) -> Iterator[Row]:
-    """The rows of a contest's parts; of systems without figures none."""
+    """Yields the rows of the parts of a step, without systems that did not run to their end."""
     computation = contest.turns[COMPUTATION.name] if COMPUTATION.name in contest.ends else None
     if computation is not None:
         for part in ("forward", "backward"):

@@ -1,6 +1,6 @@
-"""Rows of the benches of training steps for people: tables, what a step is made of, figures.
+"""Prints rows of the benches of training steps as tables, and draws figures.
 
-It decides nothing and hides nothing, like `tensorwire.bench.report`, whose tables it uses.
+Like `tensorwire.bench.report`, whose tables it uses, it judges nothing and omits nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FORWARD, _BACKWARD, _EXPOSED = "#7f7f7f", "#cccccc", "#0072B2"
 
 
 def print_training(report: Report, console: Console) -> None:
-    """Tables, notes, what is missing, verdicts; then how many times as fast as each rival."""
+    """Prints tables, notes, verdicts, and speeds compared with each rival."""
     common.print_report(report, console)
     title = "tensorwire, times as fast as its rivals (95 %)"
     common.print_comparisons(report, title, console)
 
 
 def print_placement(report: Report, console: Console) -> None:
-    """Tables, notes, what is missing, verdicts; what steps are made of; how many times as fast."""
+    """Prints tables, notes, verdicts, parts of steps, and speeds compared with the others."""
     rows = [row for row in report.rows if row.case.rpartition("/")[2] not in PARTS]
     common.print_report(dataclasses.replace(report, rows=rows), console)
     parts = parts_of(report)
@@ -47,7 +47,7 @@ def print_placement(report: Report, console: Console) -> None:
 
 
 def parts_of(report: Report) -> Parts:
-    """Where all parts were measured, what a step is made of."""
+    """Returns the parts of the steps whose parts were all measured."""
     seconds = {
         (row.case, row.system): row.seconds_median
         for row in report.rows
@@ -98,8 +98,8 @@ def _about(report: Report) -> str:
 def draw_training(report: Report, path: str | os.PathLike[str]) -> None:
     """Draws whole steps as stacked bars, exchange below the rest, per model, wire and system.
 
-    The limit of the exchange is a line across the panel's exchange. Scripts that run alone are not
-    drawn.
+    The limit of the exchange is a line across the panel. Scripts that run alone are not drawn.
+
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -150,7 +150,7 @@ def _draw_steps(axes: Any, report: Report, prefix: str) -> None:
 
 
 def draw_parameters(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draws what a step of each optimizer takes per MiB, a server's work beside torch's own step.
+    """Draws the seconds per MiB of each optimizer, a server's work next to torch's own step.
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -176,10 +176,11 @@ def draw_parameters(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def draw_placement(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draws what steps are made of: a panel per workload, a stacked bar per wire and system.
+    """Draws the parts of steps: a panel per workload, a stacked bar per wire and system.
 
-    What is hidden is hatched over the end of backward. The limit of the exchange is a dotted line
-    above computation.
+    Hidden communication is hatched over the end of backward. The limit of the exchange is a dotted
+    line above computation.
+
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -203,7 +204,7 @@ def draw_placement(report: Report, path: str | os.PathLike[str]) -> None:
 def _draw_parts(axes: Any, report: Report, name: str, parts: Parts) -> None:
     limits = {row.case: row.seconds_median for row in report.rows if row.system == LIMIT}
     mine = [(case, system) for case, system in parts if case.partition("/")[0] == name]
-    mine.sort(key=lambda key: key[0])  # of a case its systems stay in the order of the rows
+    mine.sort(key=lambda key: key[0])  # stable: systems of a case stay in the order of the rows
     ticks, labels, at = [], [], 0.0
     for place, (case, system) in enumerate(mine):
         if place:

@@ -1,24 +1,38 @@
-"""What do messages cost in gRPC, and what with `tensorwire.rpc`?
+"""Compares the cost of messages in gRPC with `tensorwire.rpc`.
 
-One client, one servicer that gives back what it got, each in a process; both read the whole
-payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the same program with
-the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and calls go by frames in
-memory instead of HTTP/2. torch-rpc: tensors by `rpc_sync`, in processes of its own. by-hand: two
-processes copy into shared memory and raise eventfds on which the other one sleeps, or send on one
-socket (tcp). by-hand-bytes: and make bytes of what came. in-turn, in-turn-bytes: the same behind a
-call of grpcio with a small message, as payload that travels beside its message needs. memcpy: a
-copy there and one back, and a look at each, in one process. grpcio-marked: grpcio with as much
-metadata as attachments need; grpcio-tensor: with the same messages as `tensor`, made by hand. All
-take turns, block by block; the first block of each, in which memory is made, does not count. A call
-moves its payload twice; of a stream of answers a row is one message of eight. aio and aio_stream:
-the same in event loops. uniform, random, skew: messages of ten buffers, as fields of bytes or as
-arrays (tensor, runtime-tensor). clients1, 4, 16: so many threads of one client call at a time, with
-8 bytes; the CPU time of both processes by calls is what counts; by-hand has a thread at the server
-for each. processes1, 4, 16: the same with so many processes. requests: a stream of eight requests.
-push_pull: three processes call two servers at a time, over and over, with the ten buffers of skew;
-a row is the time by all calls. channel: a channel for each call. descriptors: those of a client
-that has a thousand channels to twenty servers. slow_reader: memory of both ends while a client that
-has read one message of a stream reads no more.
+One client, one servicer that returns its request, each in a process; both read the whole payload.
+All systems take turns, block by block; the first block of each, in which memory is made, does not
+count. Systems:
+
+    grpcio          raw bytes, limits raised, on shm over a unix socket
+    bytes           the same program with tensorwire's server and channel
+    tensor          arrays as messages
+    runtime         as `bytes`, and calls are frames in memory instead of HTTP/2
+    torch-rpc       tensors by `rpc_sync`, in processes of its own
+    by-hand         two processes copy into shared memory and wake each other by eventfds, or send
+                    on one socket (tcp)
+    by-hand-bytes   the same, and make bytes objects of the received buffers
+    in-turn(-bytes) the same after a call of grpcio with a small message, which payload outside its
+                    message needs
+    memcpy          a copy in each direction, and a read of each, in one process
+    grpcio-marked   grpcio with as much metadata as attachments need
+    grpcio-tensor   grpcio with the same messages as `tensor`, made by hand
+
+Cases:
+
+    unary, stream, requests  one request and answer (the payload moves twice); a stream of eight
+                             answers or requests, where a row is one message
+    aio, aio_stream          the same in event loops
+    uniform, random, skew    messages of ten buffers, as fields of bytes or as arrays (tensor,
+                             runtime-tensor)
+    clients1, 4, 16          1, 4 or 16 threads of a client call at the same time, with 8 bytes; the
+                             CPU time of both processes per call is compared
+    processes1, 4, 16        the same with processes
+    push_pull                three processes call two servers at the same time, again and again,
+                             with the ten buffers of skew; a row is the time per call
+    channel                  a channel for each call
+    descriptors              file descriptors of a client with a thousand channels to twenty servers
+    slow_reader              memory of both ends while a client reads no further after one message
 
 Not measured: other sizes of pools and threads.
 """
@@ -78,12 +92,12 @@ _FEW_ROUNDS = 6
 
 _PAIR, _TORCH = f"{__package__}.rpc_pair", f"{__package__}.rivals.torch_rpc"
 _CROWDED = (*CROWDS, *PROCESSES)
-"""Cases with many clients, of which nothing but the CPU time is compared."""
+"""Cases with many clients, where only CPU time is compared."""
 _STILL = (*_CROWDED, CHANNEL)
-"""Cases of which nobody asks how many bytes move."""
+"""Cases whose rows have no throughput."""
 
 _Taken = tuple[list[float], float, float]
-"""Seconds of each call of a block, and CPU time at both ends."""
+"""Seconds of each call of a block, and CPU seconds of the client and of the servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +106,11 @@ class RpcSettings:
 
     Attributes:
         sizes: of payload, in bytes; multiples of 8.
-        wires, cases: of `WIRES` and `CASES`.
-        rounds: blocks of each system; one pair of times each. Of the longest messages fewer.
-        torch: torch RPC is a system too, where it is installed.
-        block_s: about how long a block of grpcio takes.
-        channels: of a client that holds many.
+        wires, cases: some of `WIRES` and `CASES`.
+        rounds: blocks of each system, one pair of times each; fewer for messages over 64 MiB.
+        torch: whether torch RPC takes part, if it is installed.
+        block_s: about the seconds of a block of grpcio.
+        channels: the number of channels in the case `descriptors`.
     """
 
     sizes: Sequence[int] = (
@@ -172,14 +186,14 @@ def _systems(settings: RpcSettings, wire: str, case: str, size: int) -> tuple[st
 
 
 def _thresholds() -> dict[str, int]:
-    """From how many bytes payload travels beside messages of grpcio, by wire."""
+    """Returns by wire the bytes from which payload does not travel in grpcio's message."""
     from tensorwire.rpc.payload.route import THRESHOLDS  # which imports grpcio
 
     return THRESHOLDS
 
 
 class _Processes:
-    """The client and its servers; and other pairs, which begin when they are asked for.
+    """The client and its servers; other pairs of processes start when needed.
 
     These are clients alone, a second pair with servers, and a pair of torch RPC for each wire.
     """
@@ -196,7 +210,7 @@ class _Processes:
         return self._servers[-1]
 
     def block(self, wire: str, case: str, system: str, size: int, count: int) -> _Taken:
-        """Some calls, `count` of them where the case says no other number."""
+        """Runs a block: `count` calls, or calls for `block_s` in cases with several clients."""
         block_s = self._settings.block_s
         if case in CROWDS:
             taken: _Taken = self._client.call("crowd", wire, system, size, block_s, CROWDS[case])
@@ -210,7 +224,7 @@ class _Processes:
         clients = self._more_clients(PROCESSES.get(case, WORKERS))
         there = self._remote_cpu()
         if case == PUSH_PULL:
-            call_all(clients, "push_pull", wire, system, 0.0)  # what comes first is not counted
+            call_all(clients, "push_pull", wire, system, 0.0)  # the first calls are not counted
             began = time.monotonic()
             pushed = call_all(clients, "push_pull", wire, system, block_s)
             calls = sum(each[0] for each in pushed)
@@ -224,12 +238,12 @@ class _Processes:
     def _torch_pair(self, wire: str) -> ProcessPair:
         pair = self._torch.get(wire)
         if pair is None or pair.closed:
-            # On shm the reactor of TensorPipe polls: on two cores that takes one from the others.
+            # On shm the reactor of TensorPipe polls, which takes a core from the others.
             pair = self._torch[wire] = ProcessPair(_TORCH, {"wire": wire}, polls=True)
         return pair
 
     def _more_clients(self, count: int) -> list[ProcessPair]:
-        """So many processes, connected to all servers."""
+        """Returns `count` client processes, connected to all servers."""
         while len(self._servers) < SERVERS:
             self._server()
         targets = call_all(self._servers, "targets")
@@ -238,17 +252,17 @@ class _Processes:
         return self._clients[:count]
 
     def _remote_cpu(self) -> float:
-        """Seconds of CPU time of all servers so far."""
+        """Returns CPU seconds of all servers so far."""
         return float(sum(call_all(self._servers, "remote_cpu")))
 
     def close(self) -> None:
-        """Ends them all."""
+        """Ends all processes."""
         for pair in (*self._clients, *self._torch.values(), *self._servers):
             pair.close()
 
 
 def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
-    """Adds to `settings["held"]` of the report what each system holds; the rows have its time."""
+    """Adds the number that each system holds to `report.settings["held"]`, and rows of its time."""
     name, held = f"{wire}.{case}", {}
     for system in SYSTEMS[case]:
         row = Row("rpc", name, system, MIB)
@@ -265,7 +279,7 @@ def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -
 def _measure(
     report: Report, processes: _Processes, settings: RpcSettings, wire: str, case: str, size: int
 ) -> None:  # fmt: skip
-    """All systems of a case in turns; torch RPC may be missing."""
+    """Measures all systems of a case in turns and adds rows; torch RPC may be missing."""
     name, missing, count, warm = f"{wire}.{case}", "", 0, 1
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
     if case in _CROWDED or case == PUSH_PULL:
@@ -287,7 +301,7 @@ def _measure(
             return None
 
     systems = _systems(settings, wire, case, size)
-    # In an order that is drawn: what runs before a block leaves caches and cores as it likes.
+    # In random order: the block before influences caches and cores.
     ways = {system: partial(block, system) for system in systems}
     taken = take_turns(ways, rounds, warm, random.Random(17))
     middles = {
@@ -322,7 +336,7 @@ def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar
 
 
 def _limit_of(bar: Bar, size: int) -> str:
-    """The system that says what the one of a bar could come to, with payload of this size."""
+    """Returns the system that is the limit of a bar's system, for payload of this size."""
     wire, _, case = bar.case.partition(".")
     if bar.rival == GRPCIO and bar.bar <= 1 and size < _thresholds()[wire]:
         return SMALL_LIMITS.get(bar.system, BY_HAND)
@@ -330,7 +344,7 @@ def _limit_of(bar: Bar, size: int) -> str:
 
 
 def _with_limit(bar: Bar, verdict: Verdict, report: Report) -> Verdict:
-    """A verdict that was missed, with what the same payload costs at least on this machine."""
+    """Adds to a missed verdict the speed of the limit on this machine."""
     if verdict.met is not False or bar.rival != GRPCIO:
         return verdict
     ratios: dict[tuple[str, int], float] = {}
@@ -359,7 +373,7 @@ def _with_limit(bar: Bar, verdict: Verdict, report: Report) -> Verdict:
 
 
 def _tail(report: Report, wire: str) -> Verdict:
-    """The slowest calls of the runtime by those of grpcio, at the worst of the small sizes."""
+    """Judges the ratio of the runtime's p99 to grpcio's, at the worst of the small sizes."""
     found = []
     for row in report.rows:
         rival = report.find(row.case, GRPCIO, row.bytes)
@@ -373,7 +387,7 @@ def _tail(report: Report, wire: str) -> Verdict:
 
 
 def _crowd_cpu(report: Report, wire: str) -> Verdict:
-    """Calls of the runtime in a second of CPU time, of both ends, by those of grpcio."""
+    """Judges the ratio of the runtime's calls per CPU second, of both ends, to grpcio's."""
     spent = []
     for system in (GRPCIO, RUNTIME, BY_HAND):
         row = report.find(f"{wire}.{CROWD}", system, _CROWD_BYTES)
@@ -388,7 +402,7 @@ def _crowd_cpu(report: Report, wire: str) -> Verdict:
 
 
 def _held(report: Report, wire: str, case: str, system: str) -> Verdict:
-    """Judges the descriptors or bytes that a system holds by those that grpcio holds."""
+    """Judges the ratio of descriptors or bytes that a system holds to grpcio's."""
     found = report.settings["held"].get(f"{wire}.{case}", {})
     name = f"{wire} {system}, {case.replace('_', ' ')} by grpcio's"
     if system not in found or GRPCIO not in found:

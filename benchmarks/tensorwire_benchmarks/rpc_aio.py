@@ -1,4 +1,4 @@
-"""The asyncio side of `bench rpc`: servers in an event loop of a thread, and a client's calls."""
+"""The asyncio side of `bench rpc`: servers in an event loop in a thread, and a client's calls."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class AioServers:
     """A server of each system, each on a unix socket and a port.
 
     Args:
-        folder: of the sockets.
+        folder: the folder of the sockets.
 
     Attributes:
-        targets: by system and wire.
+        targets: addresses, by system and wire.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +85,7 @@ class AioServers:
             self._servers.append(server)
 
     def close(self) -> None:
-        """Stops all."""
+        """Stops all servers and the event loop."""
         for server in self._servers:
             asyncio.run_coroutine_threadsafe(server.stop(0), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -93,11 +93,14 @@ class AioServers:
 
 
 class AioCalls:
-    """A client's calls, in an event loop that runs while they are made.
+    """A client's calls, in an event loop that runs only during a call.
 
     Args:
         targets: of `AioServers`.
-        wires: that are asked for.
+        wires: the wires to connect by.
+
+    Raises:
+        RuntimeError: a channel does not use its wire.
     """
 
     def __init__(self, targets: dict[str, dict[str, str]], wires: list[str]) -> None:
@@ -126,7 +129,7 @@ class AioCalls:
                     raise RuntimeError(f"{name} of asyncio does not travel by {wire}: {way}")
 
     def time(self, wire: str, case: str, system: str, payload: Any, count: int) -> list[float]:
-        """Seconds of each of so many calls, after one that is not counted."""
+        """Returns the seconds of each of `count` calls, after one that is not counted."""
         channel, codec = self._channels[wire, server_of(system)], codec_of(case, system)
         kind = KIND_OF.get(case, UNARY)
         make = channel.unary_stream if kind == STREAM else channel.unary_unary

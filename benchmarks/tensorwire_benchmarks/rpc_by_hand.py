@@ -1,9 +1,9 @@
-"""What a call costs by hand: the limit of `bench rpc` between two processes.
+"""Makes calls by hand: the limit of `bench rpc` between two processes.
 
-Both know each other's memory and the sizes of the buffers. On shm each copies them into shared
-memory and raises an eventfd, on which the other one sleeps; on tcp each sends them on one socket.
-Both look at every byte, in place or in bytes objects that they make of them. Nothing is framed,
-serialized, dispatched or checked.
+Both know each other's memory and the sizes of the buffers. On shm each copies the buffers into
+shared memory and wakes the other by an eventfd; on tcp each sends them on one socket. Both read
+every byte, in place or in fresh bytes objects. Nothing is framed, serialized, dispatched or
+checked.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from numpy.typing import NDArray
 from tensorwire.memory.fresh import copied
 
 Look = Callable[[Any], object]
-"""Looks at every byte of an array."""
+"""A function that reads every byte of a buffer."""
 Array = NDArray[np.uint8]
 Buffers = Sequence[Any]
 Take = Callable[[Sequence[Array]], Buffers]
-"""What is looked at, and sent on, of buffers that have arrived."""
+"""A function from received buffers to the buffers that are read and sent back."""
 
 
 def in_place(arrived: Sequence[Array]) -> Buffers:
-    """The buffers themselves."""
+    """Returns the buffers themselves."""
     return arrived
 
 
 def as_bytes(arrived: Sequence[Array]) -> Buffers:
-    """Fresh bytes objects of them."""
+    """Returns a fresh bytes object of each buffer."""
     return [copied(each) for each in arrived]
 
 
@@ -50,11 +50,11 @@ def _span(size_bytes: int) -> int:
 
 
 class _HandMemory:
-    """Shared memory for the buffers of both ways, and an eventfd for each.
+    """Shared memory for the buffers of both directions, and an eventfd for each direction.
 
     Args:
         sizes: of the buffers, in bytes.
-        descriptors: of the memory and the eventfds; they are closed with this.
+        descriptors: of the memory and the eventfds; owned from now on.
     """
 
     def __init__(self, sizes: Sequence[int], descriptors: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class _HandMemory:
                 at += _span(size)
 
     def close(self) -> None:
-        """Closes the eventfds; the memory goes with the arrays."""
+        """Closes the eventfds; the memory is freed with the arrays."""
         os.close(self.asked)
         os.close(self.answered)
 
@@ -87,7 +87,7 @@ def _answer_by_memory(memory: _HandMemory, take: Take, look: Look) -> None:
 
 
 def _received(connection: socket.socket, buffers: Sequence[Array]) -> bool:
-    """Fills the buffers; False if the other end has closed."""
+    """Fills the buffers; returns False if the other end has closed."""
     for each in buffers:
         view = each.data
         while view:
@@ -117,7 +117,7 @@ class HandServer:
 
     Args:
         link: to the client.
-        look: at what has arrived.
+        look: reads a received buffer.
     """
 
     def __init__(self, link: Connection, look: Look) -> None:
@@ -125,7 +125,7 @@ class HandServer:
         self._look = look
 
     def begin(self, wire: str, sizes: Sequence[int], take: Take) -> int:
-        """Answers calls with such buffers; gives back the port, or 0 of shared memory."""
+        """Starts to answer calls with buffers of these sizes; returns the port, or 0 for shm."""
         port = 0
         if wire == "shm":
             memory = _HandMemory(sizes, [reduction.recv_handle(self._link) for _ in range(3)])
@@ -142,14 +142,14 @@ class HandServer:
 def calls_by_hand(
     link: Connection, wire: str, parts: Sequence[Array], take: Take, look: Look
 ) -> Iterator[Callable[[], None]]:
-    """What calls the server with these buffers.
+    """Yields a function that calls the server with these buffers.
 
     Args:
         link: to the server.
         wire: "shm" or "tcp".
         parts: the buffers.
-        take: what is looked at, at both ends: `in_place` or `as_bytes`.
-        look: at what comes back.
+        take: `in_place` or `as_bytes`, used at both ends.
+        look: reads a buffer of the answer.
     """
     sizes = [part.nbytes for part in parts]
     link.send(("by_hand", wire, sizes, take))

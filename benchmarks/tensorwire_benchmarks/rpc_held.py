@@ -1,6 +1,6 @@
 """Measures what systems of `bench rpc` hold: descriptors of channels, memory for a slow reader.
 
-One system on one wire, in processes of their own, in which nothing of another one is left. See
+Each system and wire has fresh processes, so that no other system's memory counts. See
 `tensorwire.bench.processes`.
 """
 
@@ -23,7 +23,7 @@ from .rpc_names import ATTACH_S, GRPCIO
 from .rpc_pair import connect, started
 
 SERVERS = 20
-"""The servers to which the client with many channels has them."""
+"""The number of servers, to which the client's channels are spread."""
 MESSAGE_BYTES = 1 << 20
 _MESSAGES = 3000
 _STEP_S, _MOST_STEPS = 0.25, 20
@@ -31,7 +31,7 @@ _HOLDERS = ("Pss_Anon:", "Pss_Shmem:")
 
 
 def _held_bytes() -> int:
-    """Returns the memory of this process that is no file's; shared memory counts by its part."""
+    """Returns bytes of this process that belong to no file; shared memory in parts (PSS)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_HOLDERS))
 
@@ -79,7 +79,11 @@ class Driver:
         return self._channels[-1]
 
     def descriptors(self, count: int) -> tuple[int, float]:
-        """Descriptors of this process with so many channels, and seconds of each and a call."""
+        """Returns this process's descriptors with `count` channels, and seconds of each and a call.
+
+        Raises:
+            RuntimeError: a channel has no attachment.
+        """
         payload = bytes(MESSAGE_BYTES)
         began = time.perf_counter()
         for number in range(count):
@@ -92,7 +96,7 @@ class Driver:
         return len(os.listdir("/proc/self/fd")), each_s
 
     def slow_reader(self, count: int) -> tuple[int, float]:
-        """Bytes that both ends hold of a stream after one message, and seconds until that came."""
+        """Returns the bytes that both ends hold of a stream after one message, and its seconds."""
         channel = self._connect(self._targets[0])
         if self._system != GRPCIO:
             channel.attach(ATTACH_S)

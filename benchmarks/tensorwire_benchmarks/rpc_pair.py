@@ -1,8 +1,8 @@
 """The two processes of `bench rpc`: a client that is timed, and the servers that it calls.
 
-See `tensorwire.bench.processes`. Both ends read the whole payload; the servicer gives back what it
-got. torch is not imported. With the option `targets` a pair is a client alone, of servers of other
-pairs.
+See `tensorwire.bench.processes`. Both ends read the whole payload; the servicer returns its
+request. torch is not imported. With the option `targets` a pair is only a client, which calls the
+servers of other pairs.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from .rpc_names import (
 from .rpc_payloads import CODECS, METADATA, Codec, buffers, codec_of, read
 
 _ENVELOPE_BYTES = 96
-"""Of the message that says where payload lies, about."""
+"""About the size of the message that says where payload lies."""
 _BY_HAND = (BY_HAND, BY_HAND_BYTES, IN_TURN, IN_TURN_BYTES)
 
 Targets = dict[str, dict[str, str]]
-"""Of a server, by system and wire."""
+"""Addresses of servers, by system and wire."""
 Parts = list[NDArray[np.uint8]]
 
 
 def started(
     system: str, pool: ThreadPoolExecutor, handlers: Mapping[str, Any], socket: Path
 ) -> tuple[Any, dict[str, str]]:
-    """A server of a system on a unix socket and a port, and its targets by wire."""
+    """Starts a system's server on a unix socket and a port; returns it and its targets by wire."""
     make: Callable[..., Any] = grpc.server
     if system != GRPCIO:
         make = partial(rpc.server, runtime=system == RUNTIME)
@@ -79,7 +79,7 @@ def started(
 
 
 def connect(target: str, wire: str, system: str) -> Any:
-    """A channel of a system."""
+    """Returns a new channel of a system."""
     server = server_of(system)
     if server == GRPCIO:
         return grpc.insecure_channel(target, options=UNLIMITED)
@@ -87,7 +87,7 @@ def connect(target: str, wire: str, system: str) -> Any:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """A server of grpcio and two of ours, and three of asyncio; on a unix socket and a port."""
+    """Runs a server of grpcio and two of ours, and the same with asyncio, until the link ends."""
     if "targets" in options:
         serve_messages(link, {})
         return
@@ -119,9 +119,9 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
 
 
 class ClientCalls:
-    """What a client calls, by a channel of each system, which is made when it is first asked for.
+    """The calls of a client, by a channel for each system, which is made on first use.
 
-    A channel each: grpcio's flow control goes by what a connection has carried lately.
+    Systems share no channel, as grpcio's flow control depends on the recent data of a connection.
     """
 
     def __init__(self, targets: Targets) -> None:
@@ -129,7 +129,7 @@ class ClientCalls:
         self._channels: dict[tuple[str, str], Any] = {}
 
     def _channel(self, wire: str, system: str) -> Any:
-        """RuntimeError: payload or calls do not travel as they should."""
+        """Returns the channel; raises RuntimeError if it does not use the wire."""
         channel = self._channels.get((wire, system))
         if channel is None:
             channel = self._channels[wire, system] = self._connect(wire, system)
@@ -150,13 +150,13 @@ class ClientCalls:
     def _call(
         self, wire: str, case: str, system: str, parts: Parts
     ) -> tuple[Codec, Any, Callable[[], Any]]:
-        """The codec, what is called, and what makes its messages."""
+        """Returns the codec, the method to call, and a function that makes its messages."""
         codec, kind = codec_of(case, system), KIND_OF.get(case, UNARY)
         make = getattr(self._channel(wire, system), KINDS[kind])
         return codec, make(f"/bench/{codec.name}_{kind}", *codec.types()), codec.messages(parts)
 
     def operation(self, wire: str, case: str, system: str, parts: Parts) -> Callable[[], object]:
-        """A call with these buffers, or a stream of them."""
+        """Returns a function that makes a call, or a stream, with these buffers."""
         codec, call, message = self._call(wire, case, system, parts)
         if system == GRPCIO_MARKED:
             call = partial(call, metadata=METADATA)
@@ -172,7 +172,7 @@ class ClientCalls:
         return stream
 
     def beginning(self, wire: str, system: str) -> Callable[[], Callable[[], None]]:
-        """Begins a call of `PUSH_PULL`; what that gives back waits for it and reads it."""
+        """Returns a function that begins a call of `PUSH_PULL` and returns one that awaits it."""
         codec, call, message = self._call(wire, PUSH_PULL, system, buffers(SKEW))
 
         def begin() -> Callable[[], None]:
@@ -182,7 +182,7 @@ class ClientCalls:
         return begin
 
     def fresh(self, wire: str, system: str, data: bytes) -> Callable[[], object]:
-        """A call by a channel of its own."""
+        """Returns a function that makes a call by a channel of its own."""
         target = self._targets[system][wire]
 
         def call() -> None:
@@ -217,15 +217,15 @@ class Driver:
         return self._link.recv()
 
     def targets(self) -> Targets:
-        """Of the servers that are not of asyncio."""
+        """Returns the targets of the servers without asyncio."""
         return self._all_targets[0]
 
     def remote_cpu(self) -> float:
-        """Seconds of CPU time of the servers' process so far; 0 of servers of another pair."""
+        """Returns CPU seconds of the servers' process so far; 0 if they are in another pair."""
         return 0.0 if self._aio is None else float(self._ask("cpu"))
 
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
-        """Seconds of each of so many calls; of a stream of each message."""
+        """Returns the seconds of each of `count` calls; of streams, per message."""
         parts = buffers(case) if case in SCHEMES else [np.arange(size_bytes, dtype=np.uint8)]
         if system in _BY_HAND:
             return self._time_by_hand(wire, system, parts, count)
@@ -261,9 +261,10 @@ class Driver:
     def crowd(
         self, wire: str, system: str, size_bytes: int, seconds: float, clients: int
     ) -> tuple[list[float], float, float]:
-        """Many threads call for so long: (seconds of each call, CPU time here, CPU time there).
+        """Lets `clients` threads call for `seconds`, at least once each.
 
-        Each calls once at least. The CPU time is that of all threads.
+        Returns:
+            Seconds of each call, and CPU seconds of this process and of the servers.
         """
         parts = [np.arange(size_bytes, dtype=np.uint8)]
 
@@ -294,10 +295,10 @@ class Driver:
             return times, time.process_time() - here, self.remote_cpu() - there
 
     def push_pull(self, wire: str, system: str, seconds: float) -> tuple[int, float, float]:
-        """Pushes to all servers and pulls from them, over and over, for so long.
+        """Pushes to all servers and pulls from them, again and again, for `seconds`.
 
         Returns:
-            How many calls, the moment when the last one ended, and seconds of CPU time.
+            The number of calls, the time.monotonic() of the last end, and CPU seconds.
         """
         beginnings = [each.beginning(wire, system) for each in self._servers]
         calls, cpu = 0, time.process_time()
@@ -317,7 +318,7 @@ class Driver:
 
 
 def _copies(parts: Parts, case: str) -> Callable[[], None]:
-    """What moving the payload costs at least: a copy into the other's memory, and a look at it."""
+    """Returns a function that copies the payload as often as a call moves it, and reads it."""
     memory = [(part, np.empty_like(part), np.empty_like(part)) for part in parts]
     first = STREAMED if case == REQUESTS else 1
     second = 0 if case == REQUESTS else STREAMED if case in STREAMS else 1

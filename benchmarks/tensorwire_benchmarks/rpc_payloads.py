@@ -1,7 +1,7 @@
-"""Messages of `bench rpc`, and what both ends of a call do with them.
+"""The messages of `bench rpc`, and the work of both ends of a call on them.
 
-Messages of ten buffers are as the micro-benchmarks of TensorFlow's gRPC have them: small, medium
-and large buffers of 16 B, 10 KiB and 1 MiB. uniform: as many of each; random: drawn; skew: six
+Messages of ten buffers are like those in the micro-benchmarks of TensorFlow's gRPC: small, medium
+and large buffers of 16 B, 10 KiB and 1 MiB. uniform: equally many of each; random: drawn; skew: six
 large, three medium, one small.
 """
 
@@ -46,12 +46,12 @@ def _sizes(scheme: str) -> list[int]:
 
 
 def total_bytes(scheme: str) -> int:
-    """The payload of a message."""
+    """Returns the payload bytes of a message."""
     return sum(_sizes(scheme))
 
 
 def buffers(scheme: str) -> list[NDArray[np.uint8]]:
-    """The payload itself."""
+    """Returns the payload of a message, as arrays."""
     return [np.arange(size, dtype=np.uint8) for size in _sizes(scheme)]
 
 
@@ -78,22 +78,22 @@ Buffers, Tensors = _make()
 """Messages with a field `buffers`: of bytes, and of Tensors."""
 
 METADATA = (("tensorwire-attachment-bin", bytes(range(24))),)
-"""As long as what says which attachment a call is of."""
+"""Metadata as long as the metadata that names a call's attachment."""
 
 
 def read(payload: Any) -> int:
-    """Looks at every byte."""
+    """Reads every byte of bytes or an array."""
     array = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
     return int(np.bitwise_xor.reduce(array.view(np.uint64)))
 
 
 def of_tensors(payload: Sequence[Any]) -> Any:
-    """A message of arrays."""
+    """Makes a message of arrays."""
     return Tensors(buffers=[rpc.pack(each) for each in payload])
 
 
 def arrays(message: Any) -> list[NDArray[Any]]:
-    """The arrays of a message of Tensors."""
+    """Returns the arrays of a message of Tensors."""
     return [rpc.unpack(each) for each in message.buffers]
 
 
@@ -108,14 +108,14 @@ def _unpack_by_hand(message: Any) -> tuple[NDArray[np.uint8]]:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How payload lies in a message; and the methods of a servicer of such messages.
+    """A way to put payload into messages, and the methods of a servicer of these messages.
 
     Attributes:
-        name: of its methods, before what kind of call they are.
+        name: the first part of its methods' names; the kind of call follows.
         message: the class; None: messages are bytes, which exist before a call.
         pack: makes a message of arrays.
-        unpack: the payload of a message.
-        given_back: a servicer answers with the message that it got, not with a new one.
+        unpack: returns the payload of a message.
+        given_back: whether the servicer answers with its request, not with a new message.
     """
 
     name: str
@@ -125,35 +125,35 @@ class Codec:
     given_back: bool = False
 
     def types(self) -> tuple[Any, ...]:
-        """What a client's method serializes and parses with."""
+        """Returns the serializer and the parser of a client's method; none for bytes."""
         return (self.message.SerializeToString, self.message.FromString) if self.message else ()
 
     def served_types(self) -> dict[str, Any]:
-        """The same of a servicer's method."""
+        """Returns the same as named arguments of a servicer's method."""
         names = "response_serializer", "request_deserializer"
         return dict(zip(names, self.types(), strict=False))
 
     def messages(self, payload: Sequence[Any]) -> Callable[[], Any]:
-        """What makes the message of each call."""
+        """Returns a function that makes the message of each call."""
         if self.message is None:
             made = self.pack(payload)
             return lambda: made
         return lambda: self.pack(payload)
 
     def read(self, message: Any) -> None:
-        """Looks at every byte of a message."""
+        """Reads every byte of a message."""
         for each in self.unpack(message):
             read(each)
 
     def unary(self, request: Any, context: Any) -> Any:
-        """Gives back what it got."""
+        """Reads a request and answers with its payload."""
         payload = self.unpack(request)
         for each in payload:
             read(each)
         return request if self.given_back else self.pack(list(payload))
 
     def stream(self, request: Any, context: Any) -> Iterator[Any]:
-        """Gives it back again and again."""
+        """Reads a request and answers with `STREAMED` messages of its payload."""
         payload = list(self.unpack(request))
         for each in payload:
             read(each)
@@ -161,7 +161,7 @@ class Codec:
             yield request if self.given_back else self.pack(payload)
 
     def requests(self, requests: Iterator[Any], context: Any) -> Any:
-        """Reads a stream."""
+        """Reads a stream of requests and answers with an empty message."""
         for each in requests:
             self.read(each)
         return self.message() if self.message else b""
@@ -176,7 +176,7 @@ CODECS = (
     _BUFFERS := Codec(
         "buffers",
         Buffers,
-        lambda parts: Buffers(buffers=list(map(bytes, parts))),  # which protobuf copies
+        lambda parts: Buffers(buffers=list(map(bytes, parts))),  # protobuf copies them again
         lambda found: found.buffers,
         True,
     ),
@@ -185,7 +185,7 @@ CODECS = (
 
 
 def codec_of(case: str, system: str) -> Codec:
-    """The codec by which a system calls."""
+    """Returns the codec of a system's calls in a case."""
     if case in (*SCHEMES, PUSH_PULL):
         return _TENSORS if system in (TENSOR, RUNTIME_TENSOR) else _BUFFERS
     return {TENSOR: _TENSOR, GRPCIO_TENSOR: _BY_HAND}.get(system, _BYTES)

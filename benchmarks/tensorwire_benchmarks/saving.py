@@ -1,10 +1,10 @@
-"""How long does a save delay the next step? A model of 100 MB with Adam, in each way in turns.
+"""Measures how long a save delays the next step: a model of 100 MB with Adam, each way in turns.
 
     tensorwire run --workers 2 benchmarks/tensorwire_benchmarks/saving.py FOLDER [--json FILE]
 
 Steps of worker 1, which does not save, are timed: one without a save, and one during which worker 0
-saves; also how long the call takes worker 0, and until the file is there. Files go to FOLDER, so
-its disk counts; the first file of each kind is not measured, as it replaces none.
+saves; also the seconds of worker 0's call, and until the file exists. Files go to FOLDER, so the
+speed of its disk counts. The first file of each kind is not measured, as it replaces none.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import nn
 import tensorwire.torch as tw
 
 REPEATS = 5
-QUIET_STEPS = 4  # behind each save, until its file is there
+QUIET_STEPS = 4  # after each save, once its file exists
 PATIENCE_S = 60.0
 
 
 def main() -> None:
-    """Prints a row for each way: medians."""
+    """Trains and saves in each way; worker 0 prints a row of medians for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
@@ -52,7 +52,7 @@ def main() -> None:
             job.barrier()
             started, called = time.perf_counter(), 0.0
             if job.rank == 0 and wait is not None:
-                # Left out where it is the default, for versions that do not have it.
+                # The default is not passed, for versions without the option.
                 job.save(path, **({} if wait else {"wait": False}))
                 called = time.perf_counter() - started
             delayed, written = step(), 0.0

@@ -1,21 +1,18 @@
-"""How does training get faster with more workers and more servers, each on a host of its own?
+"""Measures how training gets faster with more workers and servers, each on a host of its own.
 
-Hosts are network namespaces at a switch (`link`), so that links are what is scarce and not this
-machine's cores: workers sleep where a recorded step of a real model computed, and push each
-gradient when the recorded backward had made it. All replay the same step at a time: what unequal
-workers cost is a question of `modes`. Servers are real ones. In sync the rate of W
-workers is W times that of one as long as links carry a burst in time; in async as long as they
-carry the mean. The limit beside each row is that arithmetic, with the link's speed as a raw socket
-has it in the same run:
+Hosts are network namespaces at a switch (`link.py`), so that links and not this machine's cores are
+scarce: workers sleep where a recorded step of a real model computed, and push each gradient at the
+time at which the recorded backward had made it. All replay the same step at the same time;
+`modes.py` measures unequal workers. Servers are real ones. In sync the rate of W workers is W times
+the rate of one as long as links transfer a burst in time; in async as long as they transfer the
+mean. The limit of each row is calculated, with the link's speed by a raw socket in the same run:
 
     sync    forward + max(backward, push) + pull, both over the busiest link
-    async   the same for a worker alone, or what the busiest link needs for a step of everybody
+    async   the same for a worker alone, or the busiest link's time for a step of all workers
 
-Arithmetic knows nothing of workers that meet at a link by chance, or of a switch that drops what it
-cannot queue. So plain sockets carry the same bytes at the same moments (`scaling_raw.py`), and what
-they reach is a limit too.
-
-A row of a machine that was busy for more than 70 % is void, and says so.
+The calculation does not see workers that meet at a link by chance, nor packets that a switch drops.
+So plain sockets transfer the same bytes at the same times (`scaling_raw.py`), as another limit.
+A row is void, and says so, if the cores were busy for more than 70 %.
 """
 
 from __future__ import annotations
@@ -59,10 +56,10 @@ class ScalingSettings:
 
     Attributes:
         modes: some of `MODES`.
-        workers, servers: every pair of these is a job.
-        megabits: of each host's link, both ways.
+        workers, servers: numbers of workers and servers; every pair is a job.
+        megabits: Mbit/s of each host's link, in each direction.
         batch: samples of a recorded step.
-        steps: that each worker makes in each job.
+        steps: counted steps of each worker in each job.
     """
 
     modes: Sequence[str] = MODES
@@ -87,7 +84,7 @@ class Recording:
 
     @property
     def size_bytes(self) -> int:
-        """Of all gradients."""
+        """The size of all gradients."""
         sizes = [shape for _, shape in self.tensors]
         return FLOAT_BYTES * sum(math.prod(shape) for shape in sizes)
 
@@ -102,7 +99,7 @@ class Point:
 
     @property
     def case(self) -> str:
-        """As in rows."""
+        """The job's name in rows."""
         workers, servers = (
             f"{count} {what}{'s' if count > 1 else ''}"
             for count, what in ((self.workers, "worker"), (self.servers, "server"))
@@ -111,7 +108,7 @@ class Point:
 
 
 def limit_seconds(point: Point, recording: Recording, bytes_per_s: float) -> float:
-    """What a step of each worker takes at least, on links of such a speed."""
+    """Returns the least seconds of a step of each worker, on links of this speed."""
     own_s = recording.size_bytes / bytes_per_s
     shared_s = own_s * point.workers / point.servers
     busiest_s = max(own_s, shared_s) if point.mode == "sync" else own_s
@@ -123,7 +120,7 @@ def limit_seconds(point: Point, recording: Recording, bytes_per_s: float) -> flo
 
 
 def points(settings: ScalingSettings) -> list[Point]:
-    """All jobs, in the order in which they run."""
+    """Returns all jobs, in the order in which they run."""
     return [
         Point(mode, workers, servers)
         for mode in settings.modes
@@ -133,7 +130,7 @@ def points(settings: ScalingSettings) -> list[Point]:
 
 
 def measure(report: Report, settings: ScalingSettings, tell: Told) -> None:
-    """Adds the rows, and verdicts on them; where there can be no such links, rows say why."""
+    """Adds rows and verdicts; the rows have the reason if such links are impossible here."""
     every = points(settings)
     report.settings["scaling"] = described = dataclasses.asdict(settings)
     tell(0, len(every), "scaling: records steps")
@@ -159,14 +156,14 @@ def measure(report: Report, settings: ScalingSettings, tell: Told) -> None:
 
 
 def record(settings: ScalingSettings) -> Recording:
-    """Runs the real model, in a process of its own."""
+    """Runs the real model in a process of its own, and returns its recorded steps."""
     options = {"batch": settings.batch, "steps": 8}
     with ProcessPair("tensorwire_benchmarks.scaling_record", options) as pair:
         return Recording(**pair.call("record", timeout_s=600.0))
 
 
 def raw_speed(first: Host, second: Host) -> float:
-    """Bytes per second of a raw socket from one host to another."""
+    """Measures bytes per second of a raw socket from one host to another."""
 
     def within(host: Host, act: Callable[[], Any]) -> Any:
         host.enter()
@@ -195,7 +192,7 @@ def _rows(
     point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host],
     speed: float,
 ) -> list[Row]:  # fmt: skip
-    """The rows of a job, of plain sockets in its place, and of its limit."""
+    """Returns the rows of a job, of plain sockets in its place, and of its limit."""
     size_bytes = recording.size_bytes
     limit_s = limit_seconds(point, recording, speed)
     note = f"{recording.model}; links of {settings.megabits} Mbit/s, a raw socket {speed / 1e6:.1f}"
@@ -234,7 +231,10 @@ def _run(
     system: System, program: str, point: Point, settings: ScalingSettings, recording: Recording,
     hosts: Sequence[Host],
 ) -> tuple[list[float], float, float]:  # fmt: skip
-    """Seconds of all steps that count; CPU seconds of workers, and servers, per worker's step."""
+    """Runs a job; returns seconds of the counted steps, and CPU seconds per worker's step.
+
+    The CPU seconds are of the workers, and of the servers.
+    """
     count = _WARM + settings.steps
     plan = {**dataclasses.asdict(recording), "mode": point.mode, "count": count}
     places = hosts[: max(settings.servers)], hosts[max(settings.servers) :]
@@ -260,7 +260,7 @@ def _memory() -> Any:
 
 
 def judge(report: Report, settings: ScalingSettings) -> list[Verdict]:
-    """The rate of W workers by W times that of one, or by as much of that as links let through."""
+    """Judges the rate of W workers against W times the rate of one, or less if links allow less."""
     found = {(row.case, row.system): row for row in report.rows}
     verdicts = []
     for point in points(settings):

@@ -1,9 +1,9 @@
-"""What plain sockets make of the steps of `scaling.py`: the limit that links and arrivals set.
+"""Makes the steps of `scaling.py` with plain sockets: the limit set by links and arrivals.
 
-Workers sleep as those of `scaling_worker.py` do, and send as many bytes at the same moments, each
-gradient in equal shares to all servers. A server that has all bytes of a step, in sync from every
-worker, sends its share of the parameters back. Nobody computes anything or looks at the bytes. A
-connection begins with the bytes of a share, and whether workers step together.
+Workers sleep like the workers of `scaling_worker.py`, and send as many bytes at the same times,
+each gradient in equal shares to all servers. A server that has all bytes of a step, in sync from
+every worker, sends its share of the parameters back. Nothing is computed, and no byte is read. A
+connection begins with the size of a share in bytes, and whether the mode is sync.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _HEAD = struct.Struct("<Q?")
 
 
 def shares(size_bytes: int, count: int) -> list[int]:
-    """A gradient's bytes for each of so many servers."""
+    """Returns the bytes of a gradient for each of `count` servers."""
     cuts = [size_bytes * index // count for index in range(count + 1)]
     return [stop - start for start, stop in itertools.pairwise(cuts)]
 
 
 class Driver(Replayer):
-    """A worker: a connection to each server, with a thread that sends."""
+    """A worker with a connection to each server, and a sending thread for each."""
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Connects, and sends all once, as workers of a job do that publishes."""
+        """Connects, and sends all bytes once, as a job does that publishes its first values."""
         self._sizes = [FLOAT_BYTES * math.prod(shape) for _, shape in plan["tensors"]]
         parts = (shares(size, len(self._addresses)) for size in self._sizes)
         self._pulled = [sum(each) for each in zip(*parts, strict=True)]
@@ -61,13 +61,13 @@ class Driver(Replayer):
         self.advance()
 
     def push(self, tensor: int) -> None:
-        """Lets threads send its shares."""
+        """Lets the threads send the shares of a gradient."""
         parts = shares(self._sizes[tensor], len(self._queues))
         for each, share in zip(self._queues, parts, strict=True):
             each.put(share)
 
     def advance(self) -> None:
-        """Waits for the bytes of all servers."""
+        """Waits for the parameters from all servers."""
         left = dict(zip(self._sockets, self._pulled, strict=True))
         while any(left.values()):
             for key, _ in self._selector.select():

@@ -1,8 +1,8 @@
-"""Records what workers of `scaling.py` replay: steps of a real model, and what its store is.
+"""Records steps of a real model, and the description of its store, for workers of `scaling.py`.
 
-A process of its own, because the bench itself does without torch; it gives the fields of
-`scaling.Recording`. More steps are made than are kept, and the quickest of them are kept,
-in order: what else the machine does meanwhile is not to be replayed.
+A process of its own, because the bench itself does not import torch; it returns the fields of
+`scaling.Recording`. Of many steps the quickest are kept, in order, so that disturbances of the
+machine are not replayed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Driver", "serve"]
 
 _MODEL = "characters"
 _WARM = 2
-_TRIES = 4  # steps that are made for each that is kept
+_TRIES = 4  # steps made for each step kept
 
 
 def _record(batch: int, steps: int) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def _record(batch: int, steps: int) -> dict[str, Any]:
 
 
 class Driver:
-    """The process."""
+    """The driver of the recording process."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         self._options = options
 
     def record(self) -> dict[str, Any]:
-        """Makes steps of a batch as the options say, and keeps some."""
+        """Makes steps as the options say; returns the fields of `scaling.Recording`."""
         return _record(**self._options)

@@ -1,4 +1,4 @@
-"""A figure of `scaling`: the rate of a job by the number of its workers."""
+"""Draws the figure of `scaling.py`: the rate of a job by the number of its workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _LOOKS = ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D") 
 
 
 def draw_scaling(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draws steps per second of all workers together, by that of one worker: a panel per mode.
+    """Draws the rate of all workers together, divided by the rate of one: a panel per mode.
 
-    Dotted lines are what links let through, dashed ones raw sockets, the grey line is linear.
+    Dotted lines are calculated limits, dashed lines are raw sockets, the grey line is linear.
+
 
     Raises:
         UnavailableError: matplotlib is not installed.

@@ -1,7 +1,7 @@
 """A worker of `scaling.py`, without torch: it sleeps where a recorded step computed.
 
-Each gradient is pushed at the moment at which the recorded backward had made it. `Replayer` is what
-it has in common with the worker of plain sockets (`scaling_raw.py`).
+It pushes each gradient at the time at which the recorded backward had made it. `Replayer` is the
+common base with the worker of plain sockets (`scaling_raw.py`).
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ serve = worker.serve
 
 
 class Replayer(worker.Driver):
-    """A worker that is on a host of its own, and makes recorded steps."""
+    """A worker on a host of its own, which replays recorded steps."""
 
     def start(self, server: str) -> int:
-        """Makes this process the worker; returns the process number."""
+        """Makes this process the worker; returns its process id."""
         self._enter_job(server, "tcp")
         self._addresses = server.split(",")
         return os.getpid()
 
     @abstractmethod
     def begin(self, plan: dict[str, Any]) -> None:
-        """Does what is done once: all workers begin together."""
+        """Connects to the servers before the first step; all workers begin together."""
 
     @abstractmethod
     def push(self, tensor: int) -> None:
-        """Sends a gradient, at the moment at which the recorded backward had made it."""
+        """Begins to send a gradient to the servers."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Ends a step."""
+        """Ends a step: waits for the new parameters."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Ends all."""
+        """Closes the connections to the servers."""
 
     def replay(self, plan: dict[str, Any]) -> tuple[list[float], float]:
-        """Sleeps where the steps of a plan computed; seconds of each, and CPU seconds of all."""
+        """Replays the steps of a plan; returns the seconds of each, and CPU seconds of all."""
         self.begin(plan)
         seconds, steps = [], plan["steps"]
         cpu = time.process_time()
@@ -119,7 +119,7 @@ class Driver(Replayer):
         self._store.push(self._slice, tensor, self._gradients[tensor])
 
     def advance(self) -> None:
-        """Commits, and waits for the next version."""
+        """Commits the step, and waits for the next version."""
         self._commit(APPLY, True)
 
     def _commit(self, operation: int, pushed: bool) -> None:

@@ -48,7 +48,7 @@ _tiny = click.option(
 def _options(
     bench: Bench, quick: str, *own: Decorator, steps: str, optimizer: str = ""
 ) -> Decorator:
-    """What every bench of training steps has, around its `own` options."""
+    """Returns the options that all benches of training steps have, around their `own`."""
     return together(
         outputs,
         quick_option(quick),

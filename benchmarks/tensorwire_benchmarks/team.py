@@ -1,9 +1,9 @@
-"""The processes of one system: its servers, if it has some, its workers; resident between turns.
+"""The processes of one system: its workers and, if it has any, its servers.
 
-Each worker is the driver of a `ProcessPair`, each server the target of one (`worker.py`). The
-bench's process only sends commands and draws. A process that dies, fails or stops answering becomes
-a PairError with a reason, and its team is closed; closing always ends every process and removes the
-team's folder. All have one thread each for torch.
+They stay between turns. Each worker is the driver of a `ProcessPair`, each server the target of one
+(`worker.py`). The bench's process only sends commands and draws figures. If a process dies, fails
+or does not answer, the bench gets a PairError with a reason, and the team is closed; closing ends
+every process and removes the team's folder. Each process has one thread for torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.worker import TeamHosts
 from tensorwire_benchmarks.workloads.catalog import Workload
 
-_START_S = 120.0  # that a system has to come up
-_LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
+_START_S = 120.0  # the longest wait for a system to start
+_LOOK_S = 0.5  # between two checks that the servers live
 
 
 class Team:
-    """Owns the processes of one system for one model over one wire.
+    """The owner of the processes of one system for one model over one wire.
 
-    With `hosts` servers are on the first of them in turn, and workers on the second. `program` is
-    the module that runs in the workers; its Driver, a subclass of that of `worker`, may do without
-    a `model`.
-
+    `hosts` has the hosts of the servers and the hosts of the workers. `program` is the module that
+    runs in the workers; its Driver, a subclass of `worker.Driver`, may need no `model`.
     Methods block and are for one thread. After any error the team is closed. `close` may be called
     twice.
 
@@ -45,7 +43,7 @@ class Team:
         closed: whether it has ended, by `close` or because something failed.
 
     Raises:
-        PairError: the processes did not come up.
+        PairError: the processes did not start.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Team:
     def _start(
         self, order: worker.Order, servers: int, arguments: Callable[[Sequence[str]], list[str]]
     ) -> list[str]:
-        """Starts all pairs, and returns the addresses of the servers, which know those before."""
+        """Starts all pairs; returns the servers' addresses. A server knows the ones before it."""
         barriers = [Pipe() for _ in range(order.workers - 1)]
         addresses: list[str] = []
 
@@ -114,7 +112,11 @@ class Team:
         return addresses
 
     def _address(self, index: int) -> str:
-        """Waits until a server listens: it is the target of the pair of that rank."""
+        """Waits until the server of this index listens; returns its address.
+
+        Raises:
+            PairError: it has ended, or gave no address in time.
+        """
         pair = self._pairs[index]
         self._servers += [each for each in active_children() if each.pid == pair.target_pid]
         address: str | None = pair.call("address", _START_S, timeout_s=2 * _START_S)
@@ -128,7 +130,7 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """The process numbers of the workers, then of the servers."""
+        """The process ids of the workers, then of the servers."""
         return [*self._pids, *(each.pid or 0 for each in self._servers)]
 
     def prepare(self, timeout_s: float = 300.0) -> None:
@@ -138,7 +140,7 @@ class Team:
     def run(
         self, count: int, timeout_s: float = 300.0, *, held: bool = False
     ) -> tuple[list[list[StepTimes]], float, float]:
-        """Runs `count` steps; `held` as `worker.Driver.run` has it.
+        """Runs `count` steps, which are held as in `worker.Driver.run` if `held`.
 
         Returns:
             Steps per worker, CPU seconds of all workers, CPU seconds of the servers.
@@ -152,15 +154,15 @@ class Team:
         )
 
     def digest(self) -> list[float]:
-        """Per worker, a number that differs when parameters differ."""
+        """Returns for each worker the sum of its parameters' magnitudes."""
         return self.call("digest", timeout_s=60.0)
 
     def end(self) -> End:
-        """Where the workers are after their last step."""
+        """Returns the state of the system after its last step."""
         return End.of(self.call("end", timeout_s=120.0))
 
     def server_cpu(self) -> float:
-        """CPU seconds of all servers so far."""
+        """Returns CPU seconds of all servers so far; 0 if the team is closed."""
         if self.closed:
             return 0.0
         try:
@@ -170,7 +172,11 @@ class Team:
             raise PairError("the server process has ended") from error
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """What this method of all workers returns; they run it at the same time."""
+        """Calls a method of all workers at the same time; returns the results by rank.
+
+        Raises:
+            PairError: a process failed, ended or did not answer in time.
+        """
         if self.closed:
             raise PairError(f"the processes of {self._name} have ended")
 
@@ -185,7 +191,7 @@ class Team:
         return self._together(call, self._workers, method)
 
     def _together(self, act: Callable[[int], Any], ranks: Sequence[int], name: str) -> list[Any]:
-        """Acts for each worker in a thread of its own; whatever fails ends the team."""
+        """Calls `act` for each rank in a thread of its own; any failure closes the team."""
         acts: list[Future[Any]] = [self._pool.submit(act, rank) for rank in ranks]
         waiting = set(acts)
         try:
@@ -203,7 +209,7 @@ class Team:
         return [each.result() for each in acts]
 
     def _said(self, who: str) -> str:
-        """The last line on a process's standard error, for a reason."""
+        """Returns the last line of a process's standard error, after ": ", or ""."""
         with contextlib.suppress(OSError):
             text = Path(self._folder.name, f"{who}.err").read_text(errors="replace").strip()
             if text:
@@ -215,7 +221,7 @@ class Team:
         if self.closed:
             return
         self.closed = True
-        with ThreadPoolExecutor(max(1, len(self._pairs))) as pool:  # they may end together only
+        with ThreadPoolExecutor(max(1, len(self._pairs))) as pool:  # some end only together
             list(pool.map(ProcessPair.close, self._pairs.values()))
         self._pool.shutdown()
         self._folder.cleanup()

@@ -1,8 +1,8 @@
-"""What one step must move and apply at least, in bytes and elements.
+"""Calculates the least bytes that one step must move, and elements that it must apply.
 
-Pure arithmetic. Of a dense gradient all of it moves, of a sparse one the rows that the batch looked
-up, each once and with its index. New values come back for the rows that any worker changed, with
-their indices: a worker does not know what the others looked up.
+A dense gradient is moved whole, a sparse one as the rows that the batch looked up, each once and
+with its index. New values come back for the rows that any worker changed, with their indices: a
+worker does not know the lookups of the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ INDEX_BYTES = 8
 
 
 class TableLookups(NamedTuple):
-    """What all workers looked up in one table in one step.
+    """The lookups of all workers in one table in one step.
 
     Attributes:
         wide: elements of a row.
-        rows: how many rows exactly one worker looked up, how many exactly two, and so on.
+        rows: the number of rows that exactly one worker looked up, exactly two, and so on.
     """
 
     wide: int
@@ -29,13 +29,13 @@ class TableLookups(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The mean of the steps that workers take in turn.
+    """The bytes and elements of a step, as the mean over the batches.
 
     Attributes:
         up_bytes: the gradients of one worker.
         down_bytes: the new values for one worker.
-        applied: elements that exactly one worker has gradients of, exactly two, and so on: what a
-            server must read of that many gradients, and of the parameters, and write.
+        applied: the number of elements with gradients of exactly one worker, of exactly two, and
+            so on.
         looked_up: whether there are sparse gradients.
     """
 
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def dense(cls, elements: int, workers: int) -> Traffic:
-        """Of gradients that all workers have whole."""
+        """Returns the traffic of dense gradients."""
         size_bytes = FLOAT_BYTES * elements
         return cls(size_bytes, size_bytes, (*[0] * (workers - 1), elements))
 
@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
     def of_rows(
         cls, elements: int, workers: int, lookups: Sequence[TableLookups], steps: int
     ) -> Traffic:
-        """Of gradients with so many dense elements, and all lookups in so many steps."""
+        """Returns the mean traffic of `steps` steps with dense elements and table lookups."""
         rows = np.array([counts for _, counts in lookups]).sum(0)  # by how many looked them up
         row_elements = np.array([np.multiply(wide, counts) for wide, counts in lookups]).sum(0)
         moved = (INDEX_BYTES * rows + FLOAT_BYTES * row_elements) / steps
@@ -67,5 +67,5 @@ class Traffic(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """That a server applies."""
+        """The number of elements that a server applies."""
         return sum(self.applied)

@@ -1,6 +1,6 @@
-"""The bars of the benches of training steps, as tables, and how far the figures are from them.
+"""The bars of the benches of training steps, as tables, and the verdicts on them.
 
-A bar that was not measured is said to be so; it never counts as met.
+A bar that was not measured has a verdict that says so, and never counts as met.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ TRAINING_BARS = (
     ("tcp.{}.isolated", "grpc", 4.0),
     ("tcp.{}.exchange", "grpc", 4.0),
 )
-"""Case, beside whom, and the bar: at most so many times the limit, or so many times as fast."""
+"""Case, rival or limit, and bar: at most that many times the limit, or times as fast."""
 
 COMMUNICATION_BOUND = ("alexnet", "vgg16", "fcn5")
-"""By the paper's computation and wire times."""
+"""Models whose communication takes longer than computation in the paper's times."""
 EXPOSED = "exposed"
 PLACEMENT_BARS = (
     ("{}/shm", LIMIT, 1.5, False),
     ("{}/shm/isolated", LIMIT, 1.5, False),
-    # By all clocks: who sends during backward has little left to do behind it.
+    # By all clocks: a system that sends during backward has little left to do after it.
     ("{}/shm/isolated", "grpc", 15.0, True),
     ("{}/shm/exposed", "grpc", 15.0, True),
     ("{}/shm", "grpc", 15.0, True),
-    # The device beside an RPC that moves large messages one-sidedly on the same transport.
+    # Placement against an RPC that moves large messages one-sidedly on the same transport.
     ("{}/shm/isolated", "grpc-tensorwire", 2.69, True),
     ("{}/tcp/isolated", "grpc", 4.0, False),
     ("{}/tcp/exposed", "grpc", 4.0, False),
     ("{}/tcp", "grpc", 4.0, False),
 )
-"""The same, and whether the bar is one of those models alone."""
+"""Case, rival or limit, bar, and whether the bar is only for `COMMUNICATION_BOUND` models."""
 TABLES_BAR = 2.0
 LIBRARIES_BAR = 1.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
 FIRST_LINK = "1gbit"
 MOST_BUSY = 0.7
-"""Of all cores, on faster links than the first; above it the bar counts on the slower one."""
+"""The most busy share of all cores at which a link faster than `FIRST_LINK` is judged."""
 CPU_BAR = 0.5
 ALONE_BAR_US = 200.0
 BITS_STEPS = 20
 IN_PLACE_BAR = 99.0
-_MOST = 100.0  # a ratio of differences; what is beyond it is noise
+_MOST = 100.0  # the largest ratio of differences that is told; beyond it is noise
 _LINK_NAME = " exchange of a raw socket, both ways at once"
 
 
@@ -63,7 +63,7 @@ def judge_training(report: Report, models: Sequence[str]) -> list[Verdict]:
 
 
 def judge_parameters(report: Report, models: Sequence[str]) -> list[Verdict]:
-    """Whole steps beside those of DistributedDataParallel."""
+    """Judges whole steps against DistributedDataParallel."""
     return [
         _beside(report, f"{wire}.{name}.step", OWN, "ddp-gloo", TABLES_BAR)
         for name in models
@@ -72,10 +72,10 @@ def judge_parameters(report: Report, models: Sequence[str]) -> list[Verdict]:
 
 
 def judge_links(report: Report, models: Sequence[str]) -> list[Verdict]:
-    """Push and pull on links, by the limit and by CPU seconds beside gRPC.
+    """Judges push and pull on links by the limit, and their CPU seconds by gRPC's.
 
-    On a link that keeps this machine's cores busy it is they that are measured: such a link has no
-    verdict, and the next slower one counts.
+    A link that keeps this machine's cores too busy, except the first, is not judged by the limit:
+    the cores would be measured instead.
     """
     found = []
     for name in models:
@@ -95,7 +95,7 @@ def judge_links(report: Report, models: Sequence[str]) -> list[Verdict]:
 
 
 def _busy(report: Report, case: str) -> float | None:
-    """The share of all cores that both ends of an exchange use."""
+    """Returns the share of all cores that both ends of an exchange use; None if unknown."""
     row = _row(report, case, OWN)
     seconds = None if row is None else _cpu_seconds(row)
     if row is None or seconds is None or row.seconds_median is None:
@@ -110,7 +110,7 @@ def _cpu_seconds(row: Row) -> float | None:
 
 
 def _less_cpu(report: Report, case: str) -> Verdict:
-    """CPU seconds of both sides per exchange, which moves the same bytes, by those of gRPC."""
+    """Judges the ratio of CPU seconds of both sides per exchange to gRPC's."""
     seconds = [
         None if (row := _row(report, case, system)) is None else _cpu_seconds(row)
         for system in (OWN, GRPC.name)
@@ -124,7 +124,7 @@ def _less_cpu(report: Report, case: str) -> Verdict:
 
 
 def judge_libraries(report: Report, cases: Sequence[str]) -> list[Verdict]:
-    """Whole steps of other libraries' loops beside those with their own DDP: never slower."""
+    """Judges whether whole steps of other libraries' loops are as fast as with their own DDP."""
     return [_beside(report, case, OWN, "ddp-gloo", LIBRARIES_BAR) for case in cases]
 
 
@@ -171,7 +171,7 @@ def _seconds(report: Report, case: str, system: str) -> float | None:
 
 
 def _exposed(report: Report, case: str, rival: str, bar: float) -> Verdict:
-    """What a step takes longer than computation alone."""
+    """Judges the extra time of a step to computation alone, against a rival's."""
     name = f"{case.removesuffix(f'/{EXPOSED}')} exposed communication, against {rival}"
     plan_s, rival_s = (_seconds(report, case, system) for system in (PLAN.name, rival))
     value, detail = None, ""
@@ -187,7 +187,7 @@ def _exposed(report: Report, case: str, rival: str, bar: float) -> Verdict:
 
 
 def _of_copy(report: Report, case: str) -> list[Verdict]:
-    """Where communication dominates: in the paper, or it takes more of copy's step here."""
+    """Judges plan against copy where communication dominates, in the paper or in copy's step."""
     exposed = _exposed(report, f"{case}/{EXPOSED}", COPY.name, COPY_BAR)
     copy_s = _seconds(report, f"{case}/{EXPOSED}", COPY.name)
     computation = _seconds(report, f"{case}/step", COMPUTATION.name)
@@ -204,12 +204,12 @@ def _of_copy(report: Report, case: str) -> list[Verdict]:
 
 
 def judge_ends(case: str, ends: Mapping[str, End]) -> list[Verdict]:
-    """The verdicts on bits and on gradients in place."""
+    """Returns the verdicts on bits and on gradients in place."""
     return [judge_bits(case, ends), judge_in_place(case, ends)]
 
 
 def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
-    """Whether `plan` and `copy` had the same bits after the same number of steps, and how many."""
+    """Judges the number of steps after which `plan` and `copy` have the same bits."""
     plan, copy = (ends.get(system.name) for system in (PLAN, COPY))
     steps, detail = None, ""
     if plan is None or copy is None:
@@ -225,7 +225,7 @@ def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
 
 
 def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
-    """How much of its dense gradients `plan` produced in place, in its last step."""
+    """Judges the share of dense gradients that `plan` produced in place in its last step."""
     end = ends.get(PLAN.name)
     percent, why = None, "plan did not run to its end"
     if end is not None:
@@ -239,7 +239,7 @@ def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
 
 
 def judge_alone(case: str, extra: Extra | None, reason: str) -> Verdict:
-    """What a step costs more than without tensorwire; `reason` where it was not measured."""
+    """Judges the extra time of a step with tensorwire; `reason` says why it was not measured."""
     value = interval = None
     if extra is not None:
         value = 1e6 * extra.seconds

@@ -1,11 +1,11 @@
-"""A worker process of one system: trains when it is told to, and says when what happened.
+"""A worker process of one system: it trains on command, and returns the times of its steps.
 
 It is the driver of a pair (`tensorwire.bench.processes`). The targets of the first workers are the
-system's servers, if it has some; the others have nothing to do. The loop is the same for every
-system: barrier, forward, backward, exchange, zero_grad. The barrier is the bench's own and lies
-before the clock of a step starts, so that all workers begin together and their gradients are ready
-at about the same time. The moment of the last gradient is taken by a hook on every parameter, put
-there before the system puts its own.
+system's servers, if it has any; other targets do nothing. The loop is the same for every system:
+barrier, forward, backward, exchange, zero_grad. The barrier is the bench's own, and the clock of a
+step starts after it, so that all workers begin together and their gradients are ready at about the
+same time. A hook on every parameter, added before the system's own, takes the time of the last
+gradient.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TeamHosts = tuple[Sequence[Host], Sequence[Host]]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the workers of a team are to be; picklable.
+    """The description of a team's processes; picklable.
 
     Attributes:
-        folder: the team's, also for what processes write to their standard error.
-        settings: what the environment of all has beside the bench's own.
-        hosts: those of the servers and those of the workers, in turn; None for here.
+        folder: the team's folder, also for the standard error of its processes.
+        settings: environment variables of all processes, in addition to the bench's own.
+        hosts: hosts of the servers, and hosts of the workers, used in turn; None: this host.
     """
 
     system: System
@@ -62,7 +62,7 @@ class Order:
 
 
 class Barrier:
-    """All workers of a team meet: rank 0 hears from each of the others, then answers them all.
+    """A barrier of a team's workers: rank 0 waits for a message of each, then answers all.
 
     `links` are connections: of rank 0 one to every other worker, of the others one to rank 0.
     """
@@ -90,14 +90,14 @@ class Barrier:
 
 
 def use_settings(settings: dict[str, str]) -> None:
-    """Puts these in place of what a developer's shell tells tensorwire; torch comes after it."""
+    """Replaces the shell's TENSORWIRE_ variables by these; call it before importing torch."""
     for name in [name for name in os.environ if name.startswith("TENSORWIRE_")]:
         del os.environ[name]
     os.environ.update(settings)
 
 
 class Driver:
-    """The model, its system and the loop. `start` comes first."""
+    """The model, its system and the loop; call `start` first."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         self._link = link
@@ -106,17 +106,17 @@ class Driver:
         self._barrier = Barrier(self._rank, options["barrier"])
         self._ready = (0.0, 0.0)
         self._at = 0
-        self._held = 0  # of these steps
+        self._held = 0  # steps of these that were held
 
     def address(self, timeout_s: float) -> str | None:
-        """The server's, None if it gives none in time; "" if it has ended before."""
+        """Returns the server's address; None if that takes too long; "" if the server has ended."""
         try:
             return str(self._link.recv()) if self._link.poll(timeout_s) else None
         except EOFError:
             return ""
 
     def start(self, server: str) -> int:
-        """Builds everything, in all workers at the same time; returns the process number."""
+        """Builds model and system, in all workers at the same time; returns the process id."""
         self._place = place = self._enter(server)
         torch, model = place.torch, self._order.model
         assert model is not None
@@ -144,7 +144,7 @@ class Driver:
     def _enter(self, server: str) -> TrainerPlace:
         """Makes this process the worker, with torch."""
         order, rank = self._order, self._rank
-        # On tcp the server is on another host; workers are on one, and share memory there.
+        # On tcp the server counts as another host; workers are on one host and share memory.
         self._enter_job(server, "shm,tcp")
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
@@ -170,10 +170,10 @@ class Driver:
         return median([t.end - t.begin for t in times])
 
     def run(self, steps: int, held: bool = False) -> tuple[list[StepTimes], float]:
-        """Steps with the garbage collector off, and their CPU time; all workers do it together.
+        """Makes steps without garbage collection; returns their times, and CPU seconds of all.
 
-        Of steps that are `held` nothing leaves before all workers have all their gradients; the
-        moment when they have is then that of the last gradient.
+        All workers call it together. In `held` steps nothing is sent before all workers have all
+        their gradients; that time then counts as the time of the last gradient.
         """
         collecting = gc.isenabled()
         gc.disable()
@@ -207,11 +207,11 @@ class Driver:
         return StepTimes(begin, backward_begin, ready, readable, time.monotonic(), cpu - ready_cpu)
 
     def digest(self) -> float:
-        """Differs when parameters differ; equal up to rounding for equal ones."""
+        """Returns the sum of the parameters' magnitudes."""
         return float(sum(p.detach().double().abs().sum() for p in self._parameters))
 
     def end(self) -> End:
-        """Where this worker is now."""
+        """Returns the state of this worker now."""
         bits = hashlib.sha256()
         for parameter in self._parameters:
             bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
@@ -219,7 +219,7 @@ class Driver:
         return End(self._at, [bits.hexdigest()], hidden_s, self._trainer.in_place())
 
     def close(self) -> None:
-        """Ends the system's part, and the process."""
+        """Closes the trainer, and ends the process."""
         try:
             self._trainer.close()
         finally:
@@ -244,7 +244,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
             link.send(told.readline().strip())
         with contextlib.suppress(EOFError, OSError):
             link.recv()
-        os._exit(0)  # the worker has ended; what waits for it holds threads
+        os._exit(0)  # the worker has ended; threads may still wait for it
 
     threading.Thread(target=tell, daemon=True).start()
     server = importlib.import_module(str(order.system.server))

@@ -1,4 +1,4 @@
-"""The worker's end of a `jobs.LinkedJob`; it imports nothing of tensorwire, of whatever age."""
+"""The worker's end of a `jobs.LinkedJob`; imports no tensorwire, so any version of it will do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WorkerLink:
-    """Waits for the turns that the bench orders, and answers them."""
+    """A connection to the bench, which orders turns and gets answers."""
 
     def __init__(self, address: str, rank: int) -> None:
         link = socket.socket(socket.AF_UNIX)
@@ -17,7 +17,11 @@ class WorkerLink:
         self.answer(rank=rank)
 
     def order(self) -> dict[str, Any]:
-        """Waits for the next turn; one of no steps is the end."""
+        """Waits for the next turn and returns it; "steps" is 0 at the end.
+
+        Raises:
+            ConnectionError: the bench has ended.
+        """
         line = self._file.readline()
         if not line:
             raise ConnectionError("the bench has ended")
@@ -25,6 +29,6 @@ class WorkerLink:
         return found
 
     def answer(self, **what: object) -> None:
-        """Tells the bench of a turn."""
+        """Sends the answer of a turn to the bench."""
         self._file.write(json.dumps(what) + "\n")
         self._file.flush()

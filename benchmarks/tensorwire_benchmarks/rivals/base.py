@@ -1,7 +1,7 @@
-"""What the rivals have in common: the driver's side of a pair.
+"""The common base of the rivals: the driver's side of a pair.
 
-A rival says how to prepare a case and what one operation is; timing, warm-up and CPU clocks are the
-harness's, so that every system is measured in one way.
+A rival prepares a case and makes one operation; the harness does timing, warm-up and CPU clocks, so
+that every system is measured in the same way.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class RivalDriver(ABC):
         return note
 
     def announce(self, count: int) -> None:
-        """Called before `count` operations; a rival whose target must act tells it here."""
+        """Tells the target of a rival that `count` operations follow, if the target must act."""
         del count
 
     def run(self, count: int) -> list[float]:
-        """Seconds of `count` operations.
+        """Returns the seconds of each of `count` operations.
 
-        One more runs first, unmeasured, to wake both sides, unless waking is nothing beside it.
+        One more runs first, unmeasured, to wake both sides, unless operations take 20 ms or more.
         """
         assert self._operation is not None, "prepare comes first"
         extra = self._extra()
@@ -69,7 +69,7 @@ class RivalDriver(ABC):
         return self._each_s
 
     def block(self, system: str, count: int) -> Block:
-        """Runs a block for the bench, its CPU with it."""
+        """Runs and returns a block of `count` operations, with CPU times."""
         del system
         return run_block(self.run, count, self.target_pid, extra_operations=self._extra())
 
@@ -84,7 +84,7 @@ class RivalDriver(ABC):
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody uses at this moment."""
+    """Returns a TCP port on loopback that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

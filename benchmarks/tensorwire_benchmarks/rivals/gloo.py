@@ -1,7 +1,7 @@
 """gloo as torch.distributed offers it: send and a one-byte acknowledgement; request and receive.
 
 Measured: `dist.send` of a contiguous tensor until the target has received it into its own tensor
-and said so. gloo knows TCP only, whatever the wire asked for.
+and acknowledged it. gloo has only TCP, so the choice of the wire does not matter.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Driver(RivalDriver):
 
     def close(self) -> None:
         self.link.send(("stop",))
-        os._exit(0)  # destroying the group waits for the other side; nothing is left to lose
+        os._exit(0)  # destroying the group would wait for the other side
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """Rank 1."""
+    """Runs rank 1, the target."""
     del options
     state: dict[str, Any] = {}
 

@@ -1,10 +1,10 @@
-"""gRPC with raw bytes: generic handlers, no protobuf, limits raised, best chunking of a few tried.
+"""gRPC with raw bytes: generic handlers, no protobuf, limits raised, the best of a few chunk sizes.
 
-Measured: a message until the server has it whole and answered (write), or until the client has the
-whole answer (read). The bytes objects exist before the clock starts and nothing copies them out of
-gRPC's hands afterwards, which flatters it: a user's tensor would need both. For a message over
-256 KiB several ways of cutting it into concurrent calls are tried first and the fastest is taken.
-On one host the client uses a unix socket, for the tcp wire loopback.
+Measured: a message until the server has received all of it and answered (write), or until the
+client has the whole answer (read). The bytes objects exist before the clock starts and are not
+copied afterwards, which favours gRPC: a user's tensor would need both. For a message over 256 KiB
+several ways of cutting it into concurrent calls or a stream are tried, and the fastest is used.
+The client uses a unix socket, or loopback TCP for the tcp wire.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tensorwire_benchmarks.rivals.base import Operation, RivalDriver
 _SERVICE = "tensorwire.bench.Raw"
 _CHUNKS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LARGEST_TRIAL = 1 << 26
-"""Above it the way that was fastest before is taken: a trial of all would take a minute."""
+"""Above this size the fastest way of a smaller size is used: trying all would take a minute."""
 
 OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -63,12 +63,12 @@ class Driver(RivalDriver):
         return named[best], f"raw bytes over {where}, {best}, the fastest of {len(ways)} ways tried"
 
     def _ways(self, case: str, size_bytes: int) -> list[tuple[str, Operation]]:
-        """The ways to move this many bytes: one call, or chunks in concurrent calls or a stream."""
+        """Returns ways to move these bytes: one call, or chunks in concurrent calls or a stream."""
         put = case == "write"
         call = self._put if put else self._get
 
         def requests(chunk_bytes: int) -> list[bytes]:
-            """Those bytes in chunks, or what asks for them."""
+            """Returns the chunks to put, or the requests to get them."""
             full, rest = divmod(size_bytes, chunk_bytes)
             sizes = [chunk_bytes] * full + [rest] * (rest > 0)
             chunk = bytes(chunk_bytes)
@@ -101,7 +101,7 @@ def _trial(operation: Operation) -> float:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The server: four threads, as grpcio's examples have."""
+    """Runs the server, with four threads."""
     del options
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     grpc: Any = importlib.import_module("grpc")

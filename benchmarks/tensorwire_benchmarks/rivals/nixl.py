@@ -1,16 +1,15 @@
 """NIXL: a prepared transfer over UCX, posted and polled until done.
 
-Measured: `transfer` of a handle made once, polled with `check_xfer_state`, as its examples and its
-users do. On one host UCX may use all it has (data goes by cross-memory attach), without peer error
-handling and without progress threads: of the settings tried the fastest, as nothing has to be
-progressed at the target. The tcp wire emulates one-sided access, so the target needs its thread.
-Two kinds of memory: "nixl" has plain pages, as torch tensors, our regions and the limits have;
-"nixl-huge" has what numpy gives to large arrays, huge pages where the kernel allows them.
+Measured: `transfer` of a handle made once, polled with `check_xfer_state`, as in its examples.
+On one host UCX may use all its transports (data goes by cross-memory attach), without peer error
+handling and without progress threads: the fastest of the settings tried, as the target has nothing
+to do. The tcp wire emulates one-sided access, so the target needs a progress thread.
 
-"nixl-gpu" is between two processes that use one GPU. Memory of the GPU is a torch tensor,
-registered as VRAM; pinned memory is one that torch has pinned. UCX chooses its transports (CUDA IPC
-between processes of one host). So far this was run with memory of the host only, in place of that
-of a GPU.
+"nixl" has plain pages, like torch tensors, our regions and the limits; "nixl-huge" has memory of
+numpy, huge pages for large arrays where the kernel allows them. "nixl-gpu" is between two processes
+that use one GPU: GPU memory is a torch tensor, registered as VRAM; pinned memory is a tensor that
+torch has pinned. UCX chooses its transports (CUDA IPC between processes of one host). So far this
+was run only with host memory in place of GPU memory.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tensorwire.bench.processes import serve_messages
 from tensorwire_benchmarks.rivals.base import Operation, RivalDriver
 
 _TYPES = {"gpu": "VRAM"}
-"""By kind of memory, where it is not DRAM."""
+"""NIXL's types of memory by kind, if not DRAM."""
 
 
 def _agent(name: str, wire: str) -> Any:
@@ -45,7 +44,7 @@ def _agent(name: str, wire: str) -> Any:
 
 
 def _module() -> Any:
-    """NIXL, by whichever name its package has."""
+    """Imports NIXL under any of its package names."""
     for name in ("nixl._api", "nixl_cu12", "nixl_cu13"):
         try:
             return importlib.import_module(name)
@@ -55,9 +54,10 @@ def _module() -> Any:
 
 
 def _memory(kind: str, size_bytes: int) -> tuple[Any, int]:
-    """Memory that was written to, and its address.
+    """Returns touched memory and its address.
 
-    Of the host it is "plain" pages, or "host": numpy's own, which asks the kernel for huge ones.
+    The kind is "gpu", "pinned", "plain" (host pages, never huge) or "host" (numpy's memory, which
+    asks the kernel for huge pages).
     """
     if kind in ("gpu", "pinned"):
         torch = importlib.import_module("torch")
@@ -87,10 +87,10 @@ class Driver(RivalDriver):
         self._cleanup: list[Any] = []
 
     def connect_case(self, case: str, size_bytes: int) -> tuple[Operation, str]:
-        """`case` is "write", "read", or a batch such as "batch_256x1KiB", whose pieces lie apart.
+        """Prepares a case: "write", "read", or a batch such as "batch_256x1KiB".
 
-        A batch by index makes its transfer from the prepared lists each time. With a GPU it is
-        "write_gpu_to_pinned" and the like.
+        The pieces of a batch have gaps between them. A batch "…_by_index" makes its transfer from
+        the prepared lists each time. With a GPU cases have names such as "write_gpu_to_pinned".
         """
         agent = self._agent
         self._release()
@@ -147,7 +147,7 @@ class Driver(RivalDriver):
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The target: owns the memory and its own progress thread, does nothing else."""
+    """Runs the target, which owns the memory, and does nothing else."""
     state: dict[str, Any] = {}
 
     def start(wire: str) -> bool:

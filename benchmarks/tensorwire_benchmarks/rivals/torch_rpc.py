@@ -1,9 +1,9 @@
 """torch RPC over TensorPipe: a call whose argument or result is the tensor.
 
 Measured: `rpc_sync` of a function that keeps the tensor (write) or returns one (read), until the
-call returns; for `bench rpc` one that gives it back, read at both ends (echo). On one host
-TensorPipe picks its shared-memory transport and CMA channel; for the tcp
-wire it is limited to its libuv transport.
+call returns; for `bench rpc` a function that returns the tensor, read at both ends (echo). On one
+host TensorPipe picks its shared-memory transport and CMA channel; for the tcp wire it is limited to
+its libuv transport.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def give_back(tensor: Any) -> Any:
 
 
 def _join_pair(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
-    """Joins the two processes; torch, and its module of RPC."""
+    """Joins the two processes; returns torch and its RPC module."""
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -91,11 +91,11 @@ class Driver(RivalDriver):
 
     def close(self) -> None:
         self.link.send(("stop",))
-        os._exit(0)  # shutting the agent down waits for the other side; nothing is left to lose
+        os._exit(0)  # shutting the agent down would wait for the other side
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The callee."""
+    """Runs the callee."""
     del options
 
     def join(port: int, wire: str) -> None:

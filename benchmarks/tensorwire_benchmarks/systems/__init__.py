@@ -1,7 +1,7 @@
 """The systems that train, and whether they can run here.
 
-Each has a Trainer, in a file of its own; nothing here imports torch or gRPC. `SYSTEMS`
-are those that `bench training` compares.
+Each names its Trainer, which is in another file of this folder; nothing here imports torch or gRPC.
+`SYSTEMS` are the systems of `bench training`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ _OWN_SERVER = "tensorwire.torch.server"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What the bench must know about a system without importing it.
+    """The description of a system, which imports nothing of it.
 
     Attributes:
-        name: as in rows and on the command line.
+        name: its name in rows and on the command line.
         trainer: its Trainer, "module:class".
-        needs: import names, each with what to do when it is missing.
-        server: module whose `main` is its server, None without one.
-        carries: per wire, for the note: what its bytes really travel over.
-        copies: how often the bytes of the model lie in the memory of two workers and the server,
-            at most and roughly.
-        exchanges: False if its workers have nothing to do with each other.
-        holds: whether it can leave all of its exchange until backward is over.
+        needs: modules to import, each with the remedy if it is missing.
+        server: module whose `main` is its server; None without one.
+        carries: the transport behind each wire, for notes.
+        copies: the most copies of the model in the memory of two workers and the server, roughly.
+        exchanges: whether its workers exchange gradients or parameters.
+        holds: whether it can delay its whole exchange until backward is over.
         options: more arguments of its server.
     """
 
@@ -45,11 +44,11 @@ class System:
 
     @property
     def in_job(self) -> bool:
-        """Whether it is tensorwire, whose processes are told of their job by the environment."""
+        """Whether it is tensorwire, whose processes read their job from the environment."""
         return self.server == _OWN_SERVER
 
     def missing(self) -> str | None:
-        """Why it cannot run here, with the remedy; None when it can."""
+        """Returns the reason why it cannot run here, with the remedy; None if it can."""
         for name, remedy in self.needs:
             spec = importlib.util.find_spec(name)
             if spec is None or spec.origin is None:  # a folder without __init__.py has no origin
@@ -60,7 +59,7 @@ class System:
         self, wire: str, workers: int, optimizer: str, threads: int, folder: str, host: str,
         count: int = 1, others: Sequence[str] = (),
     ) -> list[str]:  # fmt: skip
-        """Arguments of a server after the `others`, but for the descriptor of its address."""
+        """Returns arguments of the server that starts after `others`, without `--address-fd`."""
         if self.in_job:
             own = ["--index", str(len(others)), "--workers", str(workers), "--count", str(count)]
             own += ["--servers", ",".join(others)] if others else []
@@ -73,7 +72,7 @@ class System:
 OWN = "tensorwire"
 LIMIT = "limit"
 LIMIT_COPIES = 6
-"""As `System.copies`: both ends of the raw socket."""
+"""Like `System.copies`, for both ends of the raw socket."""
 
 
 def _own(name: str, trainer: str = "OwnTrainer") -> System:
@@ -103,7 +102,7 @@ GRPC_ATTACHED = replace(
     carries={"shm": "a unix socket and shared memory", "tcp": "loopback TCP, twice"},
     options=("--attached",),
 )
-"""The same program with the channel and the server of `tensorwire.rpc`."""
+"""The program of `GRPC` with the channel and the server of `tensorwire.rpc`."""
 GRPC_RUNTIME = replace(
     GRPC_ATTACHED,
     name="grpc-runtime",
@@ -111,16 +110,16 @@ GRPC_RUNTIME = replace(
     carries={"shm": "shared memory", "tcp": "loopback TCP"},
     options=("--attached", "--runtime"),
 )
-"""The same, whose calls go by the runtime of `tensorwire.rpc` instead of HTTP/2."""
+"""The program of `GRPC` with the runtime of `tensorwire.rpc` instead of HTTP/2."""
 PLAN, COPY = _own("plan"), _own("copy", "CopyTrainer")
 SYNC, ASYNC = _own("sync", "SyncTrainer"), _own("async", "AsyncTrainer")
 BOUNDED = _own("bounded", "BoundedTrainer")
 COMPUTATION = System(
     "computation", f"{_PACKAGE}.base:Computation", (_TORCH,), None, {}, 5, False, False
 )
-"""Forward and backward of the workers, beside each other and with no exchange."""
+"""Forward and backward of all workers at the same time, without exchange."""
 PLAIN = System("plain", f"{_PACKAGE}.base:Plain", (_TORCH,), None, {}, 5, False, False)
-"""The workers beside each other, each with an optimizer and a model of its own."""
+"""All workers at the same time, each with an optimizer and a model of its own."""
 
 DDP = System(
     "ddp-gloo",

@@ -1,7 +1,7 @@
-"""What a system is to a worker: how it wraps a model, and how it exchanges after backward.
+"""The interface of a system to a worker: it wraps a model, and exchanges after backward.
 
-A worker's loop is the same for every system (`training.worker`); a Trainer adds what its
-users would write around it. Trainers run in a worker process, one each, with torch imported.
+A worker's loop is the same for every system (`worker.py`); a Trainer adds the code that users of
+the system would write around it. Trainers run in a worker process, with torch imported.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ADAGRAD = "adagrad"
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlace:
-    """Where a Trainer finds itself.
+    """The surroundings of a Trainer.
 
     Attributes:
         torch: the module.
-        rank, workers: this worker and how many there are.
-        optimizer: "sgd" (with momentum), "plain-sgd" (without), "adamw" or "adagrad".
-        folder: a directory of this team, for sockets and rendezvous.
-        server: the address that the system's server gave; "" without one.
-        barrier: returns when all workers have called it.
-        learning_rate: of the optimizer.
+        rank, workers: this worker's number, and the number of workers.
+            optimizer: "sgd" (with momentum), "plain-sgd" (without), "adamw" or "adagrad".
+            folder: a directory of this team, for sockets and rendezvous.
+            server: the address of the system's server; "" without one.
+            barrier: returns when all workers have called it.
+            learning_rate: of the optimizer.
     """
 
     torch: Any
@@ -46,9 +46,9 @@ class Trainer(ABC):
     """One worker's part of a system.
 
     Attributes:
-        module: what forward is called on.
+        module: the module to call.
         note: how the system is tuned, for the note of its rows.
-        tuned: what `tune` has found, for `use`.
+        tuned: the settings that `tune` found, for `use`.
     """
 
     module: Any
@@ -57,7 +57,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def exchange(self) -> None:
-        """After backward: returns when this worker may read the updated parameters."""
+        """Exchanges after backward; returns when this worker may read the updated parameters."""
 
     def zero_grad(self) -> None:
         """Clears the gradients, as the system's users would."""
@@ -65,34 +65,33 @@ class Trainer(ABC):
             parameter.grad = None
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Around backward: nothing leaves inside, so that `exchange` does all of it.
+        """Returns a context for backward in which nothing is sent, so that `exchange` sends all.
 
         Raises:
-            NotImplementedError: the system cannot (`System.holds`).
+            NotImplementedError: the system cannot do that (`System.holds`).
         """
         raise NotImplementedError("this system exchanges during backward")
 
     def tune(self, run: Callable[[int], float]) -> None:
         """Looks for the best settings; all workers call it together.
 
-        `run` runs that many steps on all workers and returns the median seconds that one took this
-        worker.
+        `run(steps)` makes steps on all workers and returns this worker's median seconds of a step.
         """
         del run
 
     def use(self, tuned: Any) -> None:
-        """Takes the settings that `tune` found for the same model; all workers call it together."""
+        """Applies settings that `tune` found for the same model; all workers call it together."""
         del tuned
 
     def settle(self) -> None:  # noqa: B027 (most are there anyway)
-        """After the last step of all workers: returns when the module has what they have made."""
+        """Waits, after the last step, until the module has the steps of all workers."""
 
     def hidden_s(self) -> float:
-        """Since the start, for how long gradients were on their way while backward went on."""
+        """Returns the seconds since the start in which gradients were sent during backward."""
         return 0.0
 
     def in_place(self) -> float | None:
-        """The share of gradient bytes that the last step produced in place, if it has places."""
+        """Returns the share of gradient bytes that the last step produced in place, or None."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
@@ -100,9 +99,9 @@ class Trainer(ABC):
 
 
 class Computation(Trainer):
-    """A worker that only computes: forward and backward as beside any system, and then nothing.
+    """A worker that only computes forward and backward, and changes no parameter.
 
-    What a step of another system takes longer is its communication. Parameters stay as they are.
+    The extra time of another system's step is its communication.
     """
 
     def __init__(self, place: TrainerPlace, module: Any) -> None:
@@ -129,12 +128,12 @@ class Plain(Computation):
 def make_optimizer(
     torch: Any, name: str, parameters: Any, learning_rate: float = LEARNING_RATE, *, fused: bool
 ) -> Any:
-    """The optimizer of torch itself, with the same constants for every system.
+    """Returns an optimizer of torch, with the same constants for every system.
 
-    Of these "plain-sgd", where it is not fused, and "adagrad" take sparse gradients.
+    "plain-sgd", if not fused, and "adagrad" accept sparse gradients.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no optimizer of that name.
     """
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=learning_rate, fused=fused)

@@ -1,9 +1,9 @@
 """torch's DistributedDataParallel over gloo, tuned as its users would.
 
-Gradients live in DDP's buckets (`gradient_as_bucket_view`), the graph is declared static, each
+Gradients live in DDP's buckets (`gradient_as_bucket_view`), the graph is declared static, and each
 worker applies torch's fused optimizer to its own copy of the parameters. Reduction overlaps with
-backward and ends before backward returns; the bench's clock starts at the last gradient, so what is
-left of it then is part of the exchange.
+backward and ends before backward returns; the bench's clock starts at the last gradient, so the
+rest of the reduction after it is part of the exchange.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace, make_optim
 
 
 class DdpTrainer(Trainer):
-    """One rank."""
+    """A rank of DDP."""
 
     note = "gradient_as_bucket_view, static_graph, fused optimizer"
 
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._distributed = importlib.import_module("torch.distributed")
-        if not self._distributed.is_initialized():  # by a trainer before
+        if not self._distributed.is_initialized():  # by an earlier trainer
             self._distributed.init_process_group(
                 "gloo",
                 init_method=f"file://{os.path.join(place.folder, 'rendezvous')}",
@@ -39,7 +39,7 @@ class DdpTrainer(Trainer):
         )
 
     def exchange(self) -> None:
-        """Applies; what is left of the reduction ended with backward."""
+        """Steps the optimizer; the reduction ended with backward."""
         self._optimizer.step()
 
     def zero_grad(self) -> None:

@@ -1,23 +1,24 @@
 """A parameter server on gRPC: raw bytes, generic handlers, torch's fused optimizer.
 
 All parameters with dense gradients are one flat array, cut into buckets of equal size. A bucket is
-updated as soon as every worker's gradients of it are there, while others are still on their way;
-its workers get the new parameters as the answer to the gradients that they sent. Gradients are
-added from the received bytes where they lie, in float32 and in the order of ranks, straight into
-the gradient that the optimizer reads.
+updated as soon as the gradients of all workers have arrived, while other buckets are still on their
+way; the workers get the new parameters as the answer to their gradients. Gradients are added from
+the received bytes without a copy, in float32 and in the order of ranks, into the gradient that the
+optimizer reads.
 
-Tables, the parameters with sparse gradients, lie one below the other: all tables whose rows have as
-many elements are one block, of which only rows travel, in one message. They are updated as soon as
-those of every worker are there: their sum, in float32 and in the order of ranks, by the number of
-workers, and SGD on these rows. The answer has all rows that any worker sent, with their new values.
+Tables are parameters with sparse gradients. All tables with rows of the same length are one block,
+one table after the other. Only rows are sent, those of a block in one message. They are updated as
+soon as the rows of all workers have arrived: the sum of gradients, in float32 and in the order of
+ranks, is divided by the number of workers, and SGD changes these rows. The answer has all rows that
+any worker sent, with their new values.
 
     call       message
     Start      the flat array and the blocks, float32, and the learning rate, pickled
-    Configure  u32 bytes of a bucket, or nothing to leave it; answer: what it is now
+    Configure  u32 bytes of a bucket, or nothing to keep them; answer: the bytes now
     Stream     u32 rank, u32 bucket, gradients; answer: u32 0, u32 bucket, parameters
-               for rows: u32 rank, u32 buckets + which block, i64 rows of the block in ascending
-               order, each once, their gradients, float32; answer: u32 0, u32 the same, i64 changed
-               rows, their new values
+               for rows: u32 rank, u32 (number of buckets + index of the block), i64 rows of the
+               block in ascending order, each once, their gradients, float32; answer: u32 0, u32
+               the same, i64 changed rows, their new values
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ Indices = NDArray[np.int64]
 
 
 def pack_rows(first: int, index: int, rows: Indices, values: Floats) -> bytes:
-    """A message of rows: `first` is the rank, or 0 in an answer. Both arrays are contiguous."""
+    """Packs a message of rows; `first` is the rank, or 0 in an answer; arrays are contiguous."""
     return b"".join((HEADER.pack(first, index), rows.data, values.data))
 
 
 def unpack_rows(message: bytes, wide: int) -> tuple[Indices, Floats]:
-    """The reverse of `pack_rows`: views of the message."""
+    """Returns rows and values of a message of `pack_rows`, as views of it."""
     count = (len(message) - HEADER.size) // (8 + 4 * wide)
     rows = np.frombuffer(message, np.int64, count, HEADER.size)
     values = np.frombuffer(message, np.float32, count * wide, HEADER.size + 8 * count)
@@ -63,16 +64,16 @@ def unpack_rows(message: bytes, wide: int) -> tuple[Indices, Floats]:
 
 
 def cut(elements: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """The buckets as ranges of elements; all but the last have `bucket_bytes`."""
+    """Returns the buckets as ranges of elements; all but the last have `bucket_bytes`."""
     size = max(1, bucket_bytes // 4)
     return [(at, min(at + size, elements)) for at in range(0, elements, size)]
 
 
 class _Meeting(ABC):
-    """Where the gradients of all workers for the same parameters meet.
+    """A meeting of the gradients of all workers for the same parameters.
 
-    `push` may be called by any thread, once per worker and step; the call of the last worker
-    updates and answers all of them.
+    Any thread may call `push`, once per worker and step; the call of the last worker updates and
+    answers all of them.
     """
 
     def __init__(self, index: int, workers: int) -> None:
@@ -82,7 +83,7 @@ class _Meeting(ABC):
         self._arrived: dict[int, tuple[bytes, Callable[[bytes], None]]] = {}
 
     def push(self, rank: int, request: bytes, done: Callable[[bytes], None]) -> None:
-        """Takes one worker's gradients; `done` gets the answer when all workers' were applied."""
+        """Takes one worker's gradients; calls `done` with the answer once all are applied."""
         with self._lock:
             self._arrived[rank] = (request, done)
             if len(self._arrived) < self._workers:
@@ -94,7 +95,7 @@ class _Meeting(ABC):
 
     @abstractmethod
     def _apply(self, requests: list[bytes]) -> bytes:
-        """Updates; returns the answer for all workers."""
+        """Updates the parameters; returns the answer for all workers."""
 
 
 class BucketSum(_Meeting):
@@ -124,7 +125,7 @@ class BucketSum(_Meeting):
 
 
 class RowSums(_Meeting):
-    """The tables of a block. Only SGD without state leaves rows without a gradient unchanged."""
+    """The tables of a block, with SGD without state, which changes only rows with gradients."""
 
     def __init__(self, index: int, block: Floats, workers: int, learning_rate: float) -> None:
         super().__init__(index, workers)
@@ -159,7 +160,7 @@ class GrpcShard:
     def start(
         self, flat: Floats, blocks: Sequence[Floats], learning_rate: float = LEARNING_RATE
     ) -> None:
-        """Copies the values that training starts with, now or anew.
+        """Copies the initial values of training; a later call starts anew.
 
         Raises:
             ValueError: there are tables, and the optimizer would change all of their rows.
@@ -167,12 +168,15 @@ class GrpcShard:
         if blocks and self._optimizer != PLAIN_SGD:
             raise ValueError(f"tables need {PLAIN_SGD}, not {self._optimizer}")
         self._learning_rate = learning_rate
-        self._parameters = flat.copy()  # numpy asks for large pages
+        self._parameters = flat.copy()  # numpy asks for huge pages
         self._blocks = [block.copy() for block in blocks]
         self.configure(self._bucket_bytes)
 
     def configure(self, bucket_bytes: bytes) -> bytes:
-        """Cuts the parameters anew; their values stay, the optimizer's state starts again."""
+        """Cuts the parameters into new buckets, unless `bucket_bytes` is b""; returns their size.
+
+        Values stay; the optimizer's state starts again.
+        """
         if bucket_bytes:
             self._bucket_bytes = bucket_bytes
             ranges = cut(len(self._parameters), *BUCKET_BYTES.unpack(bucket_bytes))
@@ -194,7 +198,7 @@ class GrpcShard:
         return self._bucket_bytes
 
     def push(self, request: bytes, done: Callable[[bytes], None]) -> None:
-        """Takes one worker's gradients of a bucket or of rows; `done` gets the new parameters."""
+        """Takes one worker's gradients of a bucket or of rows; calls `done` with the answer."""
         rank, index = HEADER.unpack_from(request)
         self._meetings[index].push(rank, request, done)
 
@@ -232,11 +236,11 @@ def listen(
     """Serves in threads of its own.
 
     Args:
-        shard: what is served.
-        workers: how many there are; the stream of each holds a thread.
-        where: as on the command line.
-        library: makes the server, as grpcio does.
-        settings: of the server, besides grpcio's.
+        shard: the parameters to serve.
+        workers: the number of workers; the stream of each holds a thread.
+        where: unix:PATH or HOST:PORT.
+        library: the module whose `server` is called like grpcio's.
+        settings: of the server, in addition to grpcio's.
 
     Returns:
         The server, and the address for workers.

@@ -2,11 +2,12 @@
 
 The parameters are views of one flat array in the order in which backward produces gradients, so a
 bucket is a contiguous range; it is copied once, into the message. Parameters with sparse gradients
-lie in blocks (`grpc_server`); of these only rows are sent, and only rows that changed come back.
-All buckets and rows are under way together in one stream, and a bucket leaves as soon as its last
-gradient was produced, while backward goes on: a call per bucket was no faster for any model, nor
-was sending after backward, nor several messages for the rows of a block. What bucket size gives the
-shortest step is found at the start. Over shm the channel is a unix socket.
+lie in blocks (`grpc_server.py`), of which only rows are sent, and only changed rows come back.
+
+All buckets and rows are sent in one stream, and a bucket is sent as soon as its last gradient was
+produced, while backward goes on: a call per bucket was no faster for any model, nor was sending
+after backward, nor several messages for the rows of a block. The bucket size with the shortest step
+is searched at the start. Over shm the channel is a unix socket.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from tensorwire_benchmarks.systems.grpc_server import (
 _BUCKETS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TRIAL_STEPS = 3
 _ROUNDS = 3  # in which bucket sizes take turns
-_LARGE_BYTES = 256 << 20  # from here on a step takes seconds, and one tells enough
+_LARGE_BYTES = 256 << 20  # above it a step takes seconds, and one is enough for a trial
 
 
 class _Bucket:
     """A range of the flat array.
 
     Attributes:
-        parameters: those with elements in it.
+        parameters: the parameters with elements in it.
     """
 
     def __init__(self, flat: Floats, parameters: list[Any], begin: int, end: int) -> None:
@@ -72,7 +73,7 @@ class _Bucket:
 
 
 class _Block:
-    """Tables whose rows have as many elements: views of one array, from the top down.
+    """Tables with rows of the same length: views of one array, one table after the other.
 
     Attributes:
         parameters: the tables.
@@ -90,7 +91,7 @@ class _Block:
         self.array: Floats = whole.numpy()
 
     def message(self, rank: int, index: int, gradients: object) -> bytes:
-        """Rows in ascending order, each once."""
+        """Returns the message of rows with gradients, in ascending order, each once."""
         del gradients
         rows, values, first = [], [], 0
         for parameter in self.parameters:
@@ -102,13 +103,13 @@ class _Block:
         return pack_rows(rank, index, cat(rows).numpy(), cat(values).numpy())
 
     def take(self, answer: bytes) -> None:
-        """Into the rows that changed."""
+        """Copies an answer into the rows that changed."""
         rows, values = unpack_rows(answer, self.array.shape[1])
         self.array[rows] = values
 
 
 def _blocks(torch: Any, module: Any, parameters: Iterable[Any]) -> list[_Block]:
-    """The parameters with sparse gradients, those with rows of the same length together."""
+    """Returns the parameters with sparse gradients, as a block for each length of rows."""
     sparse = {
         id(part.weight)
         for part in module.modules()
@@ -122,16 +123,17 @@ def _blocks(torch: Any, module: Any, parameters: Iterable[Any]) -> list[_Block]:
 
 
 def ways(address: str) -> tuple[str, ...]:
-    """By which payload travels to a server at an address, so that a wire is what it is called."""
+    """Returns the transports of payload to a server, so that it uses the wire of the address."""
     return ("shm",) if address.startswith("unix:") else ("tcp",)
 
 
 class GrpcTrainer(Trainer):
-    """One worker.
+    """A worker of the gRPC parameter server.
 
     Attributes:
-        library: makes the channel, as grpcio does.
-        settings: of the channel, besides grpcio's.
+        library: the module whose `insecure_channel` is called like grpcio's.
+        settings: of the channel, in addition to grpcio's.
+
 
     Raises:
         ValueError: gradients are sparse, and the optimizer is not `PLAIN_SGD`.
@@ -176,10 +178,10 @@ class GrpcTrainer(Trainer):
         self.configure(1 << 22)
 
     def configure(self, wanted_bytes: int) -> int:
-        """Cuts buckets anew on all sides. All workers call it together; rank 0 decides.
+        """Cuts new buckets in server and workers. All workers call it together; rank 0 decides.
 
         Returns:
-            The bytes of a bucket that it decided for.
+            The bytes of a bucket.
         """
         self._place.barrier()
         if self._place.rank == 0:
@@ -214,9 +216,9 @@ class GrpcTrainer(Trainer):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """All buckets leave in `exchange`, together."""
+        """Delays all buckets until `exchange`."""
         self._holding = True
-        yield  # until they have left
+        yield  # `exchange` ends the delay
 
     def _arrived(self, parameter: Any) -> None:
         if not parameter.grad.is_sparse:
@@ -231,7 +233,7 @@ class GrpcTrainer(Trainer):
         self._outgoing.put(self._parts[index].message(self._place.rank, index, self._gradients))
 
     def exchange(self) -> None:
-        """Takes the answers, in the order in which they come, into the parameters."""
+        """Sends delayed buckets, then copies the answers into the parameters as they arrive."""
         if self._first_sent:
             self._hidden_s += time.monotonic() - self._first_sent
         if self._holding:
@@ -244,15 +246,15 @@ class GrpcTrainer(Trainer):
         self._reset()
 
     def hidden_s(self) -> float:
-        """From the first bucket that left until backward had ended."""
+        """Returns the seconds from the first sent bucket to the end of backward, over all steps."""
         return self._hidden_s
 
     def tune(self, run: Callable[[int], float]) -> None:
-        """Tries bucket sizes."""
+        """Tries bucket sizes, and configures the one with the shortest step."""
         sizes = [
             size
             for smaller, size in zip((0, *_BUCKETS), _BUCKETS, strict=False)
-            if smaller < self._flat.nbytes  # the last of them takes all, if any can
+            if smaller < self._flat.nbytes  # the last one has room for all, if possible
         ]
         if self._flat.nbytes > 16 << 20:  # hundreds of messages a step never won
             sizes = [size for size in sizes if size > 1 << 18]
@@ -262,7 +264,7 @@ class GrpcTrainer(Trainer):
             self.configure(size)
             run(1)
             tried.setdefault(size, []).append(run(steps))
-        # Another worker may be of another opinion: what counts is what rank 0 configures.
+        # Workers may find different sizes; rank 0 decides.
         self.configure(min(tried, key=lambda size: median(tried[size])))
         self.note += f", the shortest step of {len(tried)} settings; fused optimizer"
 
@@ -272,13 +274,13 @@ class GrpcTrainer(Trainer):
 
 
 class AttachedTrainer(GrpcTrainer):
-    """One worker whose large messages travel beside gRPC.
+    """A worker whose large messages do not travel in gRPC's.
 
     Attributes:
-        way: what of the channel says how they travel.
+        way: the channel's property that names their transport.
 
     Raises:
-        RuntimeError: that is not the way which the server listens on.
+        RuntimeError: the transport is not that of the server's address.
     """
 
     library = "tensorwire.rpc"
@@ -293,7 +295,7 @@ class AttachedTrainer(GrpcTrainer):
 
 
 class RuntimeTrainer(AttachedTrainer):
-    """One worker whose calls go by the runtime."""
+    """A worker whose calls use the runtime of `tensorwire.rpc`."""
 
     settings: ClassVar[dict[str, Any]] = {"runtime": True}
     way = "runtime"

@@ -1,4 +1,4 @@
-"""tensorwire itself, through the interface that its users have."""
+"""tensorwire itself, through its public interface."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace, make_optimizer
 
 STALENESS = 3
-"""In the mode "bounded", in steps."""
+"""The bound of the mode "bounded", in steps."""
 
 
 def _divisor(place: TrainerPlace) -> float:
-    """Of the learning rate of sync, where each slice is applied by itself: see docs/modes.md."""
+    """Returns the divisor of sync's learning rate in async and bounded: see docs/modes.md."""
     return place.workers**0.5 if place.optimizer == "adamw" else place.workers
 
 
 class OwnTrainer(Trainer):
-    """One worker of a job; rank, servers and secret come from the environment."""
+    """A worker of a job; rank, servers and secret come from the environment."""
 
     placement = "plan"
     mode = "sync"
@@ -49,7 +49,7 @@ class OwnTrainer(Trainer):
         self._optimizer.zero_grad()
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Where gradients are produced in place they still are."""
+        """Returns a context in which nothing is sent; gradients are still produced in place."""
         found: contextlib.AbstractContextManager[None] = self._optimizer.accumulate()
         return found
 
@@ -58,7 +58,7 @@ class OwnTrainer(Trainer):
         return per_step * self._steps
 
     def in_place(self) -> float | None:
-        """By the addresses at which dense gradients arrived; None where none has a place."""
+        """Returns the share of dense gradient bytes that were produced in place, or None."""
         found = self._tw.explain_optimizer(self._optimizer)
         dense = [row for row in found.gradients if row.route != "rows sent"]
         size = sum(row.bytes for row in dense)
@@ -69,19 +69,19 @@ class OwnTrainer(Trainer):
 
 
 class CopyTrainer(OwnTrainer):
-    """The same without the analysis of the model: every gradient is copied to where it leaves from.
+    """A worker without the analysis of the model: every gradient is copied before it is sent.
 
-    The transport and the server are those of `OwnTrainer`: what placement gains is the difference.
+    Transport and server are the same as of `OwnTrainer`: the difference is the gain of placement.
     """
 
     placement = "copy"
 
 
 class SyncTrainer(OwnTrainer):
-    """A job in a mode, where trainers follow each other: each ends its optimizer, none the job."""
+    """A worker with one trainer after the other: each closes its optimizer, none the job."""
 
     def settle(self) -> None:
-        """What all workers have committed is in every module."""
+        """Waits until the module has the commits of all workers."""
         self._job.barrier()
         with self._tw.edit(self.module):
             pass
@@ -91,12 +91,12 @@ class SyncTrainer(OwnTrainer):
 
 
 class AsyncTrainer(SyncTrainer):
-    """Each worker at its own pace."""
+    """A worker that does not wait for others."""
 
     mode = "async"
 
 
 class BoundedTrainer(SyncTrainer):
-    """Each at its own pace, and none further ahead than `STALENESS` steps."""
+    """A worker that waits only when it is more than `STALENESS` steps ahead."""
 
     mode = "bounded"

@@ -1,6 +1,6 @@
-"""The list of workloads: what the command line and the bench must know before torch is imported.
+"""The list of workloads, for the command line and the bench before torch is imported.
 
-The first six of `WORKLOADS` are those of "RPC Considered Harmful" (arXiv 1805.08430), with its
+The first six of `WORKLOADS` are the models of "RPC Considered Harmful" (arXiv 1805.08430), with its
 numbers of tensors and its bytes. The others are larger or more diverse. Every parameter is real;
 images and sequences are as short as the architecture allows, so that a step runs on one core.
 Dropout is left out.
@@ -19,16 +19,16 @@ from tensorwire.errors import UnavailableError
 from tensorwire_benchmarks.traffic import FLOAT_BYTES, TableLookups, Traffic
 
 _PACKAGE = "tensorwire_benchmarks.workloads"
-_BATCHES = 4  # that a worker uses in turn
+_BATCHES = 4  # batches that a worker uses in turn
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
 
 
 class ModelTensor(NamedTuple):
-    """A parameter, and so a gradient.
+    """A parameter of a workload.
 
     Attributes:
-        looked_up: only the rows that a batch looks up have a gradient that is not zero.
-        sparse: and its gradient is a sparse tensor: these rows and their indices.
+        looked_up: whether only the rows that a batch looks up have a gradient that is not zero.
+        sparse: whether its gradient is a sparse tensor of these rows.
     """
 
     name: str
@@ -40,21 +40,21 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model with its batches and its loss, as its `Task` has them; all is float32.
+    """A model with its batches and its loss, made by its `Task`; all is float32.
 
-    Picklable; the same values come out in every process. Inputs are random and fixed by a seed: a
-    bench of communication needs their shape only, and every system computes the very same steps.
-    torch is imported by whoever calls.
+    Picklable; all values are the same in every process. Inputs are random and fixed by a seed: a
+    bench of communication needs only their shape, and every system computes the same steps. The
+    caller imports torch.
 
     Attributes:
-        name: as in cases and on the command line.
-        task: where its Task is, "module:class".
+        name: the name in cases and on the command line.
+        task: its Task, "module:class".
         about: architecture and inputs, for people.
         batch: samples per worker and step.
-        steps: measured by default.
-        optimizer: the one that it needs, as in `make_optimizer`; None: whichever is asked for.
-        tiny: the same structure with narrow layers, for tests.
-        arguments: what its Task gets besides.
+        steps: steps that are measured by default.
+        optimizer: the optimizer that it needs, as in `make_optimizer`; None: any.
+        tiny: whether layers are narrow, for tests.
+        arguments: further arguments of its Task.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Workload:
         return task(self.tiny, *self.arguments)
 
     def reduced(self) -> Workload:
-        """The tiny one."""
+        """Returns the tiny workload of the same structure."""
         return replace(self, tiny=True)
 
     @property
@@ -81,7 +81,7 @@ class Workload:
         return sum(tensor.size_bytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """All parameters in the order of `module.parameters()`; no memory is taken for them.
+        """Returns all parameters in the order of `module.parameters()`, without their memory.
 
         Raises:
             UnavailableError: torch is not installed.
@@ -89,7 +89,7 @@ class Workload:
         return _tensors(self)
 
     def traffic(self, workers: int) -> Traffic:
-        """What a step must move and apply; of sparse gradients by the rows of the batches.
+        """Returns the bytes and elements that a step must move and apply.
 
         Raises:
             UnavailableError: torch is not installed.
@@ -97,28 +97,28 @@ class Workload:
         return _traffic(self, workers)
 
     def build(self, torch: Any) -> Any:
-        """The module, with the same values in every process."""
+        """Makes the module, with the same values in every process."""
         torch.manual_seed(1)
         return self._make_task().build()
 
     def sample(self, random: Any) -> tuple[Any, Any]:
-        """Inputs and labels of one batch, by this generator."""
+        """Returns inputs and labels of one batch, drawn from this generator."""
         found: tuple[Any, Any] = self._make_task().batch(self.batch, random)
         return found
 
     def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
-        """Inputs and labels that the worker uses in turn; workers have different ones."""
+        """Returns the batches that a worker uses in turn; workers have different ones."""
         random = torch.Generator().manual_seed(1000 + rank)
         return [self.sample(random) for _ in range(_BATCHES)]
 
     def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
-        """Of the module's output and the labels; a scalar."""
+        """Returns a function from the module's output and the labels to a scalar loss."""
         del torch
         loss: Callable[[Any, Any], Any] = self._make_task().loss
         return loss
 
     def describe(self) -> dict[str, Any]:
-        """For the settings of a report."""
+        """Returns the description of the workload for the settings of a report."""
         return {
             "name": self.name,
             "about": self.about,
@@ -173,7 +173,7 @@ def _traffic(workload: Workload, workers: int) -> Traffic:
     task = workload._make_task()
     batches = [workload.batches(torch, rank) for rank in range(workers)]
     lookups = []
-    for step in zip(*batches, strict=True):  # all workers are at the same of their batches
+    for step in zip(*batches, strict=True):  # all workers use their n-th batch in the same step
         rows = [task.rows(inputs) for inputs, _ in step]
         for table in tables:
             unique = [mine[table.name].unique() for mine in rows]
@@ -184,7 +184,7 @@ def _traffic(workload: Workload, workers: int) -> Traffic:
 
 
 class Summary(NamedTuple):
-    """How large tensors are. Small is below 1 KiB, large 1 MiB or more, as in TF-gRPC-Bench."""
+    """The sizes of tensors; small is below 1 KiB, large 1 MiB or more, as in TF-gRPC-Bench."""
 
     tensors: int
     bytes: int
@@ -201,7 +201,7 @@ class Summary(NamedTuple):
 
 
 def summary(tensors: Sequence[ModelTensor]) -> Summary:
-    """Of the tensors of one workload. The median is the upper one."""
+    """Returns the summary of a workload's tensors; the median is the upper one."""
     sizes = [tensor.size_bytes for tensor in tensors]
     large = [size for size in sizes if size >= LARGE_BYTES]
     small = sum(size < SMALL_BYTES for size in sizes)
@@ -242,7 +242,7 @@ WORKLOADS = (
     Workload("moe", "transformer:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
     Workload("bilstm", "recurrent:BiLstm", "2 layers, both ways; 5 to 24 words", 4, 20),
 )
-"""Those of the paper first, in its order."""
+"""All workloads, the paper's models first and in its order."""
 
 DLRM_ADAGRAD = replace(
     next(each for each in WORKLOADS if each.name == "dlrm"),
@@ -266,7 +266,7 @@ MODELS = (
         arguments=(784, 4096, 4096, 4096, 3072, 1000),
     ),
 )  # fmt: skip
-"""Those of `bench training`: a small net for scikit-learn's digits (150 KiB), 50 and 200 MiB."""
+"""The models of `bench training`: a net for scikit-learn's digits (150 KiB), 50 and 200 MiB."""
 
 LIBRARY_MODELS = (
     replace(MODELS[0], steps=960),
@@ -275,11 +275,11 @@ LIBRARY_MODELS = (
         next(each for each in WORKLOADS if each.name == "gpt2-small"), steps=24, optimizer="adamw"
     ),
 )
-"""Those that other libraries' loops train in `bench parameters`."""
+"""The models that other libraries' loops train in `bench parameters`."""
 
 
 def named(name: str, models: Sequence[Workload], called: str = "model") -> Workload:
-    """The one of that name.
+    """Returns the model of that name.
 
     Raises:
         LookupError: there is none.
@@ -292,7 +292,7 @@ def named(name: str, models: Sequence[Workload], called: str = "model") -> Workl
 
 
 def workload(name: str) -> Workload:
-    """The workload of that name.
+    """Returns the workload of that name.
 
     Raises:
         LookupError: there is none.

@@ -1,8 +1,8 @@
 """DLRM (Naumov et al., 2019): embedding tables and perceptrons that predict a click.
 
-The 26 tables have the rows of Criteo's Kaggle data set, cut at 40,000, of 64 elements. A batch of
-128 looks up at most 128 rows of each. Gradients of the tables are sparse: these rows and where they
-are. The dense twin has the same tables, and gradients whose other rows are zeros.
+The 26 tables have as many rows as in Criteo's Kaggle data set, at most 40,000, of 64 elements. A
+batch of 128 looks up at most 128 rows of each. Gradients of the tables are sparse: these rows and
+their indices. The dense twin has the same tables, and gradients whose other rows are zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROWS = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
     5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
-_NUMBERS = 13  # inputs that are no categories
+_NUMBERS = 13  # inputs that are not categories
 
 
 class _Model(nn.Module):
@@ -44,7 +44,7 @@ class _Model(nn.Module):
 
 
 class Dlrm(Task):
-    """One category per table and sample, uniform over its rows."""
+    """The task of DLRM: one category per table and sample, uniform over the table's rows."""
 
     looked_up = ("tables.",)
     sparse = True  # gradients of the tables
@@ -69,11 +69,11 @@ class Dlrm(Task):
         return {f"tables.{index}.weight": column for index, column in enumerate(columns)}
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Of clicks."""
+        """Returns the binary cross-entropy of clicks."""
         return F.binary_cross_entropy_with_logits(output, labels)
 
 
 class DlrmDense(Dlrm):
-    """The same with gradients of whole tables."""
+    """The task of DLRM with dense gradients of the tables."""
 
     sparse = False

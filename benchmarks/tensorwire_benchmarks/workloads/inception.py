@@ -1,7 +1,8 @@
 """Inception-v3 as in TF-slim, with its auxiliary head and ten outputs: 196 tensors, 92.90 MiB.
 
-94 convolutions, each with the offset of its BatchNorm and no scale; in the auxiliary head two more,
-and a linear layer at the end of both heads. The auxiliary head needs 17 × 17 positions: 299 × 299.
+94 convolutions, each with a BatchNorm that has an offset and no scale; two more in the auxiliary
+head, and a linear layer at the end of both heads. The auxiliary head needs 17 × 17 positions, so
+images have 299 × 299 pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .task import Task
 _AUXILIARY_WEIGHT = 0.4
 
 Row = Sequence[Any]
-"""Layers: a pooling; or what a convolution has: channels, kernel, stride; or branches, rows."""
+"""Layers: each a pooling module, a tuple (channels, kernel, stride), or a list of branches."""
 
 _MAX, _AVERAGE = nn.MaxPool2d(3, 2), nn.AvgPool2d(3, 1, padding=1, count_include_pad=False)
 _ACROSS, _DOWN = (1, 7), (7, 1)
@@ -59,7 +60,7 @@ _AUXILIARY: Row = (nn.AvgPool2d(5, 3), (128,), (768, 5, 1))
 
 
 class _Convolution(nn.Module):
-    """Convolution, BatchNorm with an offset only, ReLU. It is padded where it has no stride."""
+    """A convolution, BatchNorm with an offset only, ReLU; padded if no stride is given."""
 
     def __init__(
         self, a: int, b: int, kernel: int | tuple[int, int] = 1, stride: int | None = None
@@ -81,7 +82,7 @@ class _Convolution(nn.Module):
 
 
 class _Branches(nn.Module):
-    """Its branches' outputs, one behind the other in the channels."""
+    """Branches whose outputs are concatenated along the channels."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class _Branches(nn.Module):
 
 
 def _row(a: int, layers: Row, divisor: int) -> tuple[nn.Sequential, int]:
-    """The layers on `a` channels, each narrower by `divisor`, and how many channels come out."""
+    """Returns layers on `a` channels, narrower by `divisor`, and the number of output channels."""
     found: list[nn.Module] = []
     for layer in layers:
         if isinstance(layer, nn.Module):
@@ -109,7 +110,7 @@ def _row(a: int, layers: Row, divisor: int) -> tuple[nn.Sequential, int]:
 
 
 class _Inception(nn.Module):
-    """Both heads' outputs."""
+    """A module that returns the outputs of both heads."""
 
     def __init__(self, divisor: int, classes: int) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class _Inception(nn.Module):
 
 
 class InceptionV3(Task):
-    """BatchNorm over the one position of the auxiliary head needs two images at least."""
+    """The task of Inception-v3; the auxiliary head's BatchNorm needs a batch of two or more."""
 
     shape = (3, 299, 299)
 
@@ -134,6 +135,6 @@ class InceptionV3(Task):
         return _Inception(16 if self.tiny else 1, self.classes)
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Of both heads, weighted as in TF-slim."""
+        """Returns the cross-entropy of both heads, weighted as in TF-slim."""
         logits, auxiliary = (F.cross_entropy(each, labels) for each in output)
         return logits + _AUXILIARY_WEIGHT * auxiliary

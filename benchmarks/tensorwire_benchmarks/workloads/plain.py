@@ -1,4 +1,4 @@
-"""Layers in a row: AlexNet, VGGNet-16 and FCN-5 with ten outputs as in the paper, and others.
+"""Sequential networks: AlexNet, VGGNet-16 and FCN-5 with ten outputs as in the paper, and others.
 
 AlexNet is TF-slim's alexnet_v2: no groups, and the first dense layer is a 5 × 5 convolution.
 """
@@ -13,7 +13,7 @@ from .task import Task, perceptron
 
 
 class AlexNet(Task):
-    """16 tensors, 176.42 MiB. Its first dense layer has 5 × 5 inputs per channel: 224 × 224."""
+    """AlexNet: 16 tensors, 176.42 MiB; the first dense layer needs images of 224 × 224."""
 
     shape = (3, 224, 224)
 
@@ -34,7 +34,7 @@ class AlexNet(Task):
 
 
 class Vgg16(Task):
-    """32 tensors, 512.32 MiB. A pooling in front of the dense layers takes images of any size."""
+    """VGGNet-16: 32 tensors, 512.32 MiB; the last pooling allows images of any size."""
 
     shape = (3, 64, 64)
 
@@ -64,7 +64,7 @@ class Perceptron(Task):
 
 
 class Fcn5(Perceptron):
-    """10 tensors, 204.47 MiB."""
+    """FCN-5: 10 tensors, 204.47 MiB."""
 
     def __init__(self, tiny: bool) -> None:
         wide = 64 if tiny else 4096
@@ -72,7 +72,7 @@ class Fcn5(Perceptron):
 
 
 class Convolutions(Task):
-    """3 × 3 convolutions with so many outputs, one pooling, then linear layers, ReLU between."""
+    """3 × 3 convolutions with ReLU and these channels, a pooling, then linear layers."""
 
     def __init__(
         self, tiny: bool, shape: tuple[int, ...], channels: tuple[int, ...], widths: tuple[int, ...]
@@ -98,7 +98,7 @@ def _convolution(a: int, b: int, kernel: int, stride: int = 1) -> nn.Sequential:
 
 
 class _Residual(nn.Module):
-    """Adds what its layers make of x to x, which it brings to their form if they change it."""
+    """A residual block: adds x, projected if the shape changes, to the layers' output."""
 
     def __init__(self, a: int, b: int, stride: int, layers: nn.Module) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Residual(nn.Module):
 
 
 class ResNet18(Task):
-    """62 tensors, 44.59 MiB: four groups of 2 blocks of two convolutions; images of any size."""
+    """ResNet-18: 62 tensors, 44.59 MiB, four groups of 2 blocks; images of any size."""
 
     shape = (3, 64, 64)
     blocks = 2, 2, 2, 2
@@ -122,7 +122,7 @@ class ResNet18(Task):
         self.classes = 10 if tiny else 1000
 
     def layers(self, a: int, inner: int, stride: int) -> nn.Module:
-        """Those of a block with `a` inputs."""
+        """Returns the layers of a block with `a` input channels."""
         return nn.Sequential(
             _convolution(a, inner, 3, stride), nn.ReLU(), _convolution(inner, inner, 3)
         )
@@ -144,7 +144,7 @@ class ResNet18(Task):
 
 
 class ResNet50(ResNet18):
-    """161 tensors, 97.49 MiB: four groups of 3, 4, 6 and 3 blocks of three convolutions."""
+    """ResNet-50: 161 tensors, 97.49 MiB, four groups of 3, 4, 6 and 3 blocks."""
 
     blocks = 3, 4, 6, 3
     wider = 4

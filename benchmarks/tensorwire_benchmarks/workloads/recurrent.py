@@ -1,8 +1,8 @@
 """LSTM and GRU with a tensor per gate, as in the paper, and a bidirectional LSTM on torch's layer.
 
-The paper's networks keep W, U and b of every gate apart: 14 tensors with 35.93 MiB and 11 with
-27.92. torch's own layer joins the gates and has twice the offsets. The bidirectional one tags the
-words of sentences whose lengths vary from batch to batch.
+The paper's networks have W, U and b of every gate as tensors of their own: 14 tensors with 35.93
+MiB and 11 with 27.92. torch's own layer joins the gates and has twice the offsets. The
+bidirectional LSTM tags the words of sentences, whose lengths vary from batch to batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .task import Task
 
 
 class _Gate(nn.Module):
-    """x W + h U + b of one gate. The part of x is computed for all steps at once."""
+    """A gate, x W + h U + b; `begin` computes x W + b for all steps at once."""
 
     def __init__(self, inputs: int, cells: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Recurrent(nn.Module):
 
 
 class Lstm(Task):
-    """Vectors of as many elements as there are cells; the sequence gets one of 1000 labels."""
+    """The LSTM: sequences of 10 vectors with an element per cell, and one of 1000 labels each."""
 
     kind = "lstm"
 
@@ -82,12 +82,12 @@ class Lstm(Task):
 
 
 class Gru(Lstm):
-    """The same with three gates; the reset gate acts on h before U does."""
+    """The GRU: three gates; the reset gate multiplies h before U does."""
 
     kind = "gru"
 
 
-_NO_LABEL = -100  # what cross_entropy leaves out
+_NO_LABEL = -100  # cross_entropy ignores it
 
 
 class _Tagger(nn.Module):
@@ -107,7 +107,7 @@ class _Tagger(nn.Module):
 
 
 class BiLstm(Task):
-    """Sentences of 5 to 24 words; a batch is as wide as its longest."""
+    """The bidirectional LSTM: sentences of 5 to 24 words, padded to the longest of the batch."""
 
     looked_up = ("embedding.",)
 
@@ -128,5 +128,5 @@ class BiLstm(Task):
         return (words, lengths), labels
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Over all words."""
+        """Returns the cross-entropy over all words."""
         return F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=_NO_LABEL)

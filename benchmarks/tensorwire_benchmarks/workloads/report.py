@@ -1,4 +1,4 @@
-"""The table of tensor sizes of all workloads, for people and as JSON."""
+"""Writes the tensor sizes of all workloads as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
-    """How many tensors, how large; a line per workload."""
+    """Prints a line per workload with the number and the sizes of its tensors."""
     table = new_table(
         "tensors of the workloads", "workload", ">tensors", ">MiB", ">average", ">median", ">min",
         ">max", ">small", ">medium", ">large", ">in large", ">looked up",
@@ -49,7 +49,7 @@ def _looked_up(found: Summary) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Three figures in the unit that suits."""
+    """Formats bytes with three digits in B, KiB or MiB."""
     for unit, factor in (("MiB", MIB), ("KiB", 1 << 10)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:.3g} {unit}"
@@ -57,7 +57,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def write_sizes(workloads: Sequence[Workload], path: str | os.PathLike[str]) -> None:
-    """Every workload with every tensor."""
+    """Writes every workload with every tensor as JSON."""
     data = [
         {**model.describe(), "rows": [tensor._asdict() for tensor in model.tensors()]}
         for model in workloads

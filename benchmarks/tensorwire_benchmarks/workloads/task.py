@@ -1,4 +1,4 @@
-"""What every workload has: a module, batches, a loss. One instance is one size of one workload."""
+"""The base of every workload's module, batches and loss; an instance is one size of a workload."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _TOKENS = 32  # of a sequence
 
 
 class Task(ABC):
-    """Made in the process that trains.
+    """A task, made in the process that trains.
 
     Attributes:
-        tiny: narrow layers, the same structure.
-        shape: of one sample.
-        classes: of labels.
-        looked_up: what the names of parameters begin with that are looked up by row.
+        tiny: whether layers are narrow; the structure is the same.
+        shape: the shape of a sample.
+        classes: the number of different labels.
+        looked_up: prefixes of the names of parameters that are looked up by row.
     """
 
     shape: tuple[int, ...] = ()
@@ -32,33 +32,33 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The module on torch's default device, random from torch's generator.
+        """Makes the module on torch's default device, with values from torch's generator.
 
         Its forward takes the inputs of `batch` as one argument.
         """
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """Inputs and labels of `size` samples; here random numbers, and one label for each."""
+        """Returns inputs and labels of `size` samples: random numbers, and one label for each."""
         return (
             torch.rand((size, *self.shape), generator=random),
             torch.randint(self.classes, (size,), generator=random),
         )
 
     def rows(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """Which rows of the parameters with sparse gradients a batch looks up, by their names.
+        """Returns, by names of parameters with sparse gradients, the rows that a batch looks up.
 
-        A row may be there several times.
+        A row may occur several times.
         """
         del inputs
         return {}
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """A scalar; every parameter has a part in it."""
+        """Returns a scalar loss that depends on every parameter."""
         return F.cross_entropy(output, labels)
 
 
 class NextWord(Task):
-    """Predicts the next of so many `words`, at all positions of a sequence."""
+    """A task that predicts the next word at all positions, from a vocabulary of `words`."""
 
     words: int
 
@@ -67,12 +67,12 @@ class NextWord(Task):
         return words[:, :-1], words[:, 1:]
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Over all positions."""
+        """Returns the cross-entropy over all positions."""
         return F.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers of these widths, the inputs' first, with ReLU between."""
+    """Makes linear layers of these widths, the inputs' first, with ReLU between."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]

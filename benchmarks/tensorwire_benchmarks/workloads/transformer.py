@@ -1,9 +1,9 @@
 """Transformers that predict the next word: GPT-2 small, and a mixture of experts.
 
 GPT-2 small has 148 tensors and 124 million parameters; its output layer is the token embedding.
-The other is a layer whose perceptron is a mixture of 8 experts, the best two for each token. How
-many tokens an expert gets follows from the data and differs from step to step. One without tokens
-computes on none, and its gradient is zeros.
+The other is a layer whose perceptron is a mixture of 8 experts, the best two for each token. The
+number of an expert's tokens depends on the data and differs from step to step. The gradient of an
+expert without tokens is zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .task import NextWord
 
 _EXPERTS = 8
 _CHOSEN = 2
-_BALANCE = 0.01  # weight of what keeps the experts equally busy
+_BALANCE = 0.01  # weight of the loss that keeps the experts equally busy
 
 
 class _Attention(nn.Module):
@@ -73,7 +73,7 @@ class _Gpt(nn.Module):
 
 
 class Gpt2Small(NextWord):
-    """The token embedding's gradient is dense: it is the output layer."""
+    """GPT-2 small; the token embedding's gradient is dense, as it is also the output layer."""
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
@@ -86,7 +86,7 @@ class Gpt2Small(NextWord):
 
 
 class _Experts(nn.Module):
-    """The weighted sum of the chosen experts' outputs, and how unequally they were chosen."""
+    """A module that returns the weighted sum of the chosen experts' outputs, and the imbalance."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Mixture(nn.Module):
 
 
 class MixtureOfExperts(NextWord):
-    """The loss has a little for experts that are chosen too often."""
+    """A transformer layer with a mixture of experts."""
 
     looked_up = ("embedding.",)
 
@@ -137,6 +137,6 @@ class MixtureOfExperts(NextWord):
         return _Mixture(self.words, self.wide)
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Of the words, and a little for experts that are chosen too often."""
+        """Returns the loss of the words, and a little for experts that are chosen too often."""
         words, unequal = output
         return super().loss(words, labels) + _BALANCE * unequal
