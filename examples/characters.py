@@ -1,4 +1,4 @@
-"""What char_transformer.py and char_transformer_plain.py share: text, network, options, sample."""
+"""Text, network, options and sample of char_transformer.py and char_transformer_plain.py."""
 
 import argparse
 import ast
@@ -27,7 +27,8 @@ def get_options(about):
 
 
 def load(limit):
-    """Windows of the source text of some modules, and the characters that occur in it.
+    """Returns windows of the source text of some modules, and the characters that occur in it.
+
 
     x[i] is a window, y[i] the same window one character later.
     """
@@ -62,7 +63,7 @@ class Net(nn.Module):
 
 @torch.no_grad()
 def sample(model, alphabet, count, start="\ndef "):
-    """Lets the network write."""
+    """Returns text of `count` characters that the network writes after `start`."""
     model.eval()
     codes = [alphabet.index(character) for character in start]
     generator = torch.Generator().manual_seed(0)

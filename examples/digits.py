@@ -1,4 +1,4 @@
-"""What digits_cnn.py and digits_cnn_plain.py share: data, network, options, and the last words."""
+"""Data, network, options and final report of digits_cnn.py and digits_cnn_plain.py."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-torch.set_num_threads(1)  # threads cost so small a network time
+torch.set_num_threads(1)  # more threads slow so small a network down
 
 
 def get_options(about):
@@ -26,7 +26,7 @@ def get_options(about):
 
 
 def load():
-    """1437 images of 8 x 8 pixels to train with and 360 to test with, the same in every process."""
+    """Returns 1437 images of 8 x 8 pixels for training and 360 for the test, always the same."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     x = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
@@ -55,7 +55,7 @@ class Net(nn.Sequential):
 
 @torch.no_grad()
 def evaluate(model, data):
-    """Mean loss and accuracy."""
+    """Returns mean loss and accuracy."""
     x, y = next(iter(DataLoader(data, batch_size=len(data))))
     model.eval()
     scores = model(x)
@@ -65,13 +65,13 @@ def evaluate(model, data):
 
 
 def verdict(figures, options):
-    """For sys.exit: 0, or what is wrong."""
+    """Returns 0, or an error message, for sys.exit."""
     accuracy, wanted = figures["accuracy"], options.min_accuracy
     return 0 if accuracy >= wanted else f"test accuracy {accuracy:.4f} is below {wanted}"
 
 
 def finish(job, options):
-    """Worker 0 saves, tells where the time went, and judges; the others have nothing to add."""
+    """Saves and prints the report in worker 0; returns its verdict, and 0 in other workers."""
     if job.rank != 0:
         return 0
     job.save(options.checkpoint)

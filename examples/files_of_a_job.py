@@ -1,10 +1,10 @@
-"""A running job as files: any program of this host reads its parameters while it trains.
+"""Reads a running job as files: any program of this host can do so while the job trains.
+
 
     tensorwire run --workers 2 examples/files_of_a_job.py
 
-Two workers train a small model. Worker 0 stands for the other program: it knows nothing but the
-address of the job's first server, opens files by fsspec, and maps the newest version by
-safetensors.
+Two workers train a small model. Worker 0 plays the other program: it knows only the address of the
+job's first server, opens files by fsspec, and maps the newest version by safetensors.
 """
 
 import os
@@ -21,7 +21,7 @@ STEPS = 60
 
 
 def look(address: str) -> None:
-    """What any program could do; the job does not wait for it."""
+    """Reads a parameter by fsspec, as any program can; the job does not wait for it."""
     with fsspec.open(f"tw://{address}/params/2.weight.npy") as file:
         weight = np.load(file)
     fs = fsspec.filesystem("tw", address=address)
@@ -30,7 +30,7 @@ def look(address: str) -> None:
 
 
 def check(address: str, model: torch.nn.Module) -> None:
-    """The newest version, mapped and not copied, is what this worker sees."""
+    """Checks that the newest version, mapped and not copied, equals this worker's parameters."""
     with JobReader(address) as reader, reader.sealed_model() as newest:
         with safe_open(newest.path, framework="pt") as file:
             for name, parameter in model.named_parameters():

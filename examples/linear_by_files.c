@@ -31,7 +31,7 @@ static void die(const char* what) {
   exit(1);
 }
 
-// The version whose gradients are wanted; 0 when the job is over.
+// Returns the version whose gradients are wanted; 0 when the job is over.
 static long wanted_version(void) {
   char text[32] = {0};
   int file = open_file("grads", "version", O_RDONLY);
@@ -41,7 +41,7 @@ static long wanted_version(void) {
   return size > 0 ? atol(text) : 0;
 }
 
-// Reads a parameter of so many elements; keeps what is in front of them, for its gradient.
+// Reads a parameter of `count` elements, and its header, which its gradient needs too.
 static size_t read_parameter(const char* name, float* values, size_t count, char header[128]) {
   int file = open_file("params", name, O_RDONLY);
   if (file < 0) die(name);
@@ -69,10 +69,10 @@ int main(int argc, char** argv) {
   snprintf(folder, sizeof folder, "%s", argv[1]);
   rank_ = atoi(argv[2]);
   long done = 1, version;
-  // Until the script has made its optimizer.
+  // Wait until the script has made its optimizer.
   while ((errno = 0, wanted_version()) == 0 && errno == ENOENT) usleep(100000);
   while ((version = wanted_version()) != 0) {
-    if (version <= done) {  // of the step that was committed last
+    if (version <= done) {  // committed already
       usleep(500);
       continue;
     }

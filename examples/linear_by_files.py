@@ -6,8 +6,8 @@
     cc -o linear examples/linear_by_files.c && ./linear job 1
     sh examples/linear_by_files.sh job 1            # or this one, without a compiler
 
-Each worker has other samples of y = 2 a - 3 b + 1, and only both together tell what the three
-numbers are: worker 0 sees those with a = b, worker 1 those with a = -b.
+Each worker has other samples of y = 2 a - 3 b + 1, and the three numbers follow only from both:
+worker 0 has samples with a = b, worker 1 samples with a = -b.
 """
 
 import torch

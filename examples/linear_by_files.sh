@@ -4,10 +4,10 @@
 #     sh linear_by_files.sh FOLDER RANK
 params=$1/params grads=$1/grads/$2 done=1 steps=0
 
-# The elements of a parameter of so many bytes, as text.
+# Prints the elements of a parameter, $2 bytes, as text.
 values() { tail -c "$2" "$params/$1.npy" | od -An -v -t f4; }
 
-# Writes a gradient: what is in front of the parameter's elements, then float32 in octal escapes.
+# Writes a gradient: the parameter's header, then float32 in octal escapes.
 gradient() {
     size=$(($(stat -c %s "$params/$1.npy") - $2))
     { head -c $size "$params/$1.npy"; printf "$3"; } > "$grads/$1.npy"

@@ -20,7 +20,7 @@ FEATURES, CLASSES = 2048, 64
 
 
 class Model:
-    """One layer. Its weights are sent as often as somebody asks for them."""
+    """A linear layer, whose weights are packed once and sent with each request for them."""
 
     def __init__(self) -> None:
         self.array = np.random.default_rng(0).standard_normal((FEATURES, CLASSES), "float32")
@@ -34,7 +34,7 @@ class Model:
 
 
 def serve(pipe: Connection) -> None:
-    """The server process: until the other end of the pipe is closed."""
+    """Runs the server until the other end of the pipe is closed."""
     model = Model()
     server = rpc.server(futures.ThreadPoolExecutor(2))
     handlers = {
@@ -68,7 +68,7 @@ def main() -> None:
     there.close()
     target = f"127.0.0.1:{here.recv()}"
     with rpc.insecure_channel(target, transports=(options.transport,)) as channel:
-        channel.attach()  # or the first calls travel as in grpcio, while it is opened beside them
+        channel.attach()  # without it, the first calls are grpcio's until the attachment is open
         types = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
         predict = channel.unary_unary("/example.Model/Predict", *types)
         weights = rpc.unpack(channel.unary_unary("/example.Model/Weights", *types)(rpc.Tensor()))

@@ -7,7 +7,7 @@ into each worker's memory, with a signal. Two transfers per worker and step, and
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads cost these small matrices time
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # more threads are slower on small matrices
 
 import argparse
 import subprocess
@@ -35,7 +35,7 @@ class Stopwatch(dict):
 
 
 def load():
-    """Images and labels for training, then for the test; the same in every process."""
+    """Returns images and labels for training, then for the test; the same in every process."""
     x, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     x, labels = (x[order] / 16).astype("float32"), labels[order]
@@ -43,7 +43,7 @@ def load():
 
 
 def split(flat):
-    """The weights, as arrays that share the memory of a flat vector."""
+    """Returns the weights as arrays that share the memory of a flat vector."""
     parts = np.split(flat[:COUNT], ENDS[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
@@ -68,7 +68,7 @@ def compute_gradient(weights, x, labels, gradient):
 
 
 def work(rank, server_address, steps):
-    """A worker: waits for parameters, computes, writes its gradient."""
+    """Runs a worker: waits for parameters, computes, writes its gradient, `steps` times."""
     x, labels, _, _ = load()
     message, spent, random = np.zeros(MESSAGE, "float32"), Stopwatch(), np.random.default_rng(rank)
     with tw.Node(f"worker-{rank}") as node:
@@ -78,7 +78,7 @@ def work(rank, server_address, steps):
         slot, sent = server.region(f"gradient-{rank}"), []
         for step in range(1, steps + 1):
             version.wait_until(step, peer=server)
-            tw.wait_all(sent)  # placed long ago, and only now may `message` change
+            tw.wait_all(sent)  # written long ago; from here on `message` may change
             spent.lap("waiting")
             batch = random.integers(len(x), size=BATCH)
             message[COUNT] = compute_gradient(weights, x[batch], labels[batch], split(message))
@@ -90,7 +90,7 @@ def work(rank, server_address, steps):
 
 
 def serve(node, slots, steps, progress):
-    """The server: writes parameters, waits for gradients, applies them."""
+    """Runs the server: writes parameters, waits for gradients, applies them; returns accuracy."""
     _, _, test_x, test_labels = load()
     parameters = np.random.default_rng(1).normal(0, 0.1, COUNT).astype("float32")
     messages = [slot[HEADER:].array("float32") for slot in slots]
@@ -142,7 +142,7 @@ def main():
         return f"{type(error).__name__}: {error}"
     finally:
         for worker in workers:
-            worker.wait()  # whatever happened here, it has lost its server
+            worker.wait()  # it ends, as it has lost its server
     return 0 if accuracy >= 0.95 else f"test accuracy {accuracy:.3f} is below 0.95"
 
 
