@@ -1,9 +1,10 @@
-"""Checks that docstrings are sentences that a student follows alone, on first reading.
+"""Checks that docstrings are sentences that a student understands alone, on first reading.
 
-A docstring of a function begins with a verb in the third person ("Returns …", "Waits until …"); one
-of a class, module, property or attribute says what the thing is ("A lease of …"). The words below
-begin no docstring and no sentence of one, and the phrases stand nowhere in one: they make a reader
-guess the noun. The help of a command (click) speaks to its user and begins as it likes.
+A docstring of a function begins with a verb in the third person ("Returns …", "Waits until …"); the
+docstring of a class, module, property or attribute says what the thing is ("A lease of …"). No
+docstring begins with one of `FIRST_WORDS`, no sentence of one with `SENTENCE_STARTS`, and
+none has one of `PHRASES`: they make a reader guess the noun. The help of a command (click) is free
+in its first word.
 """
 
 import ast
@@ -14,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"src/tensorwire": True, "tests": False}
-"""The folders, each with whether its functions need a verb; a test tells what is true."""
+"""Folders, each with whether its functions need a verb; a test's docstring states a fact."""
 
 FIRST_WORDS = frozenset(
     "What Whether Who Whoever Whose Of That Those As It They Where Such Behind Likewise None "
@@ -50,7 +51,7 @@ def problems(docstring: str, *, is_function: bool = False) -> Iterator[str]:
 
     Args:
         docstring: the text, without quotes.
-        is_function: it is of a function or method, which is no property and no command.
+        is_function: whether it belongs to a function or method, not to a property or command.
     """
     text = docstring.strip()
     match = re.match(r"[`\"'(\[*]*([\w'-]*)", text)
@@ -75,7 +76,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _needs_verb(node: ast.AST) -> bool:
-    """Tells whether a docstring of this node says what is done."""
+    """Returns whether a docstring of this node must begin with a verb."""
     if not isinstance(node, Function):
         return False
     other = {"property", "cached_property", "command", "group", "setter"}
@@ -83,7 +84,7 @@ def _needs_verb(node: ast.AST) -> bool:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yields (line, text, whether a verb begins it) of each docstring, also of attributes."""
+    """Yields (line, text, whether it must begin with a verb) of docstrings, also of attributes."""
     for node in ast.walk(tree):
         if not isinstance(node, Function | ast.ClassDef | ast.Module):
             continue
@@ -99,7 +100,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 
 
 def main(root: Path = ROOT) -> int:
-    """Prints every rule that is broken, and returns 1 if there is one."""
+    """Prints every broken rule; returns whether there is one."""
     count, found = 0, []
     for folder, needs_verb in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):

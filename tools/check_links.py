@@ -1,4 +1,4 @@
-"""Checks that the links of our Markdown files lead somewhere: files exist, headings are there.
+"""Checks that the files and headings exist to which our Markdown files link.
 
 Reads every *.md at the top, in docs/ and one folder below the top. Links to other sites are not
 followed.
@@ -16,7 +16,7 @@ HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Returns the anchors that GitHub gives to the headings of a page."""
     seen: dict[str, int] = {}
     result = set()
     for heading in HEADING.findall(FENCE.sub("", text)):

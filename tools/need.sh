@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# tools/need.sh NEED...: sees to it that this machine has what a verb of the Makefile needs.
-# Looks for the thing itself (a command, a header), not for a package, and touches nothing that is
-# there. Root on a machine with apt gets what is missing installed; anybody else is told its name.
-# A NEED written ?NEED is wished for: its absence is reported and does not fail.
+# tools/need.sh NEED...: installs or names the things that a verb of the Makefile needs.
+# Looks for the thing itself (a command, a header), not for a package, and changes nothing that
+# exists. For root on a machine with apt it installs the missing packages; for others it prints
+# their names. A NEED written ?NEED is optional: its absence is reported and does not fail.
 set -euo pipefail
 PYTHON=${PYTHON:-python3}
 
@@ -61,7 +61,7 @@ packages() {
   esac
 }
 
-# Packages for the two machines of tests/rdma that are not here. What they boot has to be static.
+# Prints the missing packages for the two machines of tests/rdma. Their busybox has to be static.
 missing_of_rig() {
   local PATH=$PATH:/usr/sbin:/sbin busybox
   command -v qemu-system-x86_64 >/dev/null || echo qemu-system-x86
@@ -75,8 +75,8 @@ missing_of_rig() {
   command -v ucx_perftest >/dev/null || echo ucx-utils
 }
 
-# One installs at a time: make runs verbs side by side, and apt-get gives up where another one runs.
-# Somebody else's apt-get, as of a machine that has just started, is waited for.
+# One installs at a time: make runs verbs in parallel, and apt-get fails while another one runs.
+# Waits for other users of apt-get, such as a machine that has just started.
 install() {
   (
     exec 9>"${TMPDIR:-/tmp}/tensorwire-need-$EUID.lock"
@@ -84,7 +84,7 @@ install() {
     has "$need" && exit
     echo "Installing $*"
     wait=(-o DPkg::Lock::Timeout=300)
-    # Whoever has the lists locked is not waited for by apt-get itself.
+    # apt-get itself does not wait for a lock on the lists.
     for _ in {1..60}; do
       apt-get update -qq 2>&1 | grep -q 'Unable to lock' || break
       sleep 1

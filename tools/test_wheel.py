@@ -2,8 +2,8 @@
 
     python tools/test_wheel.py .venv 2.14.1
 
-The packages that it needs come from the environment, of which its own tensorwire is not seen. With
-the torch there, and with the second one where `make test-torch` has installed it.
+The packages that it needs come from the environment, without the environment's own tensorwire. Runs
+with the torch of the environment, and with the second torch if `make test-torch` has installed it.
 """
 
 import os
@@ -48,7 +48,7 @@ if job.rank == 0:
 def main() -> None:
     """Installs the wheel and runs the script with each torch."""
     (wheel,) = (ROOT / "dist").glob("tensorwire-*.whl")
-    # Also those that a .pth file leads to.
+    # Folders of .pth files too.
     paths = "import sys; print(*[p for p in sys.path if 'site-packages' in p], sep=':')"
     seen = subprocess.check_output([HERE / "bin/python", "-I", "-c", paths], text=True).strip()
     with tempfile.TemporaryDirectory() as folder:

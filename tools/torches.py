@@ -2,9 +2,9 @@
 
     python tools/torches.py .venv 2.14.1
 
-The torch that the environment imports, and the named one beside it. Where `make test-torch` has not
-installed that one, pip downloads its wheel alone, without what it depends on, and the headers of it
-are kept: 40 MB of several gigabytes.
+These are the torch that the environment imports, and the named one. If `make test-torch` has not
+installed the latter, pip downloads its wheel without dependencies, and only its headers are kept:
+40 MB of several gigabytes.
 """
 
 import importlib.util
@@ -16,11 +16,11 @@ from pathlib import Path
 
 
 def second(environment: Path, version: str) -> Path:
-    """Returns the folder of a torch, or of its headers, which it gets if there is neither."""
+    """Returns the folder of a torch, or of its headers; downloads the headers if neither exists."""
     whole, headers = environment / f"torch-{version}", environment / f"torch-headers-{version}"
     if (whole / ".installed").exists():
         return whole / "torch"
-    if not (headers / "torch/version.py").exists():  # the last file that is written
+    if not (headers / "torch/version.py").exists():  # it is written last
         with tempfile.TemporaryDirectory(dir=environment) as folder:
             command = "pip download -qq --no-deps --no-cache-dir --only-binary :all:".split()
             command += ["-d", folder, f"torch=={version}"]

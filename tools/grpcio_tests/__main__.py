@@ -35,9 +35,9 @@ class Outcome:
     """How a test ended.
 
     Attributes:
-        how: "passed", "failed", "skipped", "cut off", or "uncollected" of a whole module.
-        why: not well.
-        used: which ways its calls went: "attached", "ahead", "runtime".
+        how: "passed", "failed", "skipped", "cut off", or "uncollected" for a whole module.
+        why: the reason, if it did not pass.
+        used: the paths of its calls: "attached", "ahead", "runtime".
     """
 
     how: str
@@ -49,7 +49,7 @@ Outcomes = dict[str, Outcome]
 
 
 def system(secure_too: str = "", **keywords: Any) -> dict[str, dict[str, Any]]:
-    """The six factories, and the keywords that each gets."""
+    """Returns the keywords of each of the six factories."""
     secure = {key: keywords[key] for key in keywords if key == "limits"}
     if secure_too:
         secure["plaintext_transports"] = [secure_too]
@@ -75,8 +75,8 @@ class Suite:
     """The copied tests.
 
     Attributes:
-        root: of the copy.
-        paths: what PYTHONPATH has beside it.
+        root: the folder of the copy.
+        paths: further folders of PYTHONPATH.
         modules: paths of the test modules, relative to the root.
     """
 
@@ -95,7 +95,7 @@ class Suite:
         }
 
     def run(self, factories: dict[str, Any], module: str, tests: Iterable[str] = ()) -> Outcomes:
-        """Runs a module, or some of its tests; one that ends the process ends no others."""
+        """Runs a module, or some of its tests; goes on after a test that ends the process."""
         found: Outcomes = {}
         deselected: list[str] = []
         while True:
@@ -146,7 +146,7 @@ class Suite:
 
 
 def read(record: str) -> Outcomes:
-    """What the recorder has written."""
+    """Parses the record that the plugin has written."""
     found: Outcomes = {}
     for line in record.splitlines():
         word, test, more = line.split("\t")
@@ -168,7 +168,7 @@ def copy(folder: Path, root: Path) -> Suite:
         raise SystemExit(f"{folder} is no source tree of gRPC: it has no {python}/grpcio_tests")
     for name in ("tests", "tests_aio", "tests_py3_only"):
         shutil.copytree(python / "grpcio_tests" / name, root / name)
-        (root / name / "__init__.py").write_text("")  # a loader of their own, which needs coverage
+        (root / name / "__init__.py").write_text("")  # theirs has a loader that needs coverage
     shutil.copytree(folder / "src/proto", root / "src/proto")
     for test in (root / "tests_py3_only").rglob("__init__.py"):
         test.write_text("")
@@ -198,14 +198,14 @@ def copy(folder: Path, root: Path) -> Suite:
 
 @dataclass
 class Difference:
-    """A test that passes with grpcio.
+    """A test that passes with grpcio and not with a system.
 
     Attributes:
         test: its name.
-        system: with which it failed.
-        why: it failed.
-        again: how often it passed in the repetitions, with grpcio and with the system.
-        expected: why it may fail, "" if nothing is known.
+        system: the system with which it failed.
+        why: the reason of the failure.
+        again: the numbers of repetitions that passed, with grpcio and with the system.
+        expected: the known reason why it may fail, or "".
     """
 
     test: str
@@ -221,7 +221,7 @@ class Difference:
 
 
 def expected(test: str, name: str) -> str:
-    """Why a test may fail with a system; "" if nothing is known."""
+    """Returns the known reason why a test may fail with a system, or ""."""
     for each in tomllib.loads((HERE / "expectations.toml").read_text()).get("difference", ()):
         if each["test"] in test and name in each.get("systems", SYSTEMS):
             return str(each["why"])
@@ -229,7 +229,7 @@ def expected(test: str, name: str) -> str:
 
 
 def compare(suite: Suite, name: str, outcomes: Outcomes, baseline: Outcomes) -> list[Difference]:
-    """The tests that pass with grpcio and not with a system; each is run again, with both."""
+    """Returns the tests that pass with grpcio and not with a system; runs each again with both."""
     found = []
     for test, before in baseline.items():
         after = outcomes.get(test, Outcome("not run"))
@@ -246,7 +246,7 @@ def compare(suite: Suite, name: str, outcomes: Outcomes, baseline: Outcomes) -> 
 
 
 def count(outcomes: Outcomes, baseline: Outcomes, how: str = "passed", used: str = "") -> int:
-    """How many tests that pass with grpcio ended so, and used such calls."""
+    """Counts the tests that pass with grpcio, ended as `how` and had calls by `used`."""
     return sum(
         outcomes[test].how == how and used in outcomes[test].used
         for test, before in baseline.items()
@@ -292,7 +292,7 @@ def main() -> int:
 
 
 def table(results: dict[str, Outcomes], differences: list[Difference]) -> str:
-    """What came of it, as markdown."""
+    """Returns the results as Markdown tables."""
     baseline = results[BASELINE]
     lines = [
         "| system | passed | attached | ahead | by the runtime | differences | not steady |",

@@ -1,4 +1,4 @@
-"""A pytest plugin: writes at once which test begins and how it ended: a crash loses none."""
+"""A pytest plugin that writes each begin and end of a test at once, so that a crash loses none."""
 
 import os
 import sys

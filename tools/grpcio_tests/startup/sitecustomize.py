@@ -1,6 +1,7 @@
-"""Replaces the six factories of grpcio in every Python process of a run, as its variable says.
+"""Replaces the six factories of grpcio in every Python process of a run.
 
-When grpc has been imported, and not before: tests set variables that it looks at then.
+TENSORWIRE_GRPCIO_TESTS has the factories and their keywords. They are replaced when grpc has been
+imported, and not before: tests set variables that grpc reads on import.
 """
 
 import importlib.util
@@ -13,14 +14,14 @@ from functools import partial
 from typing import Any
 
 USED: Counter[str] = Counter()
-"""How many calls and messages of this process went which way, since it was cleared."""
+"""Counts of this process's calls and messages by path, since it was cleared."""
 
 REPLACED: list[bool] = []
-"""Not empty: it is done."""
+"""Not empty once the factories are replaced."""
 
 
 class WhenImported:
-    """Finds grpc, and replaces its factories when it was imported."""
+    """An import hook that replaces grpc's factories right after grpc's import."""
 
     def __init__(self, factories: dict[str, dict[str, Any]]) -> None:
         self._factories = factories
@@ -70,7 +71,7 @@ def replace(factories: dict[str, dict[str, Any]]) -> None:
 
 
 def attach_before(kind: Any, name: str) -> None:
-    """Has a channel ask for its attachment before its first method; no call waits for it."""
+    """Makes a channel wait up to 5 s for its attachment before it makes its first method."""
     make = getattr(kind, name)
 
     def made(self: Any, *given: Any, **named: Any) -> Any:
@@ -96,7 +97,7 @@ def observe(side: str, arity: str, method: str) -> None:
     USED["runtime"] += side == "client"
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of shells, for what runs in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells ignore it in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if given := os.environ.get("TENSORWIRE_GRPCIO_TESTS"):
     sys.meta_path.insert(0, WhenImported(json.loads(given)))
