@@ -5,11 +5,11 @@
 
 namespace tensorwire {
 
-// As memmove, for memory that another process will read. From the size of the last-level cache (at
-// most 32 MiB) up, ranges that do not overlap are stored around the caches: that saves reading the
-// target first, and nothing of use would have stayed there. Measured beside memcpy into 4 KiB
-// pages: 1.1 to 1.2 times as fast at 64 and 256 MiB; slower below, and for reads. Such stores are
-// fenced before it returns.
+// Copies like memmove, for memory that another process will read. From the size of the last-level
+// cache (at most 32 MiB) up, stores to ranges that do not overlap bypass the caches: that saves
+// reading the target first, and the caches could not keep it anyway. Compared with memcpy into
+// 4 KiB pages: 1.1 to 1.2 times as fast at 64 and 256 MiB; slower below, and for reads. Such
+// stores are fenced before it returns.
 void copy_out(std::byte* target, const std::byte* source, size_t size);
 
 }  // namespace tensorwire

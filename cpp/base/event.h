@@ -1,4 +1,4 @@
-// Raising an event of somebody else's without ever being held up by it.
+// Raises an event of another process without ever blocking on it.
 #pragma once
 
 #include <atomic>
@@ -9,14 +9,14 @@
 
 namespace tensorwire {
 
-// Adds 1 to an eventfd of which another process holds the same open file, and wakes who waits for
-// it. A plain write may block there: the other side can fill the counter and make the file a
-// blocking one at any moment. So the kernel adds it, as the end of a read of one byte with Linux's
-// asynchronous I/O (io_submit, IOCB_FLAG_RESFD), which waits for nothing. Where the system offers
-// none, it is a look whether there is room and then a write.
+// Adds 1 to an eventfd whose open file another process shares, and wakes its waiters. A plain write
+// may block there: the other side can fill the counter and make the file a blocking one at any
+// time. So the kernel adds it, at the end of a read of one byte with Linux's asynchronous I/O
+// (io_submit, IOCB_FLAG_RESFD), which never waits. Where the system has no such I/O, it checks
+// that there is room, and then writes.
 class EventRaiser {
  public:
-  // The one of this process, as long as somebody has it.
+  // Returns the raiser of this process, which lives as long as any pointer to it.
   static std::shared_ptr<EventRaiser> shared();
   EventRaiser();
   ~EventRaiser();

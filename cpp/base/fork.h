@@ -1,4 +1,4 @@
-// What a forked child must not keep: the descriptors and the mapped memory of its parent's Nodes.
+// Takes the descriptors and the mapped memory of its parent's Nodes away from a forked child.
 //
 // In the child every registered descriptor is closed (else a dead parent would look alive to its
 // peers) and every registered range becomes inaccessible (else a stray write would reach a peer).

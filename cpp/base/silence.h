@@ -1,5 +1,5 @@
-// Whether a TCP connection still carries bytes both ways, by what the kernel knows of it. The
-// kernel by itself would try to send data for a quarter of an hour.
+// Detects a TCP connection that no longer carries bytes both ways, from the kernel's figures. The
+// kernel itself would try to send data for a quarter of an hour.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace tensorwire {
 
-// The link is lost when for all but one period of the timeout (tune_tcp sets both) nothing was
-// heard and then, for half a period more, something stays unanswered: data that was sent again, a
-// question for room, a keep-alive. It is lost too when for as long nothing was heard but what had
-// come before: the peer does not hear us, says everything again, and has a longer timeout of its
-// own. A peer that is only stopped answers all but data.
+// The link is lost when nothing was received for all but one period of the timeout (tune_tcp sets
+// both) and then, for half a period more, a retransmission, a window probe or a keep-alive stays
+// unanswered. It is lost too when for as long only repetitions were received: then the peer does
+// not receive our bytes, sends everything again, and has a longer timeout of its own. The kernel of
+// a stopped peer still answers all but data.
 class Silence {
  public:
   explicit Silence(int socket);
 
-  // Half a period: how often to look. 0: nobody is to look.
+  // Half a period: the time between two looks. 0: do not look.
   double pause_s() const { return pause_s_; }
   // Looks; true if the link is lost.
   bool lost();
@@ -26,7 +26,7 @@ class Silence {
   const int socket_;
   double pause_s_ = 0, limit_s_ = 0;
   bool suspected_ = false;
-  // As of the last look.
+  // The figures of the last look.
   Clock::time_point at_ = Clock::now();
   double unanswered_s_ = 0;
   uint64_t bytes_acked_ = 0, bytes_received_ = 0;

@@ -6,7 +6,7 @@
 
 namespace tensorwire {
 
-// What a waiter polls for, by what being woken costs there.
+// The things that a waiter polls for, which differ in the cost of being woken.
 enum class Polls { kWords, kDevice, kGpu };
 
 // How long a waiter polls before it sleeps: the cost of being woken by another core, measured once
@@ -16,13 +16,14 @@ enum class Polls { kWords, kDevice, kGpu };
 // take. Any thread.
 int64_t spin_bound_ns(Polls polls = Polls::kWords);
 
-// Lately more threads wanted to run than there are cores, or there is one: who wakes another thread
-// before its own work is done may lose its core to it. Looks now and then. Any thread.
+// Returns whether there is one core, or more threads than cores wanted to run lately: then a thread
+// that wakes another before its own work is done may lose its core to it. Checks only sometimes.
+// Any thread.
 bool crowded();
 
-// How long waits for one thing have taken lately, such as for the next message of a peer. Who
-// expects a short one polls longer than being woken costs: sleeping costs both ends that, and the
-// time until caches and the core itself are awake again. Any thread.
+// The recent times of waits for one thing, such as the next message of a peer. A waiter that
+// expects a short wait polls longer than being woken takes: sleeping costs both ends that time, and
+// the time until caches and the core are warm again. Any thread.
 class Pace {
  public:
   // How long to poll: somewhat longer than is usual, where that is usually as long as a few
@@ -37,10 +38,10 @@ class Pace {
   static constexpr int64_t kLongestNs = 1'000'000;
 };
 
-// Lets whoever wants this core have it; perhaps that is the peer that is waited for. given: how
-// often it went to another thread in this wait; 0 when that begins. False: stop polling. Either
-// that was the second time, or the core was gone for so long that nobody here should poll for a
-// while: first for 50 ms, and twice as long each time that it happens again soon.
+// Yields this core to another thread; perhaps that is the awaited peer. given: how often that
+// happened in this wait; 0 at its beginning. Returns false if the caller must stop polling: it was
+// the second time, or the core was away for so long that no thread here should poll for a while:
+// first for 50 ms, and twice as long each time that it happens again soon.
 bool leave_core(int& given);
 
 }  // namespace tensorwire

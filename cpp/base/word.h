@@ -11,8 +11,8 @@ inline std::atomic_ref<uint64_t> word_at(std::byte* address) {
   return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(address));
 }
 
-// Stores value if it is larger than what is there. Release: whoever reads it with acquire sees
-// everything that the caller wrote before.
+// Stores value if it is larger than the stored one. Release: a thread that reads it with acquire
+// sees everything that the caller wrote before.
 inline void store_max(std::byte* address, uint64_t value) {
   auto word = word_at(address);
   uint64_t seen = word.load(std::memory_order_relaxed);

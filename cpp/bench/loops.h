@@ -33,8 +33,8 @@ using Samples = std::vector<double>;
 Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
                     size_t pieces, size_t repeats, size_t batch);
 
-// Where this process has `remote` mapped, the very memory that a write on shm reaches, which may be
-// that of a GPU; 0 where the path maps nothing (tcp). Valid as long as `remote` lives.
+// Returns the address at which this process maps `remote`, the memory of host or GPU that a write
+// on shm reaches; 0 where the path maps nothing (tcp). Valid as long as `remote` lives.
 uintptr_t mapped_address(const RemoteRegion& remote);
 
 // One cuMemcpyAsync on a stream of its own between two addresses that the GPU reaches, and
@@ -57,7 +57,7 @@ uint64_t socket_serve(int descriptor, uintptr_t buffer, size_t receive_bytes, si
 
 // --- limits: an exchange of a training step ---------------------------------------------------
 
-// What the server of one synchronous step cannot avoid: one pass, tile by tile, that reads the
+// Runs the least work of a server in a synchronous step: one pass, tile by tile, that reads the
 // gradients of all workers, parameters and state once and writes parameters and state once. One
 // sample is one pass. All addresses are float32 arrays of `elements` that do not overlap, mapped
 // and touched. No state: plain SGD. One array of it: momentum SGD. Two: an update of AdamW's shape

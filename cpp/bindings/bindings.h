@@ -1,5 +1,5 @@
-// What the files of bindings share: the Python face of the core converts, releases the GIL where a
-// call would block, and decides nothing. No other file sees nanobind.
+// The common declarations of the bindings, which convert between Python and the core, release the
+// GIL where a call would block, and decide nothing. No other folder includes nanobind.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -115,8 +115,8 @@ TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const 
   return start();
 }
 
-// How long a call may wait, as Python gives it: a number of seconds, or None for ever. What is no
-// such thing is an error where it is used, with words of ours instead of a list of signatures.
+// A time limit from Python: a number of seconds, or None for ever. Any other object is an error
+// where it is used, with our message instead of nanobind's list of signatures.
 class Seconds {
  public:
   Seconds() = default;

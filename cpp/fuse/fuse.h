@@ -1,6 +1,6 @@
 // A mount whose files are answered by this process: requests of the kernel by /dev/fuse, without
-// libfuse. What is asked of memory that was given here is answered from there; all else is handed
-// to whoever calls `next`.
+// libfuse. Reads of memory that was given here are answered from it; all other requests are
+// returned by `next`.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace tensorwire::fuse {
 
 inline constexpr uint32_t kMostBytes = 1 << 20;  // of one read or write
 
-// Memory, one piece behind the other.
+// Pieces of memory that make up a file, one after the other.
 struct Content {
   std::vector<std::pair<const std::byte*, uint64_t>> pieces;
   std::shared_ptr<void> owner;
@@ -38,10 +38,10 @@ std::vector<std::pair<const std::byte*, uint64_t>> part_of(const Content& conten
 // A mount. Any thread; several may call `next` at a time.
 class Mount {
  public:
-  // Mounts a folder there, as of this user, who alone may write. Throws kUnavailable where the
-  // kernel has no FUSE, kPermission where it lets this process mount nothing, kInvalid else.
+  // Mounts on the folder `path`, which this user owns and alone may write. Throws kUnavailable if
+  // the kernel has no FUSE, kPermission if this process may not mount, kInvalid else.
   Mount(const std::string& path, uint32_t uid, uint32_t gid);
-  // Answers what comes from a device that somebody else has opened and mounted; it is owned.
+  // Answers the requests of a device that the caller has opened and mounted; takes ownership.
   explicit Mount(int device);
   ~Mount();
   Mount(const Mount&) = delete;
@@ -56,7 +56,7 @@ class Mount {
   void answer(uint64_t unique, int error,
               const std::vector<std::pair<const std::byte*, uint64_t>>& pieces);
 
-  // Whoever polls a file learns that there is something to be looked at.
+  // Wakes the poller of a file.
   void wake_poll(uint64_t poll);
 
   // Reads of an open file are answered from memory from now on.

@@ -1,4 +1,4 @@
-// What every fuzzer needs: a check that ends the run, and a reader that takes an input apart.
+// The tools of every fuzzer: a check that ends the run, and a reader that takes an input apart.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class Input {
     if (!bytes.empty()) std::memcpy(&value, bytes.data(), bytes.size());
     return value;
   }
-  // At most so many bytes.
+  // Returns the next `size` bytes, or fewer at the end of the input.
   std::span<const uint8_t> take(size_t size) {
     auto result = left_.first(std::min(size, left_.size()));
     left_ = left_.subspan(result.size());

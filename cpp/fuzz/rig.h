@@ -94,7 +94,7 @@ inline Rig& rig() {
   return *instance;
 }
 
-// What came back on a Line, frame by frame.
+// The frames that a Line has received.
 struct Received {
   Header header;
   std::vector<std::byte> bytes;
@@ -138,8 +138,8 @@ class Line : private FrameSink {
   Peer& peer() { return *rig().peer; }
   bool ready = false;
 
-  // Descriptors go beside the bytes, in a message that begins as they do. False once the peer has
-  // hung up. Drives the peer when the socket is full.
+  // Sends bytes, and descriptors with the first of them. Returns false once the peer has hung up.
+  // Drives the peer when the socket is full.
   bool send(std::string_view bytes, std::span<const int> descriptors = {}) {
     if (!descriptors.empty()) {
       // Lost if there is no room: then a frame announces what does not come.

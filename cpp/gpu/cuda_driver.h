@@ -1,4 +1,4 @@
-// What is used of CUDA's driver interface (cuda.h of 12.0), declared here so that a machine without
+// The used part of CUDA's driver interface (cuda.h 12.0), declared here so that a machine without
 // CUDA builds the same library; the driver is loaded at run time. NVIDIA keeps these layouts and
 // numbers stable. cpp/tests/cuda_driver_test.cc compares them with CUDA's own header where there is
 // one.
@@ -131,7 +131,7 @@ struct Library {
 
   // "out of memory (CUDA_ERROR_OUT_OF_MEMORY)".
   std::string text(Result result) const;
-  // What a failure means for the caller: kNoMemory, kUnavailable.
+  // Converts a failure into a Status: kNoMemory or kUnavailable.
   Status status(const std::string& what, Result result) const;
   // Throws that, unless it succeeded.
   void check(const std::string& what, Result result) const {

@@ -49,8 +49,7 @@ class Gpu {
   // A stream for all; nothing on it ever waits for anything but copies.
   cuda::Stream shared_stream();
 
-  // What lies at this address and so many bytes behind it: memory of a GPU, pinned memory of the
-  // host, or neither.
+  // The kind of memory of an address range: memory of a GPU, pinned memory of the host, or neither.
   enum class Kind { kOther, kPinned, kGpu };
   Kind kind_of(const void* address, size_t size) const;
 
@@ -80,8 +79,8 @@ class Gpu {
   std::vector<Gate> gates_;  // open ones
 };
 
-// Makes the GPU's context that of the calling thread while it lives; one inside of another costs
-// nothing. What the thread's owner captures into a graph meanwhile is not disturbed.
+// Makes the GPU's context current in the calling thread while it lives; a nested one costs nothing.
+// Does not disturb a graph that the thread's owner captures meanwhile.
 class GpuScope {
  public:
   explicit GpuScope(const Gpu& gpu);
@@ -103,8 +102,8 @@ class GpuEvent {
   // All that is on the stream now, which is none that is being captured. Throws kUnavailable,
   // kNoMemory.
   static GpuEventPtr record(Gpu& gpu, cuda::Stream stream);
-  // The same; null if it is the legacy default stream, torch's own, and nothing is: then nobody has
-  // to wait.
+  // Records an event like record(); null if it is the legacy default stream, torch's own, and
+  // nothing is on it, so that no wait is needed.
   static GpuEventPtr record_unless_idle(Gpu& gpu, cuda::Stream stream);
   ~GpuEvent();
   GpuEvent(const GpuEvent&) = delete;
@@ -113,7 +112,7 @@ class GpuEvent {
   Gpu& gpu() const { return gpu_; }
   // kSuccess: the moment has passed; kNotReady: not yet; else the GPU failed.
   cuda::Result query() const;
-  // What is put on the stream later waits for it. Throws kUnavailable.
+  // Makes later work on the stream wait for the event. Throws kUnavailable.
   void hold(Gpu& gpu, cuda::Stream stream) const;
 
  private:
@@ -150,7 +149,7 @@ class GpuMemory {
   // that block for no kind of file, then by the driver, which takes none but its own. Throws
   // kInvalid (no such memory, or smaller), kUnavailable (not for this process), kNoMemory.
   static std::unique_ptr<GpuMemory> import(int descriptor, size_t size, bool writable);
-  // Unmaps it. Nobody may use it any more, also no stream.
+  // Unmaps it. No thread and no stream may use it any more.
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
@@ -175,7 +174,8 @@ class GpuMemory {
 // Host memory that was made fit for copies by a GPU: its pages stay where they are.
 class GpuPin {
  public:
-  // Null if the system does not allow it. What somebody else has pinned stays his.
+  // Pins memory; null if the system does not allow it. Memory that was pinned before stays pinned
+  // when this ends.
   static std::unique_ptr<GpuPin> pin(Gpu& gpu, void* address, size_t size, bool writable);
   ~GpuPin();
   GpuPin(const GpuPin&) = delete;
@@ -204,8 +204,8 @@ class GpuChunk {
   void* data_ = nullptr;
 };
 
-// A copy between any two of: memory of GPUs, pinned memory. Starts behind what is on the stream.
-// Throws nothing.
+// Copies between memory of GPUs and pinned memory, after all earlier work on the stream. Throws
+// nothing.
 cuda::Result gpu_copy(const Gpu& gpu, void* target, const void* source, size_t size,
                       cuda::Stream stream);
 

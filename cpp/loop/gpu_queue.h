@@ -1,5 +1,5 @@
-// What one Node waits for on GPUs. Whoever drives the loop looks whether events have passed, as
-// long as waiters poll; before the loop sleeps, the GPU is told to wake it.
+// The events of GPUs for which one Node waits. The driving thread checks whether they have passed
+// while waiters poll; before the loop sleeps, the GPU gets a request to wake it.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class GpuLane {
 
   Gpu& gpu() const { return gpu_; }
   cuda::Stream stream() const { return stream_; }
-  // It is the one that all share, so that nothing on it may wait for streams of the user.
+  // Whether all share this lane: then nothing on it may wait for streams of the user.
   bool shared() const { return shared_; }
 
  private:
@@ -56,8 +56,8 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
   // The same for an event of a stream of the user, on which nothing of ours is put.
   void when(GpuEventPtr event, GpuThen then);
   // Driving thread, at the end of the Node: waits for what GPUs still do with memory of transfers.
-  // Not for ever: what a stream of the user holds up for too long is left (GpuOutcome), and its
-  // memory must stay until the process ends. What comes later is waited for at once.
+  // Not for ever: a copy that a stream of the user delays for too long is given up (GpuOutcome),
+  // and its memory must stay until the process ends. What comes later is waited for at once.
   void stop();
 
   bool poll() override;
@@ -77,7 +77,7 @@ class GpuQueue : public Poller, public std::enable_shared_from_this<GpuQueue> {
   static void leave(Waiting one);
 
   const std::shared_ptr<Progress> progress_;
-  // What functions on streams ring, which may be called after the Node is closed.
+  // The bell that functions on streams ring, which may be called after the Node is closed.
   struct Wake {
     std::mutex mutex;
     Descriptor event;

@@ -1,15 +1,15 @@
-// Progress: one epoll loop per Node that whoever waits drives, and a thread that drives it when
-// nobody waits. It knows descriptors, doorbells and conditions; no frames, no regions.
+// Progress: one epoll loop per Node, which waiting threads drive, and a thread that drives it when
+// no other does. It knows descriptors, doorbells and conditions; no frames, no regions.
 //
 // Invariants (docs/internals/threads.md explains them, models/wake.pml checks them):
-//  - At most one thread drives: driver_ says who. Only it dispatches handlers, jobs and timers.
+//  - At most one thread drives, and driver_ names it. Only it dispatches handlers, jobs and timers.
 //  - A waiter raises page.armed before its last look at its condition. A writer in another process
 //    stores its word, fences, and rings the doorbell if armed is not 0. So either the waiter sees
 //    the word or the doorbell rings.
-//  - Waiters that do not drive sleep on event_seq_. Whoever drives raises it after every change
-//    that a condition may depend on, and so does whoever stops driving while others sleep.
+//  - Waiters that do not drive sleep on event_seq_. The driver raises it after every change that a
+//    condition may depend on, and when it stops driving while others sleep.
 //  - The thread parks while others drive: with a time limit while they change quickly, of kParkNs,
-//    or longer where it drove in vain; for ever once one stays, who then wakes it when it stops.
+//    or longer where it drove in vain; for ever once one stays, which wakes it when it stops.
 #pragma once
 
 #include <atomic>
@@ -30,14 +30,14 @@
 
 namespace tensorwire {
 
-// Called by whoever drives, never concurrently.
+// Called by the driving thread, never concurrently.
 class Handler {
  public:
   virtual ~Handler() = default;
   virtual void on_ready(uint32_t events) = 0;
   // Called before the driver sleeps if the handler asked for it with flush_later().
   virtual void on_flush() {}
-  // It does something for others than the waiters here, such as to answer a peer.
+  // Whether it works for others than the waiters here, such as to answer a peer.
   virtual bool serves() const { return true; }
 };
 
@@ -68,10 +68,10 @@ class Notifier {
 
 class Progress;
 
-// What one peer of this host rings to wake this Node: an eventfd that is never read. Its loop is
-// told of every ring (EPOLLET), not of what the event holds. The peer shares it, and still cannot
-// hold up whoever rings or closes it: see EventRaiser. Each peer has its own, so that none can
-// take the rings of another.
+// A doorbell that one peer of this host rings to wake this Node: an eventfd that is never read. Its
+// loop gets every ring (EPOLLET), not the value. The peer shares it, and still cannot block a
+// thread that rings or closes it: see EventRaiser. Each peer has its own, so that none can take the
+// rings of another.
 class Doorbell : public Handler {
  public:
   // Rings reach that loop, which outlives it. Throws kBusy.
@@ -137,9 +137,9 @@ class Progress {
   void rang();
   // Work was queued that only a driver can finish. Any thread.
   void attention();
-  // A GPU has begun something that a poller looks for (+1), or that is over (-1): whoever drives
-  // knows of it before he sleeps. As with all that comes from outside, the thread may leave it for
-  // a millisecond to waiters that come and go. Any thread.
+  // A GPU has begun work that a poller looks for (+1), or ended it (-1): the driver learns of it
+  // before it sleeps. As with all events from outside, the thread may leave it for a millisecond to
+  // waiters that come and go. Any thread.
   void expect_gpu(int change);
   // +1 when a stream starts to wait for room in its socket, -1 when it stops. Any thread.
   void backlog(int change);

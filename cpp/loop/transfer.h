@@ -43,12 +43,12 @@ class Transfer {
   const Status& status() const { return status_; }
   uint64_t value() const { return value_; }  // of fetch_add: what the word held before
 
-  // Called by whoever carries it out, exactly once; later calls are a broken invariant.
+  // Completes it; called exactly once by the code that carries it out.
   void complete(Status status = {}, uint64_t value = 0);
 
-  // As complete(), of an operation that may still touch its memory: what it keeps stays for ever.
+  // Completes an operation that may still touch its memory: what it keeps stays for ever.
   void abandon(Status status);
-  // What streams of a GPU may wait for in its place; set before anybody else sees the transfer.
+  // The event that streams of a GPU may wait for instead; set before others see the transfer.
   void set_landing(GpuEventPtr event) { landing_ = std::move(event); }
   const GpuEventPtr& landing() const { return landing_; }
 

@@ -41,13 +41,13 @@ class Mapping {
   // Throws kInvalid, kNoMemory or kBusy.
   static std::shared_ptr<Mapping> restore(int memory, size_t size);
 
-  // Likewise memory of a GPU, at least `size` bytes of it, that create_on() made shareable. Throws
-  // as GpuMemory::import, kBusy.
+  // Maps memory of a GPU, at least `size` bytes of it, that create_on() made shareable. Throws like
+  // GpuMemory::import, and kBusy.
   static std::shared_ptr<Mapping> restore_on_gpu(int memory, size_t size);
 
   // Maps memory of another Node of this process for reading alone, at least `size` bytes of it. The
-  // descriptor was opened for reading alone, so that who gets it cannot map it for writing; it
-  // stays the caller's, and the mapping has one of its own. Verified as by import(). Throws
+  // descriptor was opened for reading alone, so that a peer that gets it cannot map it for writing;
+  // the caller keeps it, and the mapping has one of its own. Verified as by import(). Throws
   // kInvalid, kNoMemory or kBusy.
   static std::shared_ptr<Mapping> lend(int memory, size_t size);
 
@@ -76,9 +76,9 @@ class Mapping {
   // Throws kInvalid if one has, kUnavailable, kClosed once it is retired.
   void discard();
 
-  // The Node is closed: the descriptor is closed now, and the memory is given back now, or with the
-  // last view. Where it was lie zeros from then on, so that a thread that is late touches nothing
-  // of anybody. No NIC has the memory registered any more.
+  // Called when the Node is closed: closes the descriptor, and gives the memory back now, or with
+  // the last view. Zeros take its place, so that a late thread touches no other memory. No NIC has
+  // the memory registered any more.
   void retire();
   // A view of the memory keeps it. False, and no view, once it is retired.
   // shown: to whom it is not known what his streams do with it.
@@ -139,8 +139,8 @@ class MappingView {
   std::shared_ptr<Mapping> mapping_;
 };
 
-// The mappings of one Node, those of its own regions and those of peers' memory, as long as
-// somebody uses them. Thread-safe.
+// The mappings of one Node, of its own regions and of peers' memory, while they are used.
+// Thread-safe.
 class Mappings {
  public:
   // Retired at once if all are.

@@ -34,7 +34,7 @@ class PrivateMapping {
   size_t size() const { return shared_->size(); }
   const Mapping& shared() const { return *shared_; }
   bool usable() const { return epoch_ == fork::epoch(); }
-  // Whether the kernel tells which pages were written: tried once per process.
+  // Whether the kernel reports which pages were written: tried once per process.
   static bool told_by_kernel();
   // Whether that takes a nanosecond per page; else 25.
   bool tracked() const { return tracking_.has_value(); }

@@ -24,7 +24,7 @@ inline constexpr const char* kStale =
 // is no name.
 void check_region_name(const std::string& name);
 
-// What peers may do with a region.
+// The rights of peers on a region.
 struct Access {
   bool read = true;
   bool write = true;
@@ -37,7 +37,7 @@ struct Leased {
   std::atomic<size_t> regions{0};
 };
 
-// What the owner of a region and its peers both know of it.
+// The facts that the owner of a region and its peers both know of it.
 struct RegionFacts {
   uint32_t id = 0;          // slot in the owner's table
   uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
@@ -73,7 +73,7 @@ struct Region : RegionFacts {
 // Thread-safe.
 class RegionTable {
  public:
-  // on_awaited is called by whoever allocated a region with a name while somebody awaits one.
+  // on_awaited is called by a thread that allocated a region with a name while names are awaited.
   RegionTable(NodePage* page, std::shared_ptr<Mappings> mappings, std::function<void()> on_awaited)
       : page_(page), mappings_(std::move(mappings)), on_awaited_(std::move(on_awaited)) {}
 
@@ -85,8 +85,8 @@ class RegionTable {
   // generation, so that handles of then are good now. See Mapping::restore. Throws kInvalid (also:
   // name or slot taken, access "r"), kNoMemory, kBusy, kClosed.
   std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
-  // A region over memory of another Node of this process, which peers may read and nobody may write
-  // here. See Mapping::lend. Throws kInvalid (size, name), kNoMemory, kBusy, kClosed.
+  // Makes a read-only region over memory of another Node of this process. See Mapping::lend. Throws
+  // kInvalid (size, name), kNoMemory, kBusy, kClosed.
   std::shared_ptr<Region> lend(int memory, uint64_t size, const std::string& name);
   std::shared_ptr<Region> find(const std::string& name) const;  // null if there is none
   std::shared_ptr<Region> find(uint32_t id, uint64_t generation) const;
@@ -96,7 +96,7 @@ class RegionTable {
   void close();
   std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
   const Leased& leased() const { return *leased_; }
-  // How many more, or fewer, names are awaited. Whoever adds one looks for it once more after that.
+  // Adds to the number of awaited names. A caller that adds one looks for the name again then.
   void await_names(int change) { awaited_ += change; }
 
  private:

@@ -1,4 +1,4 @@
-// Which pages of a private mapping may have been written since it was made, asked of the kernel.
+// Asks the kernel which pages of a private mapping may have been written since it was made.
 //
 // The kernel write-protects the pages, lets each first write through and notes it (userfaultfd in
 // its asynchronous mode; Linux 6.7, Documentation/admin-guide/mm/userfaultfd.rst), and one call
@@ -21,9 +21,9 @@ using ByteRange = std::pair<uint64_t, uint64_t>;
 
 class WriteTracking {
  public:
-  // Of a private mapping, whole pages, before anybody has touched it; null where the kernel or a
-  // sandbox does not allow it, or where shared memory may be mapped in large pages, which tracking
-  // would split.
+  // Begins to track a private mapping of whole pages that was not touched yet; empty where the
+  // kernel or a sandbox does not allow it, or where shared memory may be mapped in large pages,
+  // which tracking would split.
   static std::optional<WriteTracking> begin(std::byte* data, size_t size);
 
   // Pages among which are all that were written since begin() or restart(), rising; nothing if the

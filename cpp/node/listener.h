@@ -1,9 +1,10 @@
-// The listener: the door of a Node. Accepts connections on tcp and takes them through the
-// handshake; whoever passes is handed on as a new peer.
+// The listener of a Node: accepts connections on tcp and takes them through the handshake; a
+// connection that passes becomes a new peer.
 //
 // Bounded: each connection has a deadline, and at most kMaxHandshakes have not proved the secret
 // yet. The oldest of them makes room, one that has said nothing before one that has sent its Hello,
-// and is told to come again. Who has proved the secret stays: the limit of peers bounds those.
+// and is told to come again. A connection that has proved the secret stays, within the limit of
+// peers.
 #pragma once
 
 #include <functional>

@@ -30,7 +30,7 @@ namespace tensorwire {
 // The goodbye of a side that gives no other reason.
 inline constexpr std::string_view kClosedByUser = "closed by its user";
 
-// What a Peer needs from its Node. Outlives it.
+// The parts of its Node that a Peer uses. Outlives the Peer.
 struct Fabric {
   std::shared_ptr<Progress> progress;
   std::shared_ptr<Traffic> traffic;
@@ -135,7 +135,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   // Loses the peer, if there still is one.
   std::function<void(Status)> on_failure();
   AskedPtr ask(const Header& header, std::string_view body, Asked::Wants wants);
-  // What came with a frame on the socket for descriptors.
+  // The descriptors that came with a frame on the socket for descriptors.
   struct Passed : Granted {
     Descriptor doorbell;
   };

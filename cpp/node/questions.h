@@ -37,7 +37,7 @@ struct Asked {
 };
 using AskedPtr = std::shared_ptr<Asked>;
 
-// What a peer gave with a grant, beside its frame.
+// The things that a peer gave with a grant, in addition to its frame.
 struct Granted {
   Status status;
   std::shared_ptr<Mapping> mapping;        // shm

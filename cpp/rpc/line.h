@@ -1,10 +1,10 @@
 // Frames of calls between two processes: written into memory of the other end over and over, in
 // order, and read there. docs/internals/rpc-wire.md has the tables.
 //
-// Each end has a ring, a region of 64 bytes and kRingBytes. Its first word counts the bytes that
-// were ever written into it, its second those that this end's own writes have had taken at the
-// other end: each end thus tells the other how far it has read, which is the room to write on. What
-// is behind the first word is whole, and in order: a write's word waits for those before.
+// Each end has a ring, a region of 64 bytes and kRingBytes. Its first word counts all bytes ever
+// written into it; its second counts the bytes of this end's own writes that the other end has
+// read, which gives the room for further writes. Bytes up to the first word are complete and in
+// order: the word of a write waits for all writes before.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ inline constexpr uint32_t kMostFrameBytes =
 // if they begin with none.
 FrameHeader first_frame(std::span<const char> bytes);
 
-// What the two directions of an end have in common.
+// The common base of the two directions of an end.
 struct LineEnd {
   // memory: this end's ring. other: that of the other end. Throws kUnavailable if one of them has
   // another size.
@@ -63,8 +63,7 @@ struct LineEnd {
   const PeerPtr peer;
 };
 
-// What arrives. One thread at a time, which may be interrupted while it waits by one that also
-// reads.
+// The receiving direction. One thread at a time, which another reader may interrupt while it waits.
 class LineReader {
  public:
   // The other end is told how far this one has read.
@@ -97,7 +96,7 @@ class LineReader {
   uint64_t taken_ = 0, told_ = 0;
 };
 
-// What leaves. One thread at a time.
+// The sending direction. One thread at a time.
 class LineWriter {
  public:
   // The other end's ring is written into; in this one's it tells how far it has read.
@@ -106,13 +105,13 @@ class LineWriter {
   // Bytes that can be written now. Throws FrameError (the other end has read more than there was),
   // kClosed.
   uint64_t room() const;
-  // Waits for so much room. False if the deadline passed (or a signal came). Throws as
+  // Waits for room for `bytes`. False if the deadline passed (or a signal came). Throws as
   // Node::wait_word.
   bool wait_room(uint64_t bytes, Deadline deadline) const;
   // The write before, if it is still under way. It may be done with the next look.
   TransferPtr under_way();
-  // Starts to write what there is room for, behind the write before. The bytes must stay until the
-  // transfer is done that it gives back. Throws as Peer::write.
+  // Starts to write as many bytes as there is room for, after the last write. The bytes must stay
+  // until the returned transfer is done. Throws as Peer::write.
   TransferPtr write(std::span<const char> bytes);
   const PeerPtr& peer() const { return end_.peer; }
 

@@ -7,7 +7,7 @@
 
 namespace tensorwire {
 
-// Runs it in so many threads at a time, each with its number, until all are done.
+// Runs `run` in `count` threads at the same time, each with its number, until all are done.
 inline void run_threads(int count, const std::function<void(int)>& run) {
   std::vector<std::thread> threads;
   for (int i = 0; i < count; ++i) threads.emplace_back(run, i);

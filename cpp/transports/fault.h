@@ -41,7 +41,7 @@ class FaultPlan {
 // plan does not go through one.
 class FaultyChannel : public Channel {
  public:
-  // Whoever holds `channel` holds its peer as well. cut loses that peer, in the driving thread.
+  // An owner of `channel` owns its peer as well. cut loses that peer, in the driving thread.
   FaultyChannel(std::shared_ptr<FaultPlan> plan, std::weak_ptr<Channel> channel,
                 std::shared_ptr<Progress> progress, std::function<void(Status)> cut)
       : plan_(std::move(plan)),
