@@ -18,7 +18,7 @@
 
 namespace tensorwire {
 
-// What GPUs moved for one Node.
+// Counters of the bytes that GPUs moved for one Node.
 struct GpuTraffic {
   std::atomic<uint64_t> bytes_direct{0};  // by one copy
   std::atomic<uint64_t> bytes_staged{0};  // through pinned chunks

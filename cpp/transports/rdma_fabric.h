@@ -62,7 +62,7 @@ struct RdmaMessage {
 
 struct RdmaWork;  // the user's: a call of several requests
 
-// Whoever uses an endpoint. Called in the driving thread without the lock.
+// The user of an endpoint. Called in the driving thread without the lock.
 class RdmaUser {
  public:
   virtual ~RdmaUser() = default;

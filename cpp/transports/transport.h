@@ -5,8 +5,8 @@
 //  - Completion means: placed in the target's memory. It never means that the target is alive,
 //    awake or has consumed the data.
 //  - Every transfer completes exactly once: also when the peer is lost or the Node is closed.
-//  - A signal given to write() is stored after all bytes of that call are placed: whoever sees
-//    word >= value through wait sees the bytes. Nothing follows about other calls. The word is
+//  - A signal given to write() is stored after all bytes of that call are placed: a thread that
+//    sees word >= value through wait sees the bytes. Nothing follows about other calls. The word is
 //    stored as a maximum, so it never falls.
 //  - The source of a write may be reused, and the destination of a read be looked at, when the
 //    transfer is done, not before.

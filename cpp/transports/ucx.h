@@ -1,7 +1,7 @@
-// What is used of UCX's interface (openucx.org, ucp.h of 1.13), declared here so that a machine
+// The used part of UCX's interface (openucx.org, ucp.h of 1.13), declared here so that a machine
 // without UCX builds the same library; the system's UCX is loaded at run time. UCX keeps these
 // layouts stable: fields are only appended, and a mask says which are set.
-// tests/ucx_test.cc compares them with UCX's own header where there is one.
+// cpp/tests/ucx_test.cc compares them with UCX's own header where there is one.
 #pragma once
 
 #include <sys/socket.h>

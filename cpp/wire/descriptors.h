@@ -1,6 +1,6 @@
-// Descriptors between two processes of one host: a datagram socket that nobody else can reach.
+// Descriptors between two processes of one host: a datagram socket that no other process can reach.
 //
-// Whatever comes from outside can block whoever touches it: a TCP socket lingers in close(), a file
+// A descriptor from outside can block its user: a TCP socket lingers in close(), a file
 // on a FUSE hangs in fstat(), and a message that is thrown away closes what it carried. So only the
 // threads of spawn_blocking() receive, examine and close what came; the driving thread gets
 // mappings and doorbells that were verified, and sends.

@@ -92,7 +92,7 @@ struct Meeting {
 
 using Secret = std::vector<uint8_t>;
 
-// What both sides derive from a secret and the two Hellos.
+// The keys that both sides derive from a secret and the two Hellos.
 struct Keys {
   Digest client, server;
   Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes> client_hello,

@@ -1,5 +1,5 @@
 // A Link: one connected tcp socket, plain or encrypted by TLS, with the calls of a socket that
-// never blocks. Whoever has one need not know which it is.
+// never blocks. Its user need not know which it is.
 #pragma once
 
 #include <memory>

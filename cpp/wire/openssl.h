@@ -1,7 +1,7 @@
-// What is used of OpenSSL 3 (openssl.org), declared here so that a machine without it builds the
+// The used part of OpenSSL 3 (openssl.org), declared here so that a machine without it builds the
 // same library; the system's libssl is loaded at run time, so a wheel carries no copy of it and its
 // security updates are the system's. The interface and these numbers are stable for all of 3.x.
-// tests/openssl_test.cc compares them with OpenSSL's own headers where there are any.
+// cpp/tests/openssl_test.cc compares them with OpenSSL's own headers where there are any.
 #pragma once
 
 #include <cstddef>

@@ -24,7 +24,7 @@ struct SocketAddress {
   uint16_t port() const;
   bool loopback() const;
   void set_port(uint16_t port);
-  // Of one end of a socket; no size if it has no internet address.
+  // Returns the address of one end of a socket; without size if it has no internet address.
   static SocketAddress of(int socket, bool other_end = false);
 };
 
