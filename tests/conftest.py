@@ -136,7 +136,7 @@ def place_of(item: pytest.Item, name: str) -> tuple[list[str], int, int]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """With `--last-failed` nothing to do is well done, if nothing has failed."""
+    """Lets `--last-failed` succeed without tests if no test has failed before."""
     cache = getattr(session.config, "cache", None)  # There is none with `-p no:cacheprovider`.
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf", False):
         if cache is not None and not cache.get("cache/lastfailed", {}):
@@ -144,7 +144,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """The limit that ends the run must not come before a test's own."""
+    """Refuses a test whose time limit is not below the limit that ends the run."""
     last = float(item.config.getini("faulthandler_timeout"))
     for mark in item.iter_markers("timeout"):
         if mark.args[0] >= last:
@@ -162,7 +162,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on how the developer's shell is set up."""
+    """Removes the TENSORWIRE_ variables of the developer's shell."""
     for name in os.environ:
         if name.startswith("TENSORWIRE_"):
             monkeypatch.delenv(name)

@@ -42,7 +42,7 @@ Hosts = tuple[Host, Host]
 
 @functools.cache
 def missing() -> str | None:
-    """Why two hosts cannot be made here."""
+    """Returns the reason why two hosts cannot be made here, or None."""
     if shutil.which("ip") is None:
         return "ip is missing: apt-get install iproute2"
     name = f"tw-probe-{os.getpid()}"
@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 @functools.cache
 def missing_shape() -> str | None:
-    """Why a link between two hosts cannot be shaped here."""
+    """Returns the reason why a link between two hosts cannot be shaped here, or None."""
     if why_not := missing():
         return why_not
     if shutil.which("tc") is None:
@@ -141,7 +141,7 @@ def move(host: Host, address: str) -> Host:
 
 @contextlib.contextmanager
 def enter(path: str) -> Iterator[None]:
-    """The calling thread, and threads that it starts, are on that host inside the block."""
+    """Moves the calling thread, and threads that it starts, to that host within the block."""
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(path, os.O_RDONLY)
     try:

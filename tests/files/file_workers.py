@@ -76,7 +76,7 @@ class FileJob:
 
     @staticmethod
     def address_of(process: subprocess.Popen[Any]) -> str:
-        """The address of server 0, when there is a file worker."""
+        """Waits until there is a file worker; returns the address of server 0."""
         deadline = time.monotonic() + 90
         while not (running_file_workers() and running_servers()):
             assert process.poll() is None
@@ -85,7 +85,7 @@ class FileJob:
         return running_servers()[0].address
 
     def worker(self, rank: int) -> FileWorker:
-        """A file worker, when the job has its optimizer."""
+        """Waits until the job has its optimizer; returns a file worker."""
         return self.worker_of(self.process, self.address(), rank)
 
     @staticmethod

@@ -188,7 +188,7 @@ def empty_memory() -> int:
 
 
 def vast_memory() -> int:
-    """Sealed, and larger than what any machine has; nothing of it exists yet."""
+    """Makes sealed memory larger than any machine's, of which no page exists yet."""
     return _memfd(1 << 46, wire.SEALS)
 
 
@@ -326,7 +326,7 @@ def put(to: socket.socket, message: bytes, descriptors: Sequence[int], name: str
     """Sends a message with descriptors, to the socket of this name if it is not connected.
 
     Raises:
-        OSError: nobody takes it, or not now.
+        OSError: no process receives it, or not now.
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
     to.sendmsg([message], rights, socket.MSG_DONTWAIT, *([name] if name else []))

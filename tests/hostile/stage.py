@@ -161,7 +161,7 @@ class Stage:
     # ---- a trial
 
     def begin(self) -> None:
-        """The attack begins now."""
+        """Tells all honest parties that the attack begins."""
         self._all("begin")
         call(self.plain, "begin")
         if self.job:
@@ -169,7 +169,7 @@ class Stage:
         self._begun, self._waited = time.monotonic(), waited(self.victim.pid)
 
     def end(self) -> Evidence:
-        """The attack ends now, its processes may still be there."""
+        """Ends the attack and returns the evidence; its processes may still live."""
         after, seconds = waited(self.victim.pid), time.monotonic() - self._begun
         parties: dict[str, Any] = {}
         facts = []

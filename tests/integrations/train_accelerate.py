@@ -165,7 +165,7 @@ def norm_alone(name: str) -> dict[str, Any]:
 
 
 def accumulated(name: str) -> dict[str, Any]:
-    """With a rest of an epoch."""
+    """Trains with accumulation and an incomplete group at the end of an epoch."""
     return trained("norm", gradient_accumulation_steps=2)
 
 

@@ -127,7 +127,7 @@ def clipped(name: str) -> dict[str, Any]:
 
 
 def accumulated(name: str) -> dict[str, Any]:
-    """With a rest of an epoch."""
+    """Trains with accumulation and an incomplete group at the end of an epoch."""
     return trained(name, gradient_accumulation_steps=2)
 
 

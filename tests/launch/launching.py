@@ -144,7 +144,7 @@ class Launched:
         return int(rest.partition(".")[0])
 
     def send(self, number: int) -> None:
-        """To the whole process group, as a terminal does."""
+        """Sends a signal to the whole process group, as a terminal does."""
         os.killpg(self.pid, number)
 
     def end(self) -> int:
@@ -194,7 +194,7 @@ def eventually(condition: Callable[[], bool], within_s: float = WAIT_S) -> bool:
 
 
 def lines_of(text: str, name: str) -> list[str]:
-    """The lines of one process, without the prefix."""
+    """Returns the lines of one process, without the prefix."""
     prefix = f"[{name}] "
     return [line.removeprefix(prefix) for line in text.split("\n") if line.startswith(prefix)]
 

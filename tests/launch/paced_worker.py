@@ -88,7 +88,7 @@ def run_store(
 
 
 def stop_now_and_then() -> None:
-    """For longer than a worker computes; a helper lets it go on."""
+    """Stops this process again and again for 0.1 s, longer than it computes."""
     pid = os.getpid()
     while True:
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def stop_now_and_then() -> None:
 
 
 def publish(store: OwnPaceStore, world: World, spec: Spec) -> None:
-    """All begin at 0."""
+    """Publishes zeros as the first values of all tensors."""
     if 0 in world.my_slices:
         for tensor, each in enumerate(spec.tensors):
             store.push(0, tensor, np.zeros(4 * each.elements, np.uint8))

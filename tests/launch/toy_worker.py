@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def contents(store: RemoteStore, version: Readable) -> bytes:
-    """All of a version: parameters, state, counts, numbers."""
+    """Returns the contents of a version: parameters, state, counts, numbers."""
     found = [version.counts().tobytes(), version.scalars().tobytes()]
     for place in store.layout.places:
         parts = version.value(place), version.state("velocity", place)

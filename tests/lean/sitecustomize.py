@@ -87,7 +87,7 @@ def _late(loader: Loader, module: ModuleType) -> None:
 
 
 def _behind_the_late(loader: Loader, module: ModuleType) -> None:
-    """The compiler needs what was left out, and in the order in which torch imports it."""
+    """Imports the late modules, in torch's order, before the compiler, which needs them."""
     for name in _LATE:
         if type(late := sys.modules.get(name)) is _Late:
             late._load()
@@ -95,7 +95,7 @@ def _behind_the_late(loader: Loader, module: ModuleType) -> None:
 
 
 def _sources_without_modules(loader: Loader, module: ModuleType) -> None:
-    """To say where an operator was made, torch looks through the files of all modules."""
+    """Finds the source of an operator without torch's search through the files of all modules."""
     _run(loader, module)
 
     def get_source(stacklevel: int) -> str:

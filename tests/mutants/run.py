@@ -72,7 +72,7 @@ class Copy:
         return commit
 
     def prepare(self) -> None:
-        """Makes all that the tests need beside the sources."""
+        """Makes everything that the tests need in addition to the sources."""
         self._make_environment()
         if reason := self._build():
             raise Broken(f"the last commit does not build:\n{reason}")
@@ -252,7 +252,7 @@ def _table(outcomes: list[Outcome]) -> str:
 
 
 def _counting(copy: Copy, drawing: Drawing, number: int) -> Fault:
-    """The fault of that number, applied; what does not build or import is drawn again."""
+    """Applies and returns the fault of that number; draws anew if it does not build or import."""
     fault = drawing.faults[number - 1]
     print(_described(number, fault), flush=True)
     while reason := copy.apply(fault):

@@ -35,7 +35,7 @@ class Descriptors:
 
 
 def all_of_it(transports: list[str], address: str) -> None:
-    """Everything that opens descriptors, once, as a Node that begins."""
+    """Opens everything that needs descriptors once, as a new Node does."""
     with Node("poor", transports=transports) as node:
         own = node.allocate(64, name="own")
         peer = node.connect(address, timeout_s=2.0)
