@@ -125,7 +125,7 @@ class FaultRow(Row):
 
     @property
     def equal(self) -> bool:
-        """Whether the disturbed jobs did the same as the undisturbed one."""
+        """True if the disturbed jobs did the same as the undisturbed one."""
         return self.parameters_equal and self.samples_once and self.steps_once
 
 

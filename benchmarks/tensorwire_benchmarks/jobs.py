@@ -85,7 +85,7 @@ class LaunchedJob:
 
     @property
     def runs(self) -> bool:
-        """Whether the launcher has not ended."""
+        """True until the launcher has ended."""
         return self.process.poll() is None
 
     @property

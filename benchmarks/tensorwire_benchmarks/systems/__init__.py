@@ -44,7 +44,7 @@ class System:
 
     @property
     def in_job(self) -> bool:
-        """Whether it is tensorwire, whose processes read their job from the environment."""
+        """True for tensorwire, whose processes read their job from the environment."""
         return self.server == _OWN_SERVER
 
     def missing(self) -> str | None:

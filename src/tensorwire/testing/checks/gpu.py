@@ -222,7 +222,8 @@ def stream_rounds(setup: CheckSetup, wait: bool = True, hold: bool = True) -> No
     for round_ in range(1, 25):
         stream, array = streams[round_ % 2], arrays[round_ % 2]
         value = round_value(round_)
-        stream.pause(dice.choice([0, 0, 1e-3, 3e-3]))
+        # Without the wait a transfer has to come before the fill, also on a busy machine.
+        stream.pause(dice.choice([0, 0, 1e-3, 3e-3]) if wait else 0.2)
         stream.fill(array, value)
         transfer = remote.write(array, stream=stream if wait else idle)
         if round_ % 3:
