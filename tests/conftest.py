@@ -135,11 +135,21 @@ def place_of(item: pytest.Item, name: str) -> tuple[list[str], int, int]:
     return together, item.callspec.indices[name], max(1, len(values))
 
 
+UNFINISHED = "tensorwire/unfinished"
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Lets `--last-failed` succeed without tests if no test has failed before."""
+    """With `--last-failed` nothing to do is well done, if a run has ended and nothing has failed.
+
+    A run that an error of pytest itself has ended knows neither what failed in it nor what would.
+    """
     cache = getattr(session.config, "cache", None)  # There is none with `-p no:cacheprovider`.
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf", False):
-        if cache is not None and not cache.get("cache/lastfailed", {}):
+    if cache is None or hasattr(session.config, "workerinput"):
+        return
+    if not session.config.getoption("lf", False):
+        cache.set(UNFINISHED, exitstatus == pytest.ExitCode.INTERNAL_ERROR)
+    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if not cache.get("cache/lastfailed", {}) and not cache.get(UNFINISHED, False):
             session.exitstatus = pytest.ExitCode.OK
 
 
