@@ -6,8 +6,9 @@ when worker 0 has made two steps after the last one, so that one of them needed 
 Sometimes two processes are killed at the same moment, or the one that replaces the first is killed
 as well; and some jobs lose a process before their first step, while stores are opened.
 
-`faults_judge.py`, a program of its own, compares the files that the jobs write. Recovery lasts from
-the kill until the step of worker 0 that ends its longest pause after it. It is warm if a standby
+`faults_judge.py`, which imports nothing of tensorwire, compares the files that the jobs write.
+
+Recovery lasts from the kill until the step of worker 0 that ends its longest pause after it. It is warm if a standby
 waited that had imported everything, else cold. A killed worker is started again and runs its
 script from the beginning; its recovery is a figure of its own, next to the time that a process
 alone needs from the script's start to the first epoch. Only kills of one process between two steps

@@ -270,7 +270,7 @@ SUMS = "mean(), sum(), barrier() or load()"
 DISAGREEMENTS = {
     "one_closes_one_steps": "close(), add_param_group() or edit() in worker 0, step() in worker 1",
     "another_order": "calls close(), add_param_group() or edit() of another optimizer while",
-    "one_closes_one_means": f"worker 1 calls {SUMS} while worker 0 calls close()",
+    "one_closes_one_means": f"has no more data, or calls {SUMS}, while worker 0 calls close()",
     "one_closes_one_makes": "worker 1 makes another optimizer or changes its parameter groups whil",
     "one_closes_one_leaves": "has left the job, others have not",
     "steps_in_another_order": "calls step() of another optimizer while worker",
