@@ -8,12 +8,12 @@ as well; and some jobs lose a process before their first step, while stores are 
 
 `faults_judge.py`, which imports nothing of tensorwire, compares the files that the jobs write.
 
-Recovery lasts from the kill until the step of worker 0 that ends its longest pause after it. It is warm if a standby
-waited that had imported everything, else cold. A killed worker is started again and runs its
-script from the beginning; its recovery is a figure of its own, next to the time that a process
-alone needs from the script's start to the first epoch. Only kills of one process between two steps
-are timed. In the scenario `launcher`, `tensorwire run` is killed: the job ends, no process may be
-left, and the same command continues from the last checkpoint, with the same bits.
+Recovery lasts from the kill until the step of worker 0 that ends its longest pause after it. It is
+warm if a standby waited that had imported everything, else cold. A killed worker is started again
+and runs its script from the beginning; its recovery is a figure of its own, next to the time that a
+process alone needs from the script's start to the first epoch. Only kills of one process between
+two steps are timed. In the scenario `launcher`, `tensorwire run` is killed: the job ends, no
+process may be left, and the same command continues from the last checkpoint, with the same bits.
 
 `faults_changes.py` measures how long workers wait when shares move, when workers come and go, and
 when processes die in other modes.
