@@ -1,4 +1,4 @@
-"""What `--last-failed` says after a run that an error of pytest itself has ended."""
+"""Reruns of failed tests, after a run that an error of pytest itself has ended."""
 
 import os
 import subprocess
