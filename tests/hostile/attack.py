@@ -17,7 +17,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -147,6 +148,21 @@ def call(name: str, *arguments: Any) -> None:
     """A function of the C library that returns 0."""
     if getattr(libc, name)(*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def apart(run: Callable[..., None], *arguments: Any) -> None:
+    """Runs a function in another process, which ends with this one and never goes on as it.
+
+    What fails there is printed to stderr, so that the trial counts as broken.
+    """
+    if os.fork() == 0:
+        try:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            run(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
 
 
 def enter_space(space: str) -> None:

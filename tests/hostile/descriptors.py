@@ -313,12 +313,12 @@ def hold_pipe(hung: int, read_end: int, write_end: int, by: str) -> None:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     page = libc.mmap(None, 4096, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, hung, 0)
     if by == "a write":
-        libc.write(write_end, ctypes.c_void_p(page), ctypes.c_size_t(1))
+        libc.write(write_end, ctypes.c_void_p(page), ctypes.c_size_t(8))
     else:
         os.set_blocking(write_end, False)
         with contextlib.suppress(BlockingIOError):
-            os.write(write_end, b"x")
-        libc.read(read_end, ctypes.c_void_p(page), ctypes.c_size_t(1))
+            os.write(write_end, (1).to_bytes(8, "little"))  # an eventfd takes eight bytes
+        libc.read(read_end, ctypes.c_void_p(page), ctypes.c_size_t(8))
     time.sleep(60)
 
 

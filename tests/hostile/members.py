@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import time
 from random import Random
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 import descriptors
 import fuse
 import wire
-from attack import PR_SET_PDEATHSIG, Attack, call, granted, here, names_of_sockets
+from attack import Attack, apart, granted, here, names_of_sockets
 from wire import Wire
 
 SPACES = ("here", "mounts and processes", "user")
@@ -222,9 +221,9 @@ class Doorbell(Attack):
         self.bell = frame.descriptors[1]
         os.set_blocking(self.bell, False)
         self.stream = stream
-        if self.hung >= 0 and os.fork() == 0:
-            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            descriptors.hold_pipe(self.hung, self.bell, self.bell, self.values["how"][10:])
+        if self.hung >= 0:
+            by = self.values["how"].removeprefix("hold by ")
+            apart(descriptors.hold_pipe, self.hung, self.bell, self.bell, by)
 
 
 class Frames(Attack):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import descriptors
 import fuse
 import wire
-from attack import PR_SET_PDEATHSIG, Attack, call
+from attack import PR_SET_PDEATHSIG, Attack, apart, call
 from wire import Frame, HungUp, Wire
 
 REGION_BYTES = 1 << 20
@@ -196,9 +196,8 @@ class Memory(Owner):
         return super().prepare()
 
     def act(self) -> None:
-        if self.acts == 0 and os.fork() == 0:
-            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            self.beside()
+        if self.acts == 0:
+            apart(self.beside)
         super().act()
 
     def attach(self, stream: Wire) -> None:
