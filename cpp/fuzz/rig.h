@@ -176,8 +176,8 @@ class Line : private FrameSink {
     rig().fabric.progress->run([] {});
     if (!theirs_) return;
     auto end = Clock::now() + std::chrono::seconds(20);
-    while (theirs_->receiving() && Clock::now() < end) ::usleep(20);
-    EXPECT(!theirs_->receiving());
+    while (theirs_->busy() && Clock::now() < end) ::usleep(20);
+    EXPECT(!theirs_->busy());
     rig().fabric.progress->run([] {});
   }
 

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <future>
 #include <string>
+#include <thread>
 
 #include "base/blocking.h"
 #include "base/clock.h"
@@ -173,6 +174,41 @@ TEST_CASE("descriptors: what nobody takes holds up nobody when the socket ends")
   ends.send(fd);
   ::close(fd);
   CHECK(seconds([&] { ends.server.reset(); }) < kLingerS / 2);
+  taker.reset();
+}
+
+TEST_CASE("descriptors: what nobody takes holds up nobody when the other end has left") {
+  Ends ends;
+  Descriptor taker;
+  int fd = lingering(taker);
+  ends.send(fd);
+  ::close(fd);
+  ends.client.reset();
+  std::promise<Status> failed;
+  ends.server->start(ends.progress, [&](Status status) { failed.set_value(status); });
+  auto memory = Mapping::create(1, true, true);
+  fd = memory->descriptor();
+  CHECK(seconds([&] {  // to send throws away what came
+          ends.progress->run([&] { ends.server->send({}, {&fd, 1}, memory, [] {}); });
+          while (ends.server->queued() > 0) std::this_thread::yield();
+          ends.progress->run([] {});
+        }) < kLingerS / 2);
+  taker.reset();
+  CHECK(failed.get_future().get().code == Code::kPeerLost);
+}
+
+TEST_CASE("descriptors: an error of the other end's making does not stand for an empty queue") {
+  int ends[2];
+  REQUIRE(::socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends) == 0);
+  auto server = std::make_shared<DescriptorSocket>(Descriptor(ends[0]));
+  Descriptor other(ends[1]), taker;
+  int fd = lingering(taker);
+  REQUIRE(pass_descriptors(other.get(), "x", {&fd, 1}) == 1);
+  ::close(fd);
+  sockaddr nowhere{};
+  nowhere.sa_family = AF_UNSPEC;
+  REQUIRE(::connect(other.get(), &nowhere, sizeof nowhere) == 0);  // server's next call: ECONNRESET
+  CHECK(seconds([&] { server.reset(); }) < kLingerS / 2);
   taker.reset();
 }
 

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "base/blocking.h"
 #include "memory/region.h"
@@ -192,7 +193,8 @@ DescriptorSocket::~DescriptorSocket() {
   if (fd < 0) return;
   char byte;
   ::shutdown(fd, SHUT_RDWR);  // from now on nothing gets into the queue
-  bool empty = ::recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0;
+  // Any other error is the other end's doing, and says nothing of the queue.
+  bool empty = ::recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN;
   if (empty) {
     ::close(fd);
     return;
@@ -212,51 +214,116 @@ void DescriptorSocket::start(std::shared_ptr<Progress> progress,
 
 void DescriptorSocket::send(const Header& header, std::span<const int> descriptors,
                             std::shared_ptr<void> keep, std::function<void()> sent) {
-  if (closed_) return;
-  auto self = shared_from_this();  // failed_ may drop it
-  Waiting message{
-      header, {descriptors.begin(), descriptors.end()}, std::move(keep), std::move(sent)};
-  if (waiting_.empty() && push(message)) return;
-  if (closed_) return;
-  waiting_.push_back(std::move(message));
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    waiting_.push_back(
+        {header, {descriptors.begin(), descriptors.end()}, std::move(keep), std::move(sent)});
+    if (sending_ || full_) return;
+    sending_ = true;
+  }
+  begin_sending();
+}
+
+size_t DescriptorSocket::queued() {
+  std::lock_guard lock(mutex_);
+  return waiting_.size();
+}
+
+void DescriptorSocket::begin_sending() {
   try {
-    if (!watched_) progress_->watch(socket_.get(), EPOLLOUT, shared_from_this());
-    watched_ = true;
+    spawn_blocking([self = shared_from_this()] { self->send_all(); });
   } catch (const Error& error) {
-    failed_(error.status());
+    std::unique_lock lock(mutex_);
+    sending_ = false;
+    lock.unlock();
+    fail(error.status());
   }
 }
 
-// False if there is no room now, or never again.
-bool DescriptorSocket::push(const Waiting& message) {
-  std::string_view bytes(reinterpret_cast<const char*>(&message.header), sizeof(Header));
+// On a thread that may block.
+void DescriptorSocket::send_all() {
+  auto self = shared_from_this();
   for (;;) {
-    if (pass_descriptors(socket_.get(), bytes, message.descriptors) >= 0) {
-      message.sent();
-      return true;
+    auto message = std::make_shared<Waiting>();
+    {
+      std::lock_guard lock(mutex_);
+      if (waiting_.empty()) {
+        sending_ = false;
+        return;
+      }
+      *message = std::move(waiting_.front());
+      waiting_.pop_front();
     }
-    if (errno == EINTR) continue;
-    if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
-    bool many = errno == ETOOMANYREFS;
-    std::string why = system_message("cannot pass shared memory", errno);
-    close();
-    failed_({many ? Code::kBusy : Code::kPeerLost,
-             why + (many ? " (descriptors on their way; see ulimit -n)" : "")});
-    return false;
+    std::string_view bytes(reinterpret_cast<const char*>(&message->header), sizeof(Header));
+    ssize_t size;
+    do {
+      size = pass_descriptors(socket_.get(), bytes, message->descriptors);
+    } while (size < 0 && errno == EINTR);
+    if (size >= 0) {
+      progress_->post([message] {
+        message->sent();
+        return false;
+      });
+      continue;
+    }
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      {
+        std::lock_guard lock(mutex_);
+        sending_ = false;
+        if (closed_) return;
+        full_ = true;
+        waiting_.push_front(std::move(*message));
+      }
+      progress_->post([self] {
+        self->wait_for_room();
+        return false;
+      });
+      return;
+    }
+    const int error = errno;
+    std::unique_lock lock(mutex_);
+    sending_ = false;
+    lock.unlock();
+    const bool many = error == ETOOMANYREFS;
+    std::string why = system_message("cannot pass shared memory", error);
+    Status status{many ? Code::kBusy : Code::kPeerLost,
+                  why + (many ? " (descriptors on their way; see ulimit -n)" : "")};
+    progress_->post([self, status] {
+      self->fail(status);
+      return false;
+    });
+    return;
+  }
+}
+
+void DescriptorSocket::wait_for_room() {
+  if (closed_) return;
+  try {
+    progress_->watch(socket_.get(), EPOLLOUT, shared_from_this());
+    watched_ = true;
+  } catch (const Error& error) {
+    fail(error.status());
   }
 }
 
 void DescriptorSocket::on_ready(uint32_t) {
-  auto self = shared_from_this();
-  while (!closed_ && !waiting_.empty()) {
-    Waiting message = std::move(waiting_.front());
-    waiting_.pop_front();
-    if (push(message)) continue;
-    if (!closed_) waiting_.push_front(std::move(message));
-    return;
-  }
-  if (watched_) progress_->unwatch(socket_.get());
+  progress_->unwatch(socket_.get());
   watched_ = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    full_ = false;
+    sending_ = true;
+  }
+  begin_sending();
+}
+
+void DescriptorSocket::fail(Status status) {
+  auto self = shared_from_this();  // failed_ may drop it
+  if (closed_) return;
+  close();
+  failed_(std::move(status));
 }
 
 void DescriptorSocket::receive(std::function<void(const DescriptorMessage&)> examine) {
@@ -287,16 +354,17 @@ void DescriptorSocket::receive_all() {
   }
 }
 
-bool DescriptorSocket::receiving() {
+bool DescriptorSocket::busy() {
   std::lock_guard lock(mutex_);
-  return receiving_;
+  return receiving_ || sending_;
 }
 
 void DescriptorSocket::close() {
-  if (closed_) return;
-  closed_ = true;
-  if (watched_) progress_->unwatch(socket_.get());
-  waiting_.clear();
+  std::deque<Waiting> unsent;  // what they keep ends here, not under the lock
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  if (std::exchange(watched_, false)) progress_->unwatch(socket_.get());
+  unsent.swap(waiting_);
 }
 
 }  // namespace tensorwire

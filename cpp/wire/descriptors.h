@@ -1,9 +1,10 @@
 // Descriptors between two processes of one host: a datagram socket that no other process can reach.
 //
 // A descriptor from outside can block its user: a TCP socket lingers in close(), a file
-// on a FUSE hangs in fstat(), and a message that is thrown away closes what it carried. So only the
-// threads of spawn_blocking() receive, examine and close what came; the driving thread gets
-// mappings and doorbells that were verified, and sends.
+// on a FUSE hangs in fstat(), and a message that is thrown away closes what it carried. Sending
+// throws away all that came, if the other end is closed. So only the threads of spawn_blocking()
+// send, receive, examine and close; the driving thread gets mappings and doorbells that were
+// verified.
 //
 // How the two sockets meet, so that at no moment a stranger can put anything into their queues:
 // a datagram socket that is connected takes messages of its partner alone. The client binds its
@@ -79,17 +80,17 @@ class DescriptorSocket : public Handler, public std::enable_shared_from_this<Des
 
   // Before the first send. failed is called by the driving thread, at most once.
   void start(std::shared_ptr<Progress> progress, std::function<void(Status)> failed);
-  // Sends a message, now or when there is room, and then calls sent, in the driving thread. keep
+  // Sends a message soon, or when there is room, and then calls sent, in the driving thread. keep
   // owns the descriptors. Driving thread only.
   void send(const Header& header, std::span<const int> descriptors, std::shared_ptr<void> keep,
             std::function<void()> sent);
-  // Messages that wait for room. Driving thread only.
-  size_t queued() const { return waiting_.size(); }
+  // Messages that are not sent yet. Any thread.
+  size_t queued();
   // Takes the next message, which must be there already, and has it examined on a thread that may
   // block. One after the other. Any thread. Throws kBusy.
   void receive(std::function<void(const DescriptorMessage&)> examine);
-  // A message is being received or examined.
-  bool receiving();
+  // A thread sends, receives or examines a message.
+  bool busy();
   // Nothing is sent any more. Driving thread only; idempotent.
   void close();
 
@@ -102,19 +103,24 @@ class DescriptorSocket : public Handler, public std::enable_shared_from_this<Des
     std::shared_ptr<void> keep;
     std::function<void()> sent;
   };
-  bool push(const Waiting& message);
+  void begin_sending();
+  void send_all();
+  void wait_for_room();
+  void fail(Status status);
   void receive_all();
 
   Descriptor socket_;
   uint64_t name_ = 0;
   std::shared_ptr<Progress> progress_;
   std::function<void(Status)> failed_;
-  std::deque<Waiting> waiting_;  // driving thread only
-  bool watched_ = false, closed_ = false;
+  bool watched_ = false;  // driving thread only
 
   std::mutex mutex_;
+  std::deque<Waiting> waiting_;
   std::deque<std::function<void(const DescriptorMessage&)>> examiners_;
-  bool receiving_ = false;
+  bool sending_ = false;  // a thread does
+  bool full_ = false;     // the driving thread waits for room
+  bool receiving_ = false, closed_ = false;
 };
 
 }  // namespace tensorwire
