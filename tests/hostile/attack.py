@@ -153,7 +153,7 @@ def call(name: str, *arguments: Any) -> None:
 def apart(run: Callable[..., None], *arguments: Any) -> None:
     """Runs a function in another process, which ends with this one and never goes on as it.
 
-    What fails there is printed to stderr, so that the trial counts as broken.
+    A failure there is printed to stderr, so that the trial counts as broken.
     """
     if os.fork() == 0:
         try:
