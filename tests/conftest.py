@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import warm
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,13 +20,11 @@ settings.load_profile("any machine")
 # It hides output that a killed process has not written.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# Processes that tests start begin and end faster with torch: see that file.
-LEAN = str(ROOT / "tests" / "lean")
-_paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in ("", LEAN)]
-os.environ["PYTHONPATH"] = os.pathsep.join([LEAN, *_paths])
-
 # numpy's OpenBLAS starts a thread per core, which waits busily: half of the CPU time of its import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Torch is imported once, not by each process that a test starts: see that file.
+warm.install(warm.begin_nursery)
 
 # A shell starts what runs in the background deaf to it, and with it all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,8 +175,8 @@ def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     for name in os.environ:
         if name.startswith("TENSORWIRE_"):
             monkeypatch.delenv(name)
-    if request.node.get_closest_marker("whole_torch"):
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(_paths))
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setenv(warm.COLD, "1")
 
 
 @pytest.fixture(scope="session")

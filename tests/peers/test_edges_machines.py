@@ -23,6 +23,7 @@ def test_the_graph_has_every_protocol() -> None:
     assert {slot.protocol for slot in slots} == {"static", "bounded", "unbounded"}
 
 
+@pytest.mark.cold  # neither imports torch
 @pytest.mark.usefixtures("nothing_left")
 def test_two_processes_equal_one(transport: str) -> None:
     alone = program.Program()

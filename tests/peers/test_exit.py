@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cold  # in which order an interpreter takes itself apart
+
 HEAD = """
 import atexit
 late = []  # called at exit, after what tensorwire does then

@@ -145,6 +145,7 @@ def test_a_network_of_its_own_is_another_host() -> None:
     assert here.strip() == host_id()
 
 
+@pytest.mark.cold
 def test_a_torch_tensor_is_made_where_nobody_has_imported_torch() -> None:
     script = """
 import sys

@@ -14,7 +14,7 @@ from programs import output_of
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.whole_torch  # what people run is tested as they run it
+pytestmark = pytest.mark.cold  # what people run is tested as they run it
 TWINS = ["digits_cnn", "char_transformer"]
 SMALL = ["--characters=9000", "--batch-size=4", "--sample=20"]
 FENCE = r"^```{}\n(.*?)^```$"

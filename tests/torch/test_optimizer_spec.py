@@ -155,6 +155,7 @@ def test_nonsense_in_the_environment(named: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_making_a_step_imports_no_compiler() -> None:
     """Named for a bug: the first step on a server took seconds, for torch's compiler."""
     program = f"""

@@ -85,6 +85,7 @@ def test_without_memory(local: object, advice: str) -> None:
         as_local(local)
 
 
+@pytest.mark.cold
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys, numpy, tensorwire.memory.buffers as b; b.as_local(b'x');"

@@ -332,6 +332,7 @@ def test_a_long_file_is_found(tmp_path: Path) -> None:
     assert long_files(tmp_path, "*.h", "*.cc") == ["long.cc has 601 lines"]
 
 
+@pytest.mark.cold
 def test_import_needs_numpy_only() -> None:
     """Whatever else is installed, `import tensorwire` does not load it."""
     command = [sys.executable, "-c", "import sys, tensorwire; print(*sys.modules)"]
