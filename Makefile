@@ -3,7 +3,7 @@
 #
 #   make test ARGS='-k signal'      more arguments for pytest, the benchmark or the example
 #   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
-#   make JOBS=1 test                tests in so many processes; default: one per core
+#   make JOBS=1 test                tests in so many processes; default: two more than there are cores
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 #   make TORCH=2.14.0 test-torch    another torch than the second one of CI
 #   make SEED=7 mutants             the faults of this seed; ARGS='--only 5' repeats one of them
@@ -14,7 +14,8 @@ PYTHON ?= python3
 TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000
-JOBS ?= $(shell nproc)
+# Tests wait now and then: more processes than cores keep the cores busy meanwhile.
+JOBS ?= $(shell expr $$(nproc) + 2)
 SEED ?=
 TRIALS ?= 20
 TRIAL ?=
