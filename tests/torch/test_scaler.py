@@ -65,6 +65,24 @@ def test_a_scaler_updates_once_per_step_of_several_slices(team: Team) -> None:
     assert team.alone(scaling_slices, slices=2) == team.run(scaling_slices)[0]
 
 
+def scale_beyond_numbers(job: tw.Job, scale: float, unscale: bool) -> None:
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    scaler = tw.GradScaler(init_scale=scale)
+    scaler.scale(loss(model, batch(0, job.rank))).backward()
+    if unscale:
+        scaler.unscale_(opt)
+    scaler.step(opt)
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("scale", [0.0, float("inf")])
+def test_a_scale_without_an_inverse_is_an_error(team: Team, scale: float, unscale: bool) -> None:
+    """Named for a bug: a bare ZeroDivisionError, or a scale of 0 that a server complained of."""
+    for failure in team.failures(scale_beyond_numbers, scale, unscale):
+        assert "init_scale=" in failure.text
+
+
 def scaler_forgotten(job: tw.Job) -> None:
     model = net()
     opt = tw.DistributedOptimizer(sgd(model), model)

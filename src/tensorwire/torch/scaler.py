@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class GradScaler(torch.amp.GradScaler):
         """Steps unless the averaged gradient is not finite.
 
         Raises:
-            RuntimeError: called twice between `update()`s, or with a closure.
+            RuntimeError: called twice between `update()`s, with a closure, or at a scale of 0 or
+                infinity.
         """
         if not self._enabled or not isinstance(optimizer, DistributedMixin):
             super().step(optimizer, *args, **kwargs)
@@ -45,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         core.reducer.check_scalable()
         self._begin(core)
         self._check_scale_growth_tracker("step")
-        core.scaling, core.finite = (1.0 / self.get_scale(), True), True
+        core.scaling, core.finite = (self._inverse(), True), True
         try:
             optimizer.step(*args, **kwargs)
         finally:
@@ -69,13 +71,24 @@ class GradScaler(torch.amp.GradScaler):
         self._begin(core)
         self._check_scale_growth_tracker("unscale_")
         core.reducer.check_scalable()
-        core.synchronize(scale=1.0 / self.get_scale())
+        core.synchronize(scale=self._inverse())
         state["stage"] = OptState.UNSCALED
 
     def _begin(self, core: Replica) -> None:
         """Makes the scale where another process of a split model has scaled the loss."""
         if core.ownership.split and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    def _inverse(self) -> float:
+        """Returns the factor that takes the scale out of gradients."""
+        scale = float(self.get_scale())
+        if not 0 < scale < math.inf:
+            raise RuntimeError(
+                f"the loss scale is {scale}, with which no step can be made: begin with an "
+                "init_scale= above 0; a scale that has shrunk to 0 means that the loss was not "
+                "finite for hundreds of steps, so look for NaN and infinity in it"
+            )
+        return 1.0 / scale
 
     def update(self, new_scale: Any = None) -> None:
         """Updates the scale as in torch; once per step also with several slices per worker."""
