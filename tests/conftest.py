@@ -23,9 +23,6 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # numpy's OpenBLAS starts a thread per core, which waits busily: half of the CPU time of its import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Torch is imported once, not by each process that a test starts: see that file.
-warm.install(warm.begin_nursery)
-
 # A shell starts what runs in the background deaf to it, and with it all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,6 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 WAYS = ("path", "runtime", "transport", "transports", "wire")
 # tests/rpc: attachments by both transports, then the runtime by both, then grpcio.
 SYSTEM = "system"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has torch imported once, not by each process that a test starts: see tests/warm.py."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and not config.getoption("collectonly"):
+        warm.install(warm.begin_nursery())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

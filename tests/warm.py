@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -38,6 +39,10 @@ from types import ModuleType
 from typing import Any
 
 COLD = "TENSORWIRE_TESTS_COLD"
+# The nursery imports these; some machines are too slow for all.
+MODULES = os.environ.get(
+    "TENSORWIRE_TESTS_MODULES", "numpy torch torch._dynamo torch.utils.data"
+).split()
 _PR_SET_PDEATHSIG = 1
 _CLONE_PARENT, _CLONE_CHILD_SETTID = 0x8000, 0x1000000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
@@ -93,11 +98,20 @@ class Command:
         )
 
 
-def parse(arguments: Sequence[Any], child: str) -> Command | None:
+@functools.cache
+def child_script() -> str:
+    """Returns the path of launch/child.py, found without an import of tensorwire."""
+    package = importlib.util.find_spec("tensorwire")
+    assert package is not None
+    assert package.origin is not None
+    return str(Path(package.origin).parent / "launch" / "child.py")
+
+
+def parse(arguments: Sequence[Any]) -> Command | None:
     """Reads a command line of Python; None if it is another program's, or has other options."""
     words = [os.fsdecode(word) for word in arguments]
     tied_to, open_files = 0, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if words[:4] == [sys.executable, "-I", "-S", child]:  # launch/child.py turns into the rest
+    if words[:4] == [sys.executable, "-I", "-S", child_script()]:  # it turns into the rest
         tied_to, open_files, words = int(words[4]), (int(words[5]), open_files[1]), words[6:]
     if not words or words[0] != sys.executable:
         return None
@@ -138,11 +152,18 @@ def _is_ignored(number: int) -> bool:
 class Nursery:
     """Asks a nursery for processes; one per process that starts others. Thread-safe."""
 
-    def __init__(self, connection: socket.socket, ready: dict[str, Any], child: str) -> None:
+    def __init__(self, connection: socket.socket, ready: dict[str, Any] | None = None) -> None:
         self._connection = connection
-        self._ready = ready
-        self._child = child
+        self._told = ready
         self._lock = threading.Lock()
+
+    @property
+    def _ready(self) -> dict[str, Any]:
+        """Waits until the nursery has imported everything; returns what it says of itself."""
+        with self._lock:
+            if self._told is None:
+                self._told = pickle.loads(self._connection.recv(1_000_000))
+            return self._told
 
     def start(
         self,
@@ -159,7 +180,7 @@ class Nursery:
         Returns:
             Its pid, of a child of this process; None if it would not be what the command gives.
         """
-        command = parse(arguments, self._child)
+        command = parse(arguments)
         if command is None:
             return None
         given = os.environ if environment is None else environment
@@ -215,20 +236,16 @@ class Nursery:
 
 _execute_child: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _signature = inspect.signature(_execute_child)
-_nursery: Nursery | None = None
 
 
-def install(begin: Callable[[], Nursery]) -> None:
-    """Has the commands of `subprocess.Popen` forked by a nursery, begun with the first of them."""
+def install(nursery: Nursery) -> None:
+    """Has the commands of `subprocess.Popen` forked by a nursery."""
 
     def execute_child(self: subprocess.Popen[Any], *args: Any, **more: Any) -> None:
-        global _nursery
         given = _signature.bind(self, *args, **more).arguments
         if _is_plain(given):
-            if _nursery is None:
-                _nursery = begin()
             ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-            pid = _nursery.start(
+            pid = nursery.start(
                 given["args"], given["env"], given["cwd"], ends, sorted(given["pass_fds"]),
                 given["start_new_session"], given["process_group"],
             )  # fmt: skip
@@ -259,10 +276,11 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
 
 
 def begin_nursery() -> Nursery:
-    """Starts a process that imports torch and forks others."""
+    """Starts a process that imports torch and forks others; does not wait for it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     folder = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {folder!r}); import warm; warm.nurse({theirs.fileno()})"
+    call = f"warm.nurse({theirs.fileno()}, {MODULES})"
+    code = f"import sys; sys.path.insert(0, {folder!r}); import warm; {call}"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with theirs:
         process = subprocess.Popen(
@@ -272,10 +290,11 @@ def begin_nursery() -> Nursery:
             env={**environment, COLD: "1"},
             start_new_session=True,
         )
-    nursery = Nursery(ours, *pickle.loads(ours.recv(1_000_000)))
+    nursery = Nursery(ours)
 
     def end() -> None:
         nursery.close()
+        process.kill()
         process.wait()
 
     atexit.register(end)
@@ -285,11 +304,11 @@ def begin_nursery() -> Nursery:
 # ---- in the nursery
 
 
-def nurse(descriptor: int) -> None:
-    """Imports torch, then forks processes until the other end of a socket is closed."""
+def nurse(descriptor: int, modules: Sequence[str]) -> None:
+    """Imports torch and others, then forks processes until the other end of a socket is closed."""
     atexit.register(_keep_modules)
     gc.disable()
-    for name in ("numpy", "torch", "torch._dynamo", "torch.utils.data"):
+    for name in modules:
         importlib.import_module(name)
     gc.enable()
     gc.collect()
@@ -307,12 +326,9 @@ def nurse(descriptor: int) -> None:
         "path": set(sys.path),
     }
     base = [entry for entry in sys.path if entry not in here | given]
-    package = importlib.util.find_spec("tensorwire")  # which imports nothing of it
-    assert package is not None
-    assert package.origin is not None
-    child = str(Path(package.origin).parent / "launch" / "child.py")
-    connection.send(pickle.dumps((ready, child)))
-    _serve(connection, base, ready, child)
+    child_script()
+    connection.send(pickle.dumps(ready))
+    _serve(connection, base, ready)
 
 
 _imported: list[str] = []
@@ -338,7 +354,7 @@ def _skip_destructors() -> None:
     libc.__cxa_atexit(libc.fflush, None, None)
 
 
-def _serve(connection: socket.socket, base: list[str], ready: Any, child: str) -> None:
+def _serve(connection: socket.socket, base: list[str], ready: Any) -> None:
     """Forks processes; returns in this process alone, when the other end is closed."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(
@@ -350,7 +366,7 @@ def _serve(connection: socket.socket, base: list[str], ready: Any, child: str) -
         if (pid := _fork_for_the_parent()) == 0:
             connection.close()
             del connection
-            _become(command, descriptors, base, ready, child)
+            _become(command, descriptors, base, ready)
         for each in descriptors:
             os.close(each)
         connection.send(str(pid).encode())
@@ -385,9 +401,7 @@ def _fork_for_the_parent() -> int:
     return pid
 
 
-def _become(
-    command: Command, descriptors: list[int], base: list[str], ready: Any, child: str
-) -> None:
+def _become(command: Command, descriptors: list[int], base: list[str], ready: Any) -> None:
     """Turns into a process that runs a command; does not return."""
     _take_descriptors(descriptors, command.numbers)
     if command.new_session:
@@ -409,7 +423,7 @@ def _become(
     except OSError as error:
         os._exit(_complain(f"{os.fsdecode(command.folder)}: {error.strerror}"))
     if command.is_launcher:
-        _fork_nursery(base, ready, child)
+        _fork_nursery(base, ready)
     _run(command, base)
 
 
@@ -453,7 +467,7 @@ def _open_standard(unbuffered: bool) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _fork_nursery(base: list[str], ready: Any, child: str) -> None:
+def _fork_nursery(base: list[str], ready: Any) -> None:
     """Gives this process, which is to start others, a nursery of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -465,10 +479,10 @@ def _fork_nursery(base: list[str], ready: Any, child: str) -> None:
         for number in range(3):
             os.dup2(null, number)  # who reads what the launcher prints waits for its end
         if os.getppid() == parent:
-            _serve(theirs, base, ready, child)
+            _serve(theirs, base, ready)
         os._exit(0)
     theirs.close()
-    nursery = Nursery(ours, ready, child)
+    nursery = Nursery(ours, ready)
 
     def end() -> None:
         if os.getpid() == parent:
@@ -476,7 +490,7 @@ def _fork_nursery(base: list[str], ready: Any, child: str) -> None:
             os.waitpid(pid, 0)
 
     atexit.register(end)
-    install(lambda: nursery)
+    install(nursery)
 
 
 def _run(command: Command, base: list[str]) -> None:
@@ -492,8 +506,9 @@ def _run(command: Command, base: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = None
     sys.modules["numpy"].random.seed()
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        sys.modules["torch"].set_num_threads(int(threads))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(threads))
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main

@@ -214,10 +214,20 @@ class TestLeaks:
         thread.join()
 
     def test_child(self) -> None:
-        with expect_leak(r"children: 1 × .*state Z", settle_s=0.5):
+        with expect_leak(r"children: 1 × .*true, ended and not waited for", settle_s=0.5):
             pid = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.waitpid(pid, 0)
+
+    def test_a_child_that_falls_asleep_is_no_leak(self) -> None:
+        pid = os.spawnv(os.P_NOWAIT, "/bin/sleep", ["sleep", "60"])
+        try:
+            with assert_no_leak(settle_s=0):
+                os.kill(pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def test_shared_file(self) -> None:
         path = Path(f"/dev/shm/tensorwire-test-{os.getpid()}")

@@ -420,4 +420,5 @@ class Rig:
 
 def python_environment() -> dict[str, str]:
     """Returns the environment in which Python in a machine can import this process's modules."""
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = os.pathsep.join(path for path in sys.path if path)
+    return {"PYTHONPATH": path, "TENSORWIRE_TESTS_MODULES": "numpy"}  # torch takes a minute there

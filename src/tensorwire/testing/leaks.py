@@ -133,7 +133,9 @@ def _children() -> Counter[str]:
 
 def _command(pid: str) -> str:
     name, _, rest = "\n".join(_lines(f"/proc/{pid}/stat")).rpartition(")")
-    return f"{name.partition('(')[2]}, state {rest.split()[0]}" if rest else "gone"
+    if not rest:
+        return "gone"
+    return name.partition("(")[2] + (", ended and not waited for" if rest.split()[0] == "Z" else "")
 
 
 def _shared_files() -> Counter[str]:
