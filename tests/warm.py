@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import mmap
 import os
 import pickle
 import resource
@@ -43,7 +44,7 @@ COLD = "TENSORWIRE_TESTS_COLD"
 MODULES = os.environ.get(
     "TENSORWIRE_TESTS_MODULES", "numpy torch torch._dynamo torch.utils.data"
 ).split()
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 _CLONE_PARENT, _CLONE_CHILD_SETTID = 0x8000, 0x1000000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 # Libraries read variables that begin so when they are loaded: the nursery must have the same.
@@ -321,7 +322,7 @@ def nurse(descriptor: int, modules: Sequence[str]) -> None:
     here = {str(Path(__file__).parent)}
     given = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     ready = {
-        "place": _place(),
+        "place": _place() if _show(sys.orig_argv, os.environb) else None,  # None: none is forked
         "environment": dict(os.environb),
         "path": set(sys.path),
     }
@@ -372,6 +373,51 @@ def _serve(connection: socket.socket, base: list[str], ready: Any) -> None:
         connection.send(str(pid).encode())
 
 
+class _MemoryMap(ctypes.Structure):
+    """The `prctl_mm_map` of Linux: where /proc reads a process's arguments and environment."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "start_code end_code start_data end_data start_brk brk start_stack "
+                "arg_start arg_end env_start env_end auxv"
+            ).split()
+        ),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_int32),
+    )
+
+
+_shown: list[mmap.mmap] = []
+
+
+def _show(arguments: Sequence[str], environment: Mapping[bytes, bytes]) -> bool:
+    """Has /proc show these of this process. Returns whether this kernel lets it."""
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    stat = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
+    numbers = {
+        "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
+        "start_brk": 47,
+    }  # fmt: skip
+    words = b"".join(os.fsencode(word) + b"\0" for word in arguments)
+    variables = b"".join(b"%s=%s\0" % pair for pair in environment.items())
+    memory = mmap.mmap(-1, len(words + variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(words + variables)
+    _shown[:] = [memory]
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    middle = start + len(words)
+    shown = _MemoryMap(
+        **{name: int(stat[number - 3]) for name, number in numbers.items()},
+        brk=libc.sbrk(0), arg_start=start, arg_end=middle, env_start=middle,
+        env_end=middle + len(variables), exe_fd=-1,
+    )  # fmt: skip
+    return bool(
+        libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(shown), ctypes.sizeof(shown), 0) == 0
+    )
+
+
 _python = ctypes.PyDLL(None)
 
 
@@ -417,6 +463,7 @@ def _become(command: Command, descriptors: list[int], base: list[str], ready: An
     os.setpriority(os.PRIO_PROCESS, 0, command.nice)
     os.environb.clear()
     os.environb.update(command.environment)
+    _show(command.arguments, command.environment)
     _open_standard(command.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
     try:
         os.chdir(command.folder)
