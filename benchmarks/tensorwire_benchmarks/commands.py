@@ -133,8 +133,8 @@ def rpc(
     """What do large messages cost in gRPC, and what with tensorwire.rpc?
 
     One client and one servicer that gives back what it got; both read the whole payload. Beside raw
-    bytes over grpcio: the same over tensorwire.rpc and its runtime, arrays as messages, torch RPC,
-    and the limit, memcpy. All take turns, over shared memory (grpcio: a unix socket) and TCP. About
+    bytes over grpcio: the same over tensorwire.rpc and its runtime, arrays as messages, and the
+    limit, memcpy. All take turns, over shared memory (grpcio: a unix socket) and TCP. About
     an hour; other work on the machine spoils the figures.
 
     \b
@@ -152,7 +152,7 @@ def rpc(
     if quick:
         cases = cases or (rpc_names.UNARY, rpc_names.CROWD)
         small = (8, 1 << 20, 16 << 20)
-        settings = rpc_bench.RpcSettings(small, rounds=6, block_s=0.1, torch=False)
+        settings = rpc_bench.RpcSettings(small, rounds=6, block_s=0.1)
     settings = chosen(settings, wires=wires, cases=cases, sizes=sizes)
     carry_out(partial(rpc_bench.run, settings), **outputs)
 

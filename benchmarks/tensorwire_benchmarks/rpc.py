@@ -8,7 +8,6 @@ count. Systems:
     bytes           the same program with tensorwire's server and channel
     tensor          arrays as messages
     runtime         as `bytes`, and calls are frames in memory instead of HTTP/2
-    torch-rpc       tensors by `rpc_sync`, in processes of its own
     by-hand         two processes copy into shared memory and wake each other by eventfds, or send
                     on one socket (tcp)
     by-hand-bytes   the same, and make bytes objects of the received buffers
@@ -20,19 +19,15 @@ count. Systems:
 
 Cases:
 
-    unary, stream, requests  one request and answer (the payload moves twice); a stream of eight
-                             answers or requests, where a row is one message
-    aio, aio_stream          the same in event loops
-    uniform, random, skew    messages of ten buffers, as fields of bytes or as arrays (tensor,
-                             runtime-tensor)
-    clients1, 4, 16          1, 4 or 16 threads of a client call at the same time, with 8 bytes; the
-                             CPU time of both processes per call is compared
-    processes1, 4, 16        the same with processes
-    push_pull                three processes call two servers at the same time, again and again,
-                             with the ten buffers of skew; a row is the time per call
-    channel                  a channel for each call
-    descriptors              file descriptors of a client with a thousand channels to twenty servers
-    slow_reader              memory of both ends while a client reads no further after one message
+    unary        one request and answer; the payload moves twice
+    stream       a stream of eight answers, where a row is one message
+    aio          as `unary`, in event loops
+    skew         messages of ten buffers, as fields of bytes or as arrays (tensor, runtime-tensor)
+    clients16    16 threads of a client call at the same time, with 8 bytes; the CPU time of both
+                 processes per call is compared
+    channel      a channel for each call
+    descriptors  file descriptors of a client with a thousand channels to twenty servers
+    slow_reader  memory of both ends while a client reads no further after one message
 
 Not measured: other sizes of pools and threads.
 """
@@ -41,15 +36,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.measuring import measuring, take_turns
-from tensorwire.bench.processes import PairError, ProcessPair, call_all
+from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
@@ -61,40 +54,27 @@ from .rpc_names import (
     CASES,
     CHANNEL,
     CROWD,
-    CROWDS,
     GRPCIO,
     HELD,
     LARGE_LIMITS,
     LIMITS,
     MEMCPY,
-    PROCESSES,
-    PUSH_PULL,
     RUNTIME,
     RUNTIME_TENSOR,
-    SCHEMES,
-    SERVERS,
     SKEW,
+    SKEW_SIZES,
     SMALL_LIMITS,
     STREAM,
-    STREAMS,
     SYSTEMS,
     TENSOR,
-    TORCH,
     UNARY,
     WIRES,
-    WORKERS,
 )
 
 SMALL_BYTES = 4096
 _CROWD_BYTES = 8
 _LEAST_STREAMED = 4096
 _FEW_ROUNDS = 6
-
-_PAIR, _TORCH = f"{__package__}.rpc_pair", f"{__package__}.rivals.torch_rpc"
-_CROWDED = (*CROWDS, *PROCESSES)
-"""Cases with many clients, where only CPU time is compared."""
-_STILL = (*_CROWDED, CHANNEL)
-"""Cases whose rows have no throughput."""
 
 _Taken = tuple[list[float], float, float]
 """Seconds of each call of a block, and CPU seconds of the client and of the servers."""
@@ -108,7 +88,6 @@ class RpcSettings:
         sizes: of payload, in bytes; multiples of 8.
         wires, cases: some of `WIRES` and `CASES`.
         rounds: blocks of each system, one pair of times each; fewer for messages over 64 MiB.
-        torch: whether torch RPC takes part, if it is installed.
         block_s: about the seconds of a block of grpcio.
         channels: the number of channels in the case `descriptors`.
     """
@@ -119,7 +98,6 @@ class RpcSettings:
     wires: Sequence[str] = WIRES
     cases: Sequence[str] = CASES
     rounds: int = 16
-    torch: bool = True
     block_s: float = 0.2
     channels: int = 1000
 
@@ -129,18 +107,18 @@ def run(settings: RpcSettings, tell: Told) -> Report:
     questions = list(_questions(settings))
     with measuring("rpc", dataclasses.asdict(settings) | {"held": {}}) as report:
         try:
-            with closing(_Processes(settings)) as processes:
+            with ProcessPair(f"{__package__}.rpc_pair", {"wires": list(settings.wires)}) as pair:
                 for number, (wire, case, size) in enumerate(questions):
                     tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
                     if case in HELD:
                         _measure_held(report, settings, wire, case)
                     else:
-                        _measure(report, processes, settings, wire, case, size)
+                        _measure(report, pair, settings, wire, case, size)
         except PairError as error:
             report.rows += [
                 Row("rpc", f"{wire}.{case}", system, size, note=str(error))
                 for wire, case, size in questions
-                for system in _systems(settings, wire, case, size)
+                for system in _systems(wire, case, size)
                 if report.find(f"{wire}.{case}", system, size) is None
             ]
     report.verdicts = [_with_limit(bar, bar.judge(report), report) for bar in BARS]
@@ -157,27 +135,20 @@ def run(settings: RpcSettings, tell: Told) -> Report:
 def _questions(settings: RpcSettings) -> Iterator[tuple[str, str, int]]:
     for wire in settings.wires:
         for case in settings.cases:
-            if case in _CROWDED or case == CHANNEL:
+            if case in (CROWD, CHANNEL):
                 yield wire, case, _CROWD_BYTES
             elif case in HELD:
                 yield wire, case, MIB
-            elif case in SCHEMES or case == PUSH_PULL:
-                yield wire, case, _scheme_bytes(SKEW if case == PUSH_PULL else case)
+            elif case == SKEW:
+                yield wire, case, sum(SKEW_SIZES)
             else:
                 for size in settings.sizes:
-                    if case not in STREAMS or size >= _LEAST_STREAMED:
+                    if case != STREAM or size >= _LEAST_STREAMED:
                         yield wire, case, size
 
 
-def _scheme_bytes(case: str) -> int:
-    from .rpc_payloads import total_bytes  # which imports grpcio
-
-    return total_bytes(case)
-
-
-def _systems(settings: RpcSettings, wire: str, case: str, size: int) -> tuple[str, ...]:
-    thresholds = _thresholds()
-    left_out = [] if settings.torch else [TORCH]
+def _systems(wire: str, case: str, size: int) -> tuple[str, ...]:
+    thresholds, left_out = _thresholds(), list[str]()
     if size < min(thresholds[each] for each in WIRES):
         left_out += LARGE_LIMITS
     if size >= thresholds[wire]:
@@ -190,75 +161,6 @@ def _thresholds() -> dict[str, int]:
     from tensorwire.rpc.payload.route import THRESHOLDS  # which imports grpcio
 
     return THRESHOLDS
-
-
-class _Processes:
-    """The client and its servers; other pairs of processes start when needed.
-
-    These are clients alone, a second pair with servers, and a pair of torch RPC for each wire.
-    """
-
-    def __init__(self, settings: RpcSettings) -> None:
-        self._settings = settings
-        self._torch: dict[str, ProcessPair] = {}
-        self._servers: list[ProcessPair] = []
-        self._clients: list[ProcessPair] = []
-        self._client = self._server()
-
-    def _server(self) -> ProcessPair:
-        self._servers.append(ProcessPair(_PAIR, {"wires": list(self._settings.wires)}))
-        return self._servers[-1]
-
-    def block(self, wire: str, case: str, system: str, size: int, count: int) -> _Taken:
-        """Runs a block: `count` calls, or calls for `block_s` in cases with several clients."""
-        block_s = self._settings.block_s
-        if case in CROWDS:
-            taken: _Taken = self._client.call("crowd", wire, system, size, block_s, CROWDS[case])
-            return taken
-        if case not in PROCESSES and case != PUSH_PULL:
-            call = self._client.call
-            if system == TORCH:
-                self._torch_pair(wire).call("prepare", "echo", size)
-                return self._torch_pair(wire).call("run", count), 0.0, 0.0
-            return call("time", wire, case, system, size, count), 0.0, 0.0
-        clients = self._more_clients(PROCESSES.get(case, WORKERS))
-        there = self._remote_cpu()
-        if case == PUSH_PULL:
-            call_all(clients, "push_pull", wire, system, 0.0)  # the first calls are not counted
-            began = time.monotonic()
-            pushed = call_all(clients, "push_pull", wire, system, block_s)
-            calls = sum(each[0] for each in pushed)
-            each_s = (max(each[1] for each in pushed) - began) / calls
-            here = sum(each[2] for each in pushed) / calls
-            return [each_s], here, (self._remote_cpu() - there) / calls
-        found = call_all(clients, "crowd", wire, system, size, block_s, 1)
-        times = [one for each in found for one in each[0]]
-        return times, sum(each[1] for each in found), self._remote_cpu() - there
-
-    def _torch_pair(self, wire: str) -> ProcessPair:
-        pair = self._torch.get(wire)
-        if pair is None or pair.closed:
-            # On shm the reactor of TensorPipe polls, which takes a core from the others.
-            pair = self._torch[wire] = ProcessPair(_TORCH, {"wire": wire}, polls=True)
-        return pair
-
-    def _more_clients(self, count: int) -> list[ProcessPair]:
-        """Returns `count` client processes, connected to all servers."""
-        while len(self._servers) < SERVERS:
-            self._server()
-        targets = call_all(self._servers, "targets")
-        while len(self._clients) < count:
-            self._clients.append(ProcessPair(_PAIR, {"targets": targets}))
-        return self._clients[:count]
-
-    def _remote_cpu(self) -> float:
-        """Returns CPU seconds of all servers so far."""
-        return float(sum(call_all(self._servers, "remote_cpu")))
-
-    def close(self) -> None:
-        """Ends all processes."""
-        for pair in (*self._clients, *self._torch.values(), *self._servers):
-            pair.close()
 
 
 def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -> None:
@@ -276,54 +178,47 @@ def _measure_held(report: Report, settings: RpcSettings, wire: str, case: str) -
     report.settings["held"][name] = held
 
 
+def _block(
+    pair: ProcessPair, settings: RpcSettings, wire: str, case: str, system: str, size: int,
+    count: int,
+) -> _Taken:  # fmt: skip
+    """Runs a block: `count` calls, or calls for `block_s` in the case CROWD."""
+    if case == CROWD:
+        taken: _Taken = pair.call("crowd", wire, system, size, settings.block_s)
+        return taken
+    return pair.call("time", wire, case, system, size, count), 0.0, 0.0
+
+
 def _measure(
-    report: Report, processes: _Processes, settings: RpcSettings, wire: str, case: str, size: int
-) -> None:  # fmt: skip
-    """Measures all systems of a case in turns and adds rows; torch RPC may be missing."""
-    name, missing, count, warm = f"{wire}.{case}", "", 0, 1
+    report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str, size: int
+) -> None:
+    """Measures all systems of a case in turns and adds rows."""
+    name, count, warm = f"{wire}.{case}", 0, 1
     rounds = settings.rounds if size <= 64 * MIB else min(settings.rounds, _FEW_ROUNDS)
-    if case in _CROWDED or case == PUSH_PULL:
+    if case == CROWD:
         warm = 0  # a block makes its own memory
     else:
-        probe = median(processes.block(wire, case, GRPCIO, size, 2)[0])
+        probe = median(_block(pair, settings, wire, case, GRPCIO, size, 2)[0])
         count = max(1, min(200, int(settings.block_s / probe)))
-
-    def block(system: str) -> _Taken | None:
-        nonlocal missing
-        if system == TORCH and missing:
-            return None
-        try:
-            return processes.block(wire, case, system, size, count)
-        except PairError as error:
-            if system != TORCH:
-                raise
-            missing = str(error)
-            return None
-
-    systems = _systems(settings, wire, case, size)
     # In random order: the block before influences caches and cores.
-    ways = {system: partial(block, system) for system in systems}
-    taken = take_turns(ways, rounds, warm, random.Random(17))
-    middles = {
-        system: [median(times) for times, _, _ in each]
-        for system, each in taken.items()
-        if None not in each
+    ways = {
+        system: partial(_block, pair, settings, wire, case, system, size, count)
+        for system in _systems(wire, case, size)
     }
+    taken = take_turns(ways, rounds, warm, random.Random(17))
+    middles = {system: [median(times) for times, _, _ in each] for system, each in taken.items()}
     for system, each in taken.items():
-        row = Row("rpc", name, system, size)
-        if system not in middles:
-            report.rows.append(dataclasses.replace(row, note=missing))
-            continue
-        row = row.timed([one for times, _, _ in each for one in times], moves=case not in _STILL)
-        if row.gb_per_s is not None and case not in STREAMS:  # a call moves its payload twice
+        samples = [one for times, _, _ in each for one in times]
+        row = Row("rpc", name, system, size).timed(samples, moves=case not in (CROWD, CHANNEL))
+        if row.gb_per_s is not None and case != STREAM:  # a call moves its payload twice
             row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
-        if case in _CROWDED or case == PUSH_PULL:
+        if case == CROWD:
             here, there = (median([one[at] / len(one[0]) for one in each]) for at in (1, 2))
             row = dataclasses.replace(row, cpu_seconds_local=here, cpu_seconds_remote=there)
         if MEMCPY in middles and system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
-        if system not in (GRPCIO, MEMCPY) and case not in _CROWDED:
+        if system not in (GRPCIO, MEMCPY) and case != CROWD:
             for rival in (GRPCIO, BY_HAND) if system == RUNTIME else (GRPCIO,):
                 if rival in middles:
                     report.compare(name, size, system, rival, middles[rival], middles[system])

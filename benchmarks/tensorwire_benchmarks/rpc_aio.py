@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,7 @@ import grpc.aio
 
 from tensorwire import rpc
 
-from .rpc_names import (
-    ATTACH_S,
-    BYTES,
-    GRPCIO,
-    GRPCIO_MARKED,
-    KIND_OF,
-    RUNTIME,
-    STREAM,
-    UNARY,
-    server_of,
-)
+from .rpc_names import AIO, ATTACH_S, BYTES, GRPCIO, GRPCIO_MARKED, RUNTIME, UNARY, server_of
 from .rpc_payloads import CODECS, METADATA, Codec, codec_of
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -37,19 +27,11 @@ _MAKE: dict[str, Callable[..., Any]] = {
 }
 
 
-def _handlers(codec: Codec) -> dict[str, Any]:
+def _handler(codec: Codec) -> Any:
     async def unary(request: Any, context: Any) -> Any:
         return codec.unary(request, context)
 
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        for each in codec.stream(request, context):
-            yield each
-
-    types = codec.served_types()
-    return {
-        f"{codec.name}_{UNARY}": grpc.unary_unary_rpc_method_handler(unary, **types),
-        f"{codec.name}_{STREAM}": grpc.unary_stream_rpc_method_handler(stream, **types),
-    }
+    return grpc.unary_unary_rpc_method_handler(unary, **codec.served_types())
 
 
 class AioServers:
@@ -72,7 +54,7 @@ class AioServers:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> None:
-        handlers = {name: one for codec in CODECS for name, one in _handlers(codec).items()}
+        handlers = {f"{codec.name}_{UNARY}": _handler(codec) for codec in CODECS}
         for name, make in _MAKE.items():
             server = make(options=UNLIMITED)
             generic = grpc.method_handlers_generic_handler("bench", handlers)
@@ -128,24 +110,23 @@ class AioCalls:
                 if way != wire:
                     raise RuntimeError(f"{name} of asyncio does not travel by {wire}: {way}")
 
-    def time(self, wire: str, case: str, system: str, payload: Any, count: int) -> list[float]:
+    def time(self, wire: str, system: str, payload: Any, count: int) -> list[float]:
         """Returns the seconds of each of `count` calls, after one that is not counted."""
-        channel, codec = self._channels[wire, server_of(system)], codec_of(case, system)
-        kind = KIND_OF.get(case, UNARY)
-        make = channel.unary_stream if kind == STREAM else channel.unary_unary
-        call = make(f"/bench/{codec.name}_{kind}", *codec.types())
+        channel, codec = self._channels[wire, server_of(system)], codec_of(AIO, system)
+        call = channel.unary_unary(f"/bench/{codec.name}_{UNARY}", *codec.types())
         if system == GRPCIO_MARKED:
             call = partial(call, metadata=METADATA)
         message = codec.messages([payload])
 
-        async def unary() -> None:
-            codec.read(await call(message()))
+        async def timed() -> list[float]:
+            samples = []
+            for _ in range(count + 1):
+                began = time.perf_counter()
+                codec.read(await call(message()))
+                samples.append(time.perf_counter() - began)
+            return samples[1:]
 
-        async def stream() -> None:
-            async for each in call(message()):
-                codec.read(each)
-
-        return self._loop.run_until_complete(_timed(stream if kind == STREAM else unary, count))
+        return self._loop.run_until_complete(timed())
 
     def close(self) -> None:
         """Closes the channels."""
@@ -157,13 +138,3 @@ class AioCalls:
             await channel.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
-
-
-async def _timed(operation: Callable[[], Awaitable[None]], count: int) -> list[float]:
-    await operation()
-    samples = []
-    for _ in range(count):
-        began = time.perf_counter()
-        await operation()
-        samples.append(time.perf_counter() - began)
-    return samples

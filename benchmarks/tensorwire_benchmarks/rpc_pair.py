@@ -1,8 +1,7 @@
 """The two processes of `bench rpc`: a client that is timed, and the servers that it calls.
 
 See `tensorwire.bench.processes`. Both ends read the whole payload; the servicer returns its
-request. torch is not imported. With the option `targets` a pair is only a client, which calls the
-servers of other pairs.
+request. torch is not imported.
 """
 
 from __future__ import annotations
@@ -29,30 +28,26 @@ from .rpc_aio import UNLIMITED, AioCalls, AioServers
 from .rpc_by_hand import HandServer, as_bytes, calls_by_hand, in_place
 from .rpc_names import (
     AIO,
-    AIO_STREAM,
     ATTACH_S,
     BY_HAND,
     BY_HAND_BYTES,
     BYTES,
     CHANNEL,
+    CLIENTS,
     GRPCIO,
     GRPCIO_MARKED,
     IN_TURN,
     IN_TURN_BYTES,
-    KIND_OF,
-    KINDS,
     MEMCPY,
-    PUSH_PULL,
-    REQUESTS,
     RUNTIME,
-    SCHEMES,
     SKEW,
+    SKEW_SIZES,
+    STREAM,
     STREAMED,
-    STREAMS,
     UNARY,
     server_of,
 )
-from .rpc_payloads import CODECS, METADATA, Codec, buffers, codec_of, read
+from .rpc_payloads import CODECS, METADATA, codec_of, read
 
 _ENVELOPE_BYTES = 96
 """About the size of the message that says where payload lies."""
@@ -88,15 +83,13 @@ def connect(target: str, wire: str, system: str) -> Any:
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """Runs a server of grpcio and two of ours, and the same with asyncio, until the link ends."""
-    if "targets" in options:
-        serve_messages(link, {})
-        return
     handlers = {
-        f"{codec.name}_{kind}": getattr(grpc, f"{name}_rpc_method_handler")(
-            getattr(codec, kind), **codec.served_types()
-        )
+        f"{codec.name}_{kind}": make(getattr(codec, kind), **codec.served_types())
         for codec in CODECS
-        for kind, name in KINDS.items()
+        for kind, make in (
+            (UNARY, grpc.unary_unary_rpc_method_handler),
+            (STREAM, grpc.unary_stream_rpc_method_handler),
+        )
     }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
         targets, servers = {}, []
@@ -147,22 +140,17 @@ class ClientCalls:
             raise RuntimeError(f"{system} does not travel by {wire}: {way}")
         return channel
 
-    def _call(
-        self, wire: str, case: str, system: str, parts: Parts
-    ) -> tuple[Codec, Any, Callable[[], Any]]:
-        """Returns the codec, the method to call, and a function that makes its messages."""
-        codec, kind = codec_of(case, system), KIND_OF.get(case, UNARY)
-        make = getattr(self._channel(wire, system), KINDS[kind])
-        return codec, make(f"/bench/{codec.name}_{kind}", *codec.types()), codec.messages(parts)
-
     def operation(self, wire: str, case: str, system: str, parts: Parts) -> Callable[[], object]:
         """Returns a function that makes a call, or a stream, with these buffers."""
-        codec, call, message = self._call(wire, case, system, parts)
+        codec, channel = codec_of(case, system), self._channel(wire, system)
+        kind, make = UNARY, channel.unary_unary
+        if case == STREAM:
+            kind, make = STREAM, channel.unary_stream
+        call = make(f"/bench/{codec.name}_{kind}", *codec.types())
+        message = codec.messages(parts)
         if system == GRPCIO_MARKED:
             call = partial(call, metadata=METADATA)
-        if case == REQUESTS:
-            return lambda: call(message() for _ in range(STREAMED))
-        if KIND_OF.get(case, UNARY) == UNARY:
+        if case != STREAM:
             return lambda: codec.read(call(message()))
 
         def stream() -> None:
@@ -170,16 +158,6 @@ class ClientCalls:
                 codec.read(each)
 
         return stream
-
-    def beginning(self, wire: str, system: str) -> Callable[[], Callable[[], None]]:
-        """Returns a function that begins a call of `PUSH_PULL` and returns one that awaits it."""
-        codec, call, message = self._call(wire, PUSH_PULL, system, buffers(SKEW))
-
-        def begin() -> Callable[[], None]:
-            future = call.future(message())
-            return lambda: codec.read(future.result())
-
-        return begin
 
     def fresh(self, wire: str, system: str, data: bytes) -> Callable[[], object]:
         """Returns a function that makes a call by a channel of its own."""
@@ -203,45 +181,31 @@ class Driver:
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         link.recv()
         self._link = link
-        self._aio: AioCalls | None = None
-        self._all_targets: list[Targets] = options.get("targets", [])
-        if not self._all_targets:
-            targets, of_aio = self._ask("targets")
-            self._all_targets = [targets]
-            self._aio = AioCalls(of_aio, options["wires"])
-        self._servers = [ClientCalls(each) for each in self._all_targets]
-        self._calls = self._servers[0]
+        targets, of_aio = self._ask("targets")
+        self._aio = AioCalls(of_aio, options["wires"])
+        self._calls = ClientCalls(targets)
 
     def _ask(self, what: str) -> Any:
         self._link.send((what,))
         return self._link.recv()
 
-    def targets(self) -> Targets:
-        """Returns the targets of the servers without asyncio."""
-        return self._all_targets[0]
-
-    def remote_cpu(self) -> float:
-        """Returns CPU seconds of the servers' process so far; 0 if they are in another pair."""
-        return 0.0 if self._aio is None else float(self._ask("cpu"))
-
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Returns the seconds of each of `count` calls; of streams, per message."""
-        parts = buffers(case) if case in SCHEMES else [np.arange(size_bytes, dtype=np.uint8)]
+        sizes = SKEW_SIZES if case == SKEW else (size_bytes,)
+        parts = [np.arange(size, dtype=np.uint8) for size in sizes]
         if system in _BY_HAND:
             return self._time_by_hand(wire, system, parts, count)
-        if case in (AIO, AIO_STREAM) and system != MEMCPY:
-            assert self._aio is not None
-            times = self._aio.time(wire, case, system, parts[0], count)
+        if case == AIO and system != MEMCPY:
+            return self._aio.time(wire, system, parts[0], count)
+        if case == CHANNEL:
+            operation = self._calls.fresh(wire, system, parts[0].tobytes())
+        elif system == MEMCPY:
+            operation = _copies(parts, STREAMED if case == STREAM else 1)
         else:
-            if case == CHANNEL:
-                operation = self._calls.fresh(wire, system, parts[0].tobytes())
-            elif system == MEMCPY:
-                operation = _copies(parts, case)
-            else:
-                operation = self._calls.operation(wire, case, system, parts)
-            operation()
-            times = time_each(operation, count)
-        return [each / (STREAMED if case in STREAMS else 1) for each in times]
+            operation = self._calls.operation(wire, case, system, parts)
+        operation()
+        times = time_each(operation, count)
+        return [each / (STREAMED if case == STREAM else 1) for each in times]
 
     def _time_by_hand(self, wire: str, system: str, parts: Parts, count: int) -> list[float]:
         call, take = None, as_bytes if system in (BY_HAND_BYTES, IN_TURN_BYTES) else in_place
@@ -259,9 +223,9 @@ class Driver:
             return time_each(in_turn, count)
 
     def crowd(
-        self, wire: str, system: str, size_bytes: int, seconds: float, clients: int
+        self, wire: str, system: str, size_bytes: int, seconds: float
     ) -> tuple[list[float], float, float]:
-        """Lets `clients` threads call for `seconds`, at least once each.
+        """Lets `CLIENTS` threads call for `seconds`, at least once each.
 
         Returns:
             Seconds of each call, and CPU seconds of this process and of the servers.
@@ -278,57 +242,37 @@ class Driver:
                 times.append(ended - began)
             return times
 
-        with contextlib.ExitStack() as by_hand, ThreadPoolExecutor(clients) as pool:
+        with contextlib.ExitStack() as by_hand, ThreadPoolExecutor(CLIENTS) as pool:
             operations: list[Callable[[], object]]
             if system == BY_HAND:
                 operations = [
                     by_hand.enter_context(calls_by_hand(self._link, wire, parts, in_place, read))
-                    for _ in range(clients)
+                    for _ in range(CLIENTS)
                 ]
             else:
-                operations = [self._calls.operation(wire, UNARY, system, parts)] * clients
+                operations = [self._calls.operation(wire, UNARY, system, parts)] * CLIENTS
             for operation in operations:
                 operation()
-            here, there = time.process_time(), self.remote_cpu()
+            here, there = time.process_time(), self._ask("cpu")
             until = time.perf_counter() + seconds
             times = [each for some in pool.map(work, operations) for each in some]
-            return times, time.process_time() - here, self.remote_cpu() - there
-
-    def push_pull(self, wire: str, system: str, seconds: float) -> tuple[int, float, float]:
-        """Pushes to all servers and pulls from them, again and again, for `seconds`.
-
-        Returns:
-            The number of calls, the time.monotonic() of the last end, and CPU seconds.
-        """
-        beginnings = [each.beginning(wire, system) for each in self._servers]
-        calls, cpu = 0, time.process_time()
-        ended = began = time.monotonic()
-        while not calls or ended < began + seconds:
-            for wait in [begin() for begin in beginnings]:
-                wait()
-            calls, ended = calls + len(beginnings), time.monotonic()
-        return calls, ended, time.process_time() - cpu
+            return times, time.process_time() - here, self._ask("cpu") - there
 
     def close(self) -> None:
         """Closes the channels."""
-        if self._aio is not None:
-            self._aio.close()
-        for each in self._servers:
-            each.close()
+        self._aio.close()
+        self._calls.close()
 
 
-def _copies(parts: Parts, case: str) -> Callable[[], None]:
+def _copies(parts: Parts, answers: int) -> Callable[[], None]:
     """Returns a function that copies the payload as often as a call moves it, and reads it."""
     memory = [(part, np.empty_like(part), np.empty_like(part)) for part in parts]
-    first = STREAMED if case == REQUESTS else 1
-    second = 0 if case == REQUESTS else STREAMED if case in STREAMS else 1
 
     def copy() -> None:
         for part, there, back in memory:
-            for _ in range(first):
-                np.copyto(there, part)
-                read(there)
-            for _ in range(second):
+            np.copyto(there, part)
+            read(there)
+            for _ in range(answers):
                 np.copyto(back, there)
                 read(back)
 

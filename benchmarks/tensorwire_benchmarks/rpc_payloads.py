@@ -1,13 +1,11 @@
 """The messages of `bench rpc`, and the work of both ends of a call on them.
 
-Messages of ten buffers are like those in the micro-benchmarks of TensorFlow's gRPC: small, medium
-and large buffers of 16 B, 10 KiB and 1 MiB. uniform: equally many of each; random: drawn; skew: six
-large, three medium, one small.
+Messages of ten buffers are like those in the micro-benchmarks of TensorFlow's gRPC: six large,
+three medium and one small buffer of 1 MiB, 10 KiB and 16 B (skew).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,41 +16,7 @@ from numpy.typing import NDArray
 
 from tensorwire import rpc
 
-from .rpc_names import (
-    GRPCIO_TENSOR,
-    PUSH_PULL,
-    RANDOM,
-    RUNTIME_TENSOR,
-    SCHEMES,
-    SKEW,
-    STREAMED,
-    TENSOR,
-    UNIFORM,
-)
-
-_SMALL, _MEDIUM, _LARGE = 16, 10 << 10, 1 << 20
-_COUNT = 10
-_CLASSES = (_SMALL, _MEDIUM, _LARGE)
-
-
-def _sizes(scheme: str) -> list[int]:
-    if scheme == SKEW:
-        return [_LARGE] * 6 + [_MEDIUM] * 3 + [_SMALL]
-    if scheme == UNIFORM:
-        return [_CLASSES[number % 3] for number in range(_COUNT)]
-    assert scheme == RANDOM
-    draw = random.Random(17)  # the same for all systems and runs
-    return [draw.choice(_CLASSES) for _ in range(_COUNT)]
-
-
-def total_bytes(scheme: str) -> int:
-    """Returns the payload bytes of a message."""
-    return sum(_sizes(scheme))
-
-
-def buffers(scheme: str) -> list[NDArray[np.uint8]]:
-    """Returns the payload of a message, as arrays."""
-    return [np.arange(size, dtype=np.uint8) for size in _sizes(scheme)]
+from .rpc_names import GRPCIO_TENSOR, RUNTIME_TENSOR, SKEW, STREAMED, TENSOR
 
 
 def _make() -> tuple[Any, Any]:
@@ -160,12 +124,6 @@ class Codec:
         for _ in range(STREAMED):
             yield request if self.given_back else self.pack(payload)
 
-    def requests(self, requests: Iterator[Any], context: Any) -> Any:
-        """Reads a stream of requests and answers with an empty message."""
-        for each in requests:
-            self.read(each)
-        return self.message() if self.message else b""
-
 
 CODECS = (
     _BYTES := Codec("bytes", None, lambda parts: parts[0].tobytes(), lambda found: (found,), True),
@@ -186,6 +144,6 @@ CODECS = (
 
 def codec_of(case: str, system: str) -> Codec:
     """Returns the codec of a system's calls in a case."""
-    if case in (*SCHEMES, PUSH_PULL):
+    if case == SKEW:
         return _TENSORS if system in (TENSOR, RUNTIME_TENSOR) else _BUFFERS
     return {TENSOR: _TENSOR, GRPCIO_TENSOR: _BY_HAND}.get(system, _BYTES)

@@ -42,6 +42,10 @@ def echo(request: Any, context: Any) -> Any:
     return rpc.pack(rpc.unpack(request) + 1)
 
 
+def count(requests: Any, context: Any) -> bytes:
+    return b"%d" % sum(1 for _ in requests)
+
+
 class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, details: Any) -> Any:
         types = {"request_deserializer": TYPES[1], "response_serializer": TYPES[0]}
@@ -50,6 +54,7 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
             "/t/us": grpc.unary_stream_rpc_method_handler(hang_after_one, **types),
             "/t/su": grpc.stream_unary_rpc_method_handler(hang, **types),
             "/t/ss": grpc.stream_stream_rpc_method_handler(hang_after_one, **types),
+            "/t/count": grpc.stream_unary_rpc_method_handler(count),
             "/t/echo": grpc.unary_unary_rpc_method_handler(echo, **types),
         }.get(details.method)
 

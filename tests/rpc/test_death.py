@@ -95,6 +95,17 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
     tensors._lent.clear()
 
 
+@pytest.mark.slow
+def test_many_requests_between_two_processes(start: Any) -> None:
+    """Named for a bug: a write that was done while somebody looked at it ended the client."""
+    process = start("serve", "ours", "tcp")
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    with attached_channel(target, transports=("tcp",), runtime=True) as channel:
+        call = channel.stream_unary("/t/count")
+        for _ in range(5000):
+            assert call(bytes(4096) for _ in range(8)) == b"8"
+
+
 def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None:
     """Messages of a call whose time is over before its payload could go ahead are not sent."""
     process = start("serve", "ours", transport)

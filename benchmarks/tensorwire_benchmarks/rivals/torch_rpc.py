@@ -1,9 +1,8 @@
 """torch RPC over TensorPipe: a call whose argument or result is the tensor.
 
 Measured: `rpc_sync` of a function that keeps the tensor (write) or returns one (read), until the
-call returns; for `bench rpc` a function that returns the tensor, read at both ends (echo). On one
-host TensorPipe picks its shared-memory transport and CMA channel; for the tcp wire it is limited to
-its libuv transport.
+call returns. On one host TensorPipe picks its shared-memory transport and CMA channel; for the tcp
+wire it is limited to its libuv transport.
 """
 
 from __future__ import annotations
@@ -34,17 +33,6 @@ def prepare_target(size_bytes: int) -> None:
 def fetch() -> Any:
     """Runs in the target: returns the tensor."""
     return _held["tensor"]
-
-
-def _read(tensor: Any) -> int:
-    numpy = importlib.import_module("numpy")
-    return int(numpy.bitwise_xor.reduce(tensor.numpy().view(numpy.uint64)))
-
-
-def give_back(tensor: Any) -> Any:
-    """Runs in the target: reads the payload and returns it."""
-    _read(tensor)
-    return tensor
 
 
 def _join_pair(name: str, rank: int, port: int, wire: str) -> tuple[Any, Any]:
@@ -80,9 +68,6 @@ class Driver(RivalDriver):
 
     def connect_case(self, case: str, size_bytes: int) -> tuple[Operation, str]:
         call = self._rpc.rpc_sync
-        if case == "echo":
-            payload = self._torch.arange(size_bytes, dtype=self._torch.uint8)
-            return (lambda: _read(call("target", give_back, args=(payload,)))), self._note
         call("target", prepare_target, args=(size_bytes,))
         tensor = self._torch.ones(size_bytes, dtype=self._torch.uint8)
         if case == "write":

@@ -25,8 +25,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -167,12 +166,6 @@ class ProcessPair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def call_all(pairs: Sequence[ProcessPair], method: str, *args: Any) -> list[Any]:
-    """Calls the same method of all drivers at one time, and returns what each of them gave."""
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        return list(pool.map(lambda pair: pair.call(method, *args), pairs))
 
 
 def serve_messages(link: Connection, handlers: dict[str, Callable[..., object]]) -> None:
