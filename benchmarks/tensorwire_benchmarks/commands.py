@@ -208,13 +208,12 @@ def modes(quick: bool, cases: tuple[str, ...] | None, **outputs: Any) -> None:
 def files(quick: bool, cases: tuple[str, ...] | None, **outputs: Any) -> None:
     """What does it cost to read a running job as files?
 
-    A parameter of 64 MiB by fsspec beside a copy and a file on tmpfs; blocks of 4 KiB; one tensor
-    of a mapped model beside the same file on tmpfs; a snapshot of 512 MiB taken and read beside
-    torch.save and torch.load; the parameter by a mount beside libfuse's passthrough_ll; steps of a
-    job with a file worker in C beside those with a Python worker; and steps while somebody reads
-    100 MB/s. Some ten minutes and 4 GiB of memory; other work on the machine spoils the figures.
-    Mounts need root, passthrough_ll a C compiler and libfuse3-dev, the file worker a C compiler;
-    what is missing is told, and its rows say so.
+    A parameter of 64 MiB by fsspec beside a copy and a file on tmpfs; one tensor of a mapped model
+    beside the same file on tmpfs; a snapshot of 512 MiB taken and loaded beside torch.save and
+    torch.load; the parameter by a mount beside libfuse's passthrough_ll; and steps while somebody
+    reads 100 MB/s. Some ten minutes and 4 GiB of memory; other work on the machine spoils the
+    figures. Mounts need root, passthrough_ll a C compiler and libfuse3-dev; what is missing is
+    told, and its rows say so.
 
     \b
     A look, half a minute, without the case that rests for long (snapshot_first):
@@ -234,7 +233,6 @@ def files(quick: bool, cases: tuple[str, ...] | None, **outputs: Any) -> None:
             total_mib=16,
             rounds=6,
             window_s=0.3,
-            step_bytes=(4096,),
         )
     settings = chosen(settings, cases=cases)
     carry_out(partial(file_bench.run, settings), **outputs)

@@ -5,21 +5,17 @@ job with 64 MiB trains. Each way takes turns with its rivals and its limit.
 
     parameter           a parameter of 64 MiB by fsspec; a copy of the bytes into a fresh `bytes`
                         (the limit); a file on tmpfs
-    random              4 KiB of it; a file on tmpfs
     mapped              safetensors maps the sealed model and reads one tensor of 64 MiB; the same
                         file on tmpfs
     snapshot            a reader that took snapshots before takes one and loads its tensors;
                         torch.save to tmpfs and torch.load; writing the bytes into existing memory
                         (the limit)
-    snapshot_read       the same, and every byte is read; torch.save and torch.load likewise
     snapshot_first      a reader that took no snapshot for long; the limit writes fresh memory
     mount               the parameter by a mount whose process answers each read, with nothing in
                         the kernel's cache; tmpfs; libfuse's passthrough_ll on tmpfs
     mount_random        4 KiB of it, with all threads on one core
     mount_random_apart  the same, with reader and mount on different cores
     mount_mapped        the model by a mount, mapped by the kernel; the same file on tmpfs
-    step                steps of a job whose second worker is a program in C that reads and writes
-                        files; the same with a Python worker
     training            steps while a process reads 100 MB/s of parameters by fsspec; without it
 
 Not measured: TCP, other hosts; files of a mount from the kernel's cache, which are as fast as
@@ -31,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,8 +46,9 @@ from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
 from tensorwire.files import SealedModel
+from tensorwire.jobs.job_file import running_servers
 from tensorwire.parameters.server.lending.spare import KEEP_S
-from tensorwire_benchmarks.jobs import LinkedJob
+from tensorwire_benchmarks.jobs import LinkedJob, run_command, script
 
 from .files_mount import (
     ALONE,
@@ -69,17 +65,16 @@ from .files_mount import (
     why_no_mount,
     why_no_passthrough,
 )
-from .files_steps import measure_steps, running_job, step_s
 
 CASES = (
-    PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, SNAPSHOT_FIRST, MOUNT, MOUNT_RANDOM,
-    MOUNT_RANDOM_APART, MOUNT_MAPPED, STEP, TRAINING,
+    PARAMETER, MAPPED, SNAPSHOT, SNAPSHOT_FIRST, MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART,
+    MOUNT_MAPPED, TRAINING,
 ) = (
-    "parameter", "random", "mapped", "snapshot", "snapshot_read", "snapshot_first", "mount",
-    "mount_random", "mount_random_apart", "mount_mapped", "step", "training",
+    "parameter", "mapped", "snapshot", "snapshot_first", "mount", "mount_random",
+    "mount_random_apart", "mount_mapped", "training",
 )  # fmt: skip
 QUICK_CASES = tuple(case for case in CASES if case != SNAPSHOT_FIRST)
-_BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART, MOUNT_MAPPED, STEP)
+_BY_MOUNT = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART, MOUNT_MAPPED)
 _BESIDE_PASSTHROUGH = (MOUNT, MOUNT_RANDOM, MOUNT_RANDOM_APART)
 _FIRST_ROUNDS = 6  # at most; an interval needs six
 _READ_BYTES_PER_S = 100e6
@@ -98,8 +93,7 @@ class FilesSettings:
         large_mib: the size of the parameter that is read.
         total_mib: the size of the model.
         rounds: the number of turns of each way.
-        window_s: seconds of each turn of `training` and `step`.
-        step_bytes: the sizes of the models in the case `step`.
+        window_s: seconds of each turn of `training`.
     """
 
     cases: Sequence[str] = CASES
@@ -107,7 +101,6 @@ class FilesSettings:
     total_mib: int = 512
     rounds: int = 16
     window_s: float = 2.0
-    step_bytes: Sequence[int] = (SMALL_BYTES, 16 * MIB)
 
 
 def run(settings: FilesSettings, tell: Told) -> Report:
@@ -116,22 +109,15 @@ def run(settings: FilesSettings, tell: Told) -> Report:
         # In this order: a model that a mount holds open would spare later cases their snapshot.
         wanted = [case for case in CASES if case in settings.cases]
         cases = [case for case in wanted if not is_left_out(report, case)]
-        if STEP in cases:
-            tell(0, len(cases), STEP)
-            for size in settings.step_bytes:
-                pairs = max(6, settings.rounds // 2)
-                measure_steps(report, STEP, size, pairs, settings.window_s)
-        still = [case for case in cases if case not in (TRAINING, STEP)]
+        still = [case for case in cases if case != TRAINING]
         for several in (still, [TRAINING] if TRAINING in cases else []):
             if several:
                 count = settings.total_mib // settings.large_mib if several is still else 1
                 size = settings.large_mib * MIB
                 with (
                     tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-                    running_job(Path(folder), ["--workers", "1"], 1, size, max(1, count)) as (
-                        job, address,
-                    ),
-                ):  # fmt: skip
+                    running_job(Path(folder), size, max(1, count)) as (job, address),
+                ):
                     with contextlib.closing(_Ways(Path(folder), address, size)) as ways:
                         _measure_all(report, settings, several, job, ways, tell)
                     job.end()
@@ -139,11 +125,42 @@ def run(settings: FilesSettings, tell: Told) -> Report:
     return report
 
 
+@contextlib.contextmanager
+def running_job(folder: Path, size_bytes: int, count: int) -> Iterator[tuple[LinkedJob, str]]:
+    """Runs a job of `job_worker.py`; yields it with the address of its server.
+
+    Args:
+        folder: of the job.
+        size_bytes: the size of a parameter.
+        count: the number of parameters.
+
+    Raises:
+        PairError: it has not started.
+    """
+    words = script("job_worker.py", LinkedJob.ADDRESS, "sgd", count, size_bytes)
+    before = {each.address for each in running_servers()}
+    with LinkedJob([*run_command("--workers", "1"), *words], folder, 1) as job:
+        (address,) = {
+            each.address
+            for each in running_servers()
+            if each.address not in before and str(folder) in each.command
+        }
+        yield job, address
+
+
+def step_s(job: LinkedJob, window_s: float) -> float:
+    """Returns seconds per step over about `window_s`, after two steps that are not counted."""
+
+    def turn(steps: int) -> float:
+        (answer,) = job.turn(steps=steps, compute_s=0.0, backward=True)
+        return float(answer["seconds"]) / steps
+
+    return turn(max(1, int(window_s / turn(2))))
+
+
 def is_left_out(report: Report, case: str) -> bool:
     """Returns whether a case cannot be measured here; then adds a row and a warning."""
     reason = why_no_mount() if case in _BY_MOUNT else ""
-    if case == STEP and shutil.which("cc") is None:
-        reason = reason or "there is no C compiler (cc)"
     if case == MOUNT_RANDOM_APART and len(os.sched_getaffinity(0)) < 2:
         reason = reason or "there is one core"
     if reason:
@@ -166,10 +183,8 @@ def _measure_all(
     total = settings.total_mib // settings.large_mib * settings.large_mib * MIB
     makes: dict[str, tuple[int, Callable[[], Mapping[str, Way]]]] = {
         PARAMETER: (settings.large_mib * MIB, ways.parameter),
-        RANDOM: (SMALL_BYTES, ways.random),
         MAPPED: (settings.large_mib * MIB, ways.mapped),
         SNAPSHOT: (total, ways.snapshot),
-        SNAPSHOT_READ: (total, partial(ways.snapshot, read=True)),
         SNAPSHOT_FIRST: (total, partial(ways.snapshot, rest_s=_LONG_REST_S)),
         MOUNT: (settings.large_mib * MIB, ways.mounts.all),
         MOUNT_RANDOM: (SMALL_BYTES, partial(ways.mounts.random, apart=False)),
@@ -214,16 +229,15 @@ class _Ways:
     def __init__(self, folder: Path, address: str, large_bytes: int) -> None:
         from tensorwire.files.filesystem import TensorwireFileSystem
 
-        self._folder, self._large, self._address = folder, large_bytes, address
+        self._folder, self._address = folder, address
         self._fs = TensorwireFileSystem(address, skip_instance_cache=True)
         self._path = "params/p0.npy"
         self._file = folder / "p0.npy"
         data = self._fs.cat_file(self._path)
         self._file.write_bytes(data)
-        self._start = len(data) - large_bytes
-        self._random = np.random.default_rng(0)
+        start = len(data) - large_bytes
         self._kept: SealedModel | None = None
-        self.mounts = MountWays(folder, address, self._path, self._file, self._start, large_bytes)
+        self.mounts = MountWays(folder, address, self._path, self._file, start, large_bytes)
 
     def close(self) -> None:
         """Ends the connection, and the mounts."""
@@ -238,22 +252,6 @@ class _Ways:
             COPY: lambda: timed(lambda: bytes(memory)),
             TMPFS: lambda: timed(self._file.read_bytes),
         }
-
-    def random(self) -> Mapping[str, Way]:
-        """Returns ways to read 4 KiB at a random place of the parameter; the mean of 200."""
-        descriptor = os.open(self._file, os.O_RDONLY)
-
-        def ours(at: int) -> object:
-            return self._fs.cat_file(self._path, at, at + SMALL_BYTES)
-
-        def theirs(at: int) -> object:
-            return os.pread(descriptor, SMALL_BYTES, at)
-
-        def mean(read: Callable[[int], object]) -> float:
-            places = self._random.integers(0, self._large - SMALL_BYTES, 200) + self._start
-            return timed(lambda: [read(int(at)) for at in places]) / len(places)
-
-        return {OURS: lambda: mean(ours), TMPFS: lambda: mean(theirs)}
 
     def mapped(self) -> Mapping[str, Way]:
         """Returns ways to open and map a model and read one tensor.
@@ -297,8 +295,8 @@ class _Ways:
         paths = {OURS: mounted, TMPFS: file}
         return {system: partial(timed, partial(read, path)) for system, path in paths.items()}
 
-    def snapshot(self, read: bool = False, rest_s: float = _REST_S) -> Mapping[str, Way]:
-        """Returns ways to take a snapshot and load its tensors; with `read`, to read every byte.
+    def snapshot(self, rest_s: float = _REST_S) -> Mapping[str, Way]:
+        """Returns ways to take a snapshot and load its tensors.
 
         A server copies for readers during at most a quarter of its time, so each turn begins with a
         rest of `rest_s`, in which the server also prepares memory for the next snapshot. The limit
@@ -316,17 +314,13 @@ class _Ways:
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
         file = self._folder / "model.pt"
 
-        def use(found: Mapping[str, Any]) -> None:
-            for tensor in found.values() if read else ():
-                tensor.sum()
-
-        def ours() -> None:
+        def ours() -> object:
             with reader.sealed_model() as model, safe_open(model.path, framework="pt") as opened:
-                use({name: opened.get_tensor(name) for name in opened.keys()})
+                return {name: opened.get_tensor(name) for name in opened.keys()}
 
-        def theirs() -> None:
+        def theirs() -> object:
             torch.save(tensors, file)
-            use(torch.load(file))
+            return torch.load(file)
 
         def rested() -> float:
             time.sleep(rest_s)
@@ -334,8 +328,6 @@ class _Ways:
             time.sleep(_GIVING_BACK_S)
             return seconds
 
-        if read:
-            return {OURS: rested, TORCH: lambda: timed(theirs)}
         return {
             OURS: rested,
             COPY: partial(_into_memory, list(tensors.values()), is_there=rest_s < KEEP_S),

@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 
 MIB = 1 << 20
 OURS, COPY, TMPFS, TORCH, ALONE = "tensorwire", "copy", "tmpfs", "torch", "alone"
-PASSTHROUGH, PYTHON = "passthrough_ll", "python"
+PASSTHROUGH = "passthrough_ll"
 SMALL_BYTES = 4096
 
 Way = Callable[[], float]
@@ -47,22 +47,6 @@ def why_no_passthrough() -> str:
     if not (has_library and _SOURCE.exists()):
         return "passthrough_ll needs libfuse3-dev with its examples (apt-get install libfuse3-dev)"
     return ""
-
-
-def compile_c(source: Path, program: Path, *flags: str) -> None:
-    """Compiles a C program.
-
-    Raises:
-        UnavailableError: there is no compiler, or it failed; with its output.
-    """
-    if shutil.which("cc") is None:
-        raise UnavailableError(f"{source.name} is not compiled without a C compiler (cc)")
-    done = subprocess.run(
-        ["cc", "-O2", "-o", str(program), str(source), *flags],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise UnavailableError(f"{source.name} cannot be compiled: {done.stderr.strip()}")
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -118,7 +102,12 @@ def passed_through(folder: Path, source: Path) -> Iterator[int]:
     flags = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "fuse3"], check=True, capture_output=True, text=True
     ).stdout.split()
-    compile_c(_SOURCE, program, *flags)
+    done = subprocess.run(
+        ["cc", "-O2", "-o", str(program), str(_SOURCE), *flags],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise UnavailableError(f"{_SOURCE.name} cannot be compiled: {done.stderr.strip()}")
     folder.mkdir()
     command = [str(program), "-f", "-o", f"source={source}", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
