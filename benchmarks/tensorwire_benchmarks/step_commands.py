@@ -17,6 +17,7 @@ from tensorwire.bench.commands import (
     names,
     need,
     outputs,
+    plain_outputs,
     quick_option,
     together,
 )
@@ -50,7 +51,7 @@ def _options(
 ) -> Decorator:
     """Returns the options that all benches of training steps have, around their `own`."""
     return together(
-        outputs,
+        plain_outputs,
         quick_option(quick),
         *own,
         names("--systems", known=bench.names),
@@ -80,9 +81,7 @@ def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Setting
     ),
     steps="per model and wire (default 300, 60 and 30)",
 )
-def training(
-    quick: bool, json_path: Path | None, figure_path: Path | None, strict: bool, **options: Any
-) -> None:
+def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) -> None:
     """What does a synchronous training step cost?
 
     Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
@@ -99,7 +98,7 @@ def training(
 
     \b
     Everything, kept for comparison:
-        tensorwire bench training --json training.json --figure training.svg
+        tensorwire bench training --json training.json
 
     \b
     One question only:
@@ -117,10 +116,8 @@ def training(
             raise click.UsageError("--wires alone measures tensorwire, which --systems leaves out")
         if all(each.size_bytes > MAX_BYTES for each in settings.models):
             raise click.UsageError("--wires alone measures small models, which --models leaves out")
-    carry_out(
-        partial(engine.run, TRAINING, settings), report.print_training, report.draw_training,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
+    run = partial(engine.run, TRAINING, settings)
+    carry_out(run, report.print_training, json_path=json_path, strict=strict)
 
 
 @click.command(cls=Command)
@@ -139,9 +136,8 @@ def training(
     optimizer="; dlrm is always trained with SGD without momentum",
 )
 def placement(
-    quick: bool, tiny: bool, json_path: Path | None, figure_path: Path | None, strict: bool,
-    **options: Any,
-) -> None:  # fmt: skip
+    quick: bool, tiny: bool, json_path: Path | None, strict: bool, **options: Any
+) -> None:
     """What does placing gradients gain, on real models?
 
     Two workers train. The isolated exchange begins when all gradients are there and nothing has
@@ -161,8 +157,8 @@ def placement(
         tensorwire bench placement --workload alexnet --wire shm
 
     \b
-    Everything, kept for comparison; what steps are made of, as a figure:
-        tensorwire bench placement --json placement.json --figure placement.pdf
+    Everything, kept for comparison:
+        tensorwire bench placement --json placement.json
 
     \b
     Over a link of 1 Gbit/s between two network namespaces, as root:
@@ -184,10 +180,8 @@ def placement(
         )
     if tiny:
         settings.models = [workload(each.name).reduced() for each in settings.models]
-    carry_out(
-        partial(engine.run, PLACEMENT, settings), report.print_placement, report.draw_placement,
-        json_path=json_path, figure_path=figure_path, strict=strict,
-    )  # fmt: skip
+    run = partial(engine.run, PLACEMENT, settings)
+    carry_out(run, report.print_placement, json_path=json_path, strict=strict)
 
 
 @click.command("workloads", cls=Command)
