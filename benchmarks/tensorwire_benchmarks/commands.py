@@ -39,7 +39,7 @@ from tensorwire_benchmarks.gpu_training import GpuSettings
 from tensorwire_benchmarks.gpu_training import run as run_gpu_training
 from tensorwire_benchmarks.modes_report import draw_modes, print_modes
 from tensorwire_benchmarks.modes_training import TASKS, TrainingSettings
-from tensorwire_benchmarks.step_commands import parameters, placement, show_workloads, training
+from tensorwire_benchmarks.step_commands import parameters, placement, training
 
 
 @click.command(cls=Command)
@@ -261,7 +261,5 @@ def gpu_training(json_path: Path | None, models: tuple[str, ...] | None, steps: 
     carry_out(partial(run_gpu_training, settings), json_path=json_path)
 
 
-COMMANDS = (
-    training, placement, parameters, faults, rpc, modes, files, gpu_training, show_workloads,
-)  # fmt: skip
+COMMANDS = (training, placement, parameters, faults, rpc, modes, files, gpu_training)
 """What `tensorwire bench` offers beside `memory`."""

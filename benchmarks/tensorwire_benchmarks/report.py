@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +15,10 @@ from rich.table import Table
 from tensorwire.bench import report as common
 from tensorwire.bench.report import add_groups, figure, new_table, show_seconds
 from tensorwire.bench.rows import Report, format_seconds
+from tensorwire.bench.verdicts import MIB
 from tensorwire_benchmarks.parts import PARTS
 from tensorwire_benchmarks.systems import COMPUTATION, OWN
+from tensorwire_benchmarks.workloads.catalog import Workload, summary
 
 Parts = dict[tuple[str, str], dict[str, float]]
 """Seconds of each part by (workload/wire, system)."""
@@ -38,6 +41,16 @@ def print_placement(report: Report, console: Console) -> None:
     if parts:
         console.print(_table(parts))
     common.print_comparisons(report, "plan, times as fast as the others (95 %)", console)
+
+
+def print_workloads(models: Sequence[Workload], console: Console) -> None:
+    """Prints a line per model: its tensors, MiB, and how many are small, medium and large."""
+    for model in models:
+        found = summary(model.tensors())
+        sizes = f"{found.bytes / MIB:7.2f} MiB, {found.small} + {found.medium} + {found.large}"
+        line = f"{model.name:13} {found.tensors:3} tensors, {sizes}: {model.about}"
+        console.print(f"{line}; batch {model.batch}", highlight=False, soft_wrap=True)
+    console.print("Of the tensors, the first number is below 1 KiB, the last 1 MiB or more.")
 
 
 def parts_of(report: Report) -> Parts:

@@ -1,4 +1,4 @@
-"""The commands of the benches of training steps: training, placement, workloads, parameters."""
+"""The commands of the benches of training steps: training, placement, parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tensorwire.bench.commands import (
     Decorator,
     carry_out,
     chosen,
-    json_option,
     names,
     need,
     outputs,
@@ -22,7 +21,7 @@ from tensorwire.bench.commands import (
     together,
 )
 from tensorwire.bench.rows import Report
-from tensorwire.command import Command, Told, check_file, terminal
+from tensorwire.command import Command, Told, terminal
 from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks import scaling as scaling_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
@@ -39,11 +38,6 @@ from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, wo
 
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)
-
-_workload = names("--workload", "models", known=_WORKLOADS)
-_tiny = click.option(
-    "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
-)
 
 
 def _options(
@@ -124,8 +118,11 @@ def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) 
 @_options(
     PLACEMENT,
     "Two workloads, few steps: a look, no measurement.",
-    _tiny,
-    _workload,
+    click.option("--list", "only_list", is_flag=True, help="Only list the models."),
+    click.option(
+        "--tiny", is_flag=True, help="The same structures with narrow layers: to see that it works."
+    ),
+    names("--workload", "models", known=_WORKLOADS),
     names(
         "--wire",
         "wires",
@@ -136,7 +133,7 @@ def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) 
     optimizer="; dlrm is always trained with SGD without momentum",
 )
 def placement(
-    quick: bool, tiny: bool, json_path: Path | None, strict: bool, **options: Any
+    quick: bool, tiny: bool, only_list: bool, json_path: Path | None, strict: bool, **options: Any
 ) -> None:
     """What does placing gradients gain, on real models?
 
@@ -170,9 +167,11 @@ def placement(
 
     \b
     What the models are:
-        tensorwire bench workloads
+        tensorwire bench placement --list
     """  # noqa: D301 (\b is what click reads)
     settings = _settings(PLACEMENT, quick, **options)
+    if only_list:
+        return report.print_workloads(settings.models, terminal(120))
     if settings.optimizer != "sgd" and all(each.optimizer for each in settings.models):
         own = ", ".join(each.name for each in settings.models)
         raise click.UsageError(
@@ -182,32 +181,6 @@ def placement(
         settings.models = [workload(each.name).reduced() for each in settings.models]
     run = partial(engine.run, PLACEMENT, settings)
     carry_out(run, report.print_placement, json_path=json_path, strict=strict)
-
-
-@click.command("workloads", cls=Command)
-@_workload
-@_tiny
-@json_option("Write every tensor of every workload to FILE.")
-def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
-    """How many tensors do the models of bench placement have, and how large are they?
-
-    An average hides much: half of AlexNet's tensors are below 91 KiB, and six hold 99.8 % of its
-    bytes. Nothing is trained and no memory is taken for the tensors; it needs torch.
-
-    \b
-    Two of them, tensor by tensor:
-        tensorwire bench workloads --workload lstm,dlrm --json tensors.json
-    """  # noqa: D301 (\b is what click reads)
-    from tensorwire_benchmarks.workloads.report import print_sizes, write_sizes
-
-    check_file(json_path)
-    found = tuple(map(workload, models)) if models else WORKLOADS
-    if tiny:
-        found = tuple(each.reduced() for each in found)
-    print_sizes(found, terminal(120))
-    if json_path is not None:
-        write_sizes(found, json_path)
-        click.echo(f"tensors written to {json_path}")
 
 
 @click.command(cls=Command)

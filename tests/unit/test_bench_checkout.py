@@ -49,9 +49,7 @@ def test_a_checkout_is_found_by_the_path_of_the_package(
     assert checkout.missing("x", "bench x") is None
 
 
-@pytest.mark.parametrize(
-    "name", ["training", "placement", "parameters", "faults", "rpc", "modes", "workloads"]
-)
+@pytest.mark.parametrize("name", ["training", "placement", "parameters", "faults", "rpc", "modes"])
 def test_elsewhere_each_bench_says_where_it_is(group: click.Group, name: str) -> None:
     for options in ([], ["--quick", "--json", "x.json"], ["--models", "digits"]):
         result = CliRunner().invoke(group, [name, *options])

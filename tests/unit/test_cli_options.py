@@ -81,7 +81,6 @@ WRONG = [
     ("rpc trace --json a --json b -- true", "--json is given twice"),
     ("rpc trace --json nowhere/at/all.json -- true", "does not exist"),
     ("rpc trace --jsn x -- true", "No such option"),
-    ("bench workloads --json nowhere/at/all.json", "does not exist"),
 ]
 
 
@@ -102,7 +101,7 @@ def test_options_that_make_no_sense(
 
 NEED_TORCH = [
     "run -w 2 SCRIPT", "explain SCRIPT", "explain lstm", "bench training --quick",
-    "bench placement --quick", "bench workloads",
+    "bench placement --quick", "bench placement --list",
 ]  # fmt: skip
 
 

@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import median_high
 from typing import Any, NamedTuple
 
 from tensorwire.errors import UnavailableError
@@ -27,14 +26,12 @@ class ModelTensor(NamedTuple):
     """A parameter of a workload.
 
     Attributes:
-        looked_up: whether only the rows that a batch looks up have a gradient that is not zero.
-        sparse: whether its gradient is a sparse tensor of these rows.
+        sparse: whether its gradient is a sparse tensor of the rows that a batch looks up.
     """
 
     name: str
     shape: tuple[int, ...]
     size_bytes: int
-    looked_up: bool
     sparse: bool
 
 
@@ -156,7 +153,6 @@ def _tensors(workload: Workload) -> tuple[ModelTensor, ...]:
             name,
             tuple(p.shape),
             p.numel() * p.element_size(),
-            name.startswith(task.looked_up),
             name in sparse,
         )
         for name, p in module.named_parameters()
@@ -188,37 +184,17 @@ class Summary(NamedTuple):
 
     tensors: int
     bytes: int
-    bytes_average: float
-    bytes_median: int
-    bytes_min: int
-    bytes_max: int
     small: int
     medium: int
     large: int
-    bytes_in_large: int
-    bytes_looked_up: int
-    bytes_sparse: int
 
 
 def summary(tensors: Sequence[ModelTensor]) -> Summary:
-    """Returns the summary of a workload's tensors; the median is the upper one."""
+    """Returns the summary of a workload's tensors."""
     sizes = [tensor.size_bytes for tensor in tensors]
-    large = [size for size in sizes if size >= LARGE_BYTES]
+    large = sum(size >= LARGE_BYTES for size in sizes)
     small = sum(size < SMALL_BYTES for size in sizes)
-    return Summary(
-        tensors=len(sizes),
-        bytes=sum(sizes),
-        bytes_average=sum(sizes) / len(sizes),
-        bytes_median=median_high(sizes),
-        bytes_min=min(sizes),
-        bytes_max=max(sizes),
-        small=small,
-        medium=len(sizes) - small - len(large),
-        large=len(large),
-        bytes_in_large=sum(large),
-        bytes_looked_up=sum(tensor.size_bytes for tensor in tensors if tensor.looked_up),
-        bytes_sparse=sum(tensor.size_bytes for tensor in tensors if tensor.sparse),
-    )
+    return Summary(len(sizes), sum(sizes), small, len(sizes) - small - large, large)
 
 
 WORKLOADS = (

@@ -46,7 +46,6 @@ class _Model(nn.Module):
 class Dlrm(Task):
     """The task of DLRM: one category per table and sample, uniform over the table's rows."""
 
-    looked_up = ("tables.",)
     sparse = True  # gradients of the tables
 
     def __init__(self, tiny: bool) -> None:

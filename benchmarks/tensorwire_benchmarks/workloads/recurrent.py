@@ -109,8 +109,6 @@ class _Tagger(nn.Module):
 class BiLstm(Task):
     """The bidirectional LSTM: sentences of 5 to 24 words, padded to the longest of the batch."""
 
-    looked_up = ("embedding.",)
-
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
         sizes = (100, 12, 8, 5) if tiny else (20_000, 300, 512, 45)

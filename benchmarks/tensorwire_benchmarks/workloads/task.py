@@ -20,12 +20,10 @@ class Task(ABC):
         tiny: whether layers are narrow; the structure is the same.
         shape: the shape of a sample.
         classes: the number of different labels.
-        looked_up: prefixes of the names of parameters that are looked up by row.
     """
 
     shape: tuple[int, ...] = ()
     classes = 10
-    looked_up: tuple[str, ...] = ()
 
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny

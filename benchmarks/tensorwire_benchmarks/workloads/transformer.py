@@ -127,8 +127,6 @@ class _Mixture(nn.Module):
 class MixtureOfExperts(NextWord):
     """A transformer layer with a mixture of experts."""
 
-    looked_up = ("embedding.",)
-
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
         self.words, self.wide = (64, 16) if tiny else (4096, 512)

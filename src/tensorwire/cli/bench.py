@@ -27,7 +27,6 @@ _IN_REPOSITORY = {
     "modes": "What do the modes of a job gain, and what do they cost?",
     "files": "What does it cost to read a running job as files?",
     "gpu-training": "What does a step cost with the model on a GPU?",
-    "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The benches that only the repository has, with their questions, for help elsewhere."""
 
