@@ -51,7 +51,6 @@ class Bench:
         judge: returns the verdicts on rows and comparisons of the models of these names.
         judge_ends: returns the verdicts on the ends of the systems, given the case's name.
         alone: returns rows and verdicts of one small model in one process.
-        parts: whether there are rows for the parts of a step.
         called: the key of the models in the settings of a report.
         own: the system that is compared with the limit and the rivals.
         stem, joint, whole: a case's name is the stem; the joint and the measured quantity follow,
@@ -69,7 +68,6 @@ class Bench:
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
     alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]] | None = None
-    parts: bool = False
     called: str = "models"
     own: str = OWN
     stem: str = "{wire}.{model}"
@@ -88,6 +86,6 @@ class Bench:
         return self.stem.format(wire=wire, model=model)
 
     def case(self, wire: str, model: str, what: str) -> str:
-        """Returns a case's name; `what` is "exchange", "isolated", "step" or a part of a step."""
+        """Returns a case's name; `what` is "exchange", "isolated", "step" or "exposed"."""
         label = self.label(wire, model)
         return label if what == self.whole else f"{label}{self.joint}{what}"

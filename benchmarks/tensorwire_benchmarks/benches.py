@@ -64,7 +64,6 @@ PLACEMENT = Bench(
     whole="exchange",
     judge=verdicts.judge_placement,
     judge_ends=verdicts.judge_ends,
-    parts=True,
     links={"1gbit": 1000},
 )
 

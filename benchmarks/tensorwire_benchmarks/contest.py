@@ -19,9 +19,9 @@ from tensorwire.bench.rows import Comparison, Row, format_seconds
 from tensorwire.parameters import CELL_BYTES, threads_for
 from tensorwire_benchmarks import link
 from tensorwire_benchmarks.bench import Bench, Settings
-from tensorwire_benchmarks.figures import End, Turns, limit_over_wire, turn_ratio
+from tensorwire_benchmarks.figures import End, Turns, extra_seconds, limit_over_wire, turn_ratio
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.systems import LIMIT, LIMIT_COPIES, System
+from tensorwire_benchmarks.systems import COMPUTATION, LIMIT, LIMIT_COPIES, System
 from tensorwire_benchmarks.team import Team
 from tensorwire_benchmarks.traffic import FLOAT_BYTES
 from tensorwire_benchmarks.workloads.catalog import Workload
@@ -237,12 +237,31 @@ class WireContest:
 
     def rows(self) -> list[Row]:
         """Returns rows of step and both exchanges for each system, with the reason if it failed."""
-        return [
+        rows = [
             self._row(what, name)
             for what in ("step", "exchange", "isolated")
             for name in sorted(self.names, key=lambda name: name == LIMIT)  # the limit comes last
             if self._takes_part(name, what)
         ]
+        if COMPUTATION.name in self.ends:
+            alone = self.turns[COMPUTATION.name]
+            names = [name for name in self.names if name in self.ends and name != COMPUTATION.name]
+            rows += [self._exposed(name, alone) for name in names]
+        return rows
+
+    def _exposed(self, name: str, computation: Turns) -> Row:
+        """Returns the row of a step's time beyond that of workers that only compute."""
+        own, alone = (turns.samples["step"] for turns in (self.turns[name], computation))
+        extra = extra_seconds(list(map(median, own)), list(map(median, alone)))
+        note = "the median of the differences of turns"
+        if extra.interval is not None:
+            note += f"; 95 % interval {extra.interval[0]:.3g} to {extra.interval[1]:.3g} s"
+        return dataclasses.replace(
+            self._empty("exposed", name),
+            seconds_median=extra.seconds,
+            operations=sum(map(len, own)),
+            note=note,
+        )
 
     def _takes_part(self, name: str, what: str) -> bool:
         if name == LIMIT:
@@ -250,13 +269,13 @@ class WireContest:
         system = self._systems[name]
         return {"step": True, "exchange": system.exchanges, "isolated": system.holds}[what]
 
-    def empty(self, what: str, name: str) -> Row:
+    def _empty(self, what: str, name: str) -> Row:
         """Returns a row without figures, with the reason why there are none."""
         row = Row(self.bench.name, self.case(what), name, self._traffic.up_bytes)
         return dataclasses.replace(row, note=self._failed.get(name, "it took no turn"))
 
     def _row(self, what: str, name: str) -> Row:
-        row = self.empty(what, name)
+        row = self._empty(what, name)
         turns = self.turns.get(name)
         if name in self._failed or turns is None or not turns.steps_with_cpu:
             return row

@@ -6,7 +6,8 @@ Measured on one host per model and wire, with workers in lockstep, reduction and
   when the slowest worker may read the updated parameters;
 - the *exchange* within a step: from the last gradient that any worker produced, so without what a
   system did during backward;
-- the whole *step*, and in some benches its parts (`parts.py`).
+- the whole *step*, and in `placement` its *exposed* part: the time beyond a step of workers that
+  only compute.
 
 `contest.py` lets systems take turns. On the wire `alone` the cost of a script in one process is
 measured (`alone.py`).
@@ -26,7 +27,6 @@ from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.contest import WireContest
-from tensorwire_benchmarks.parts import rows_of
 
 Progress = Callable[[int, int, str], None]
 """A function of (contests done, contests in all, label), never called while a turn runs."""
@@ -78,8 +78,6 @@ def _measure(contest: WireContest, report: Report) -> list[Verdict]:
     finally:
         contest.close()
         report.rows += contest.rows()
-        if contest.bench.parts:
-            report.rows += rows_of(contest)
         report.comparisons += contest.comparisons()
         report.settings["warnings"] += contest.warnings
     return contest.bench.judge_ends(contest.case("exchange"), contest.ends)

@@ -19,7 +19,6 @@ class StepTimes(NamedTuple):
 
     Attributes:
         begin: forward begins, right after a barrier of the bench.
-        backward_begin: forward has returned.
         gradients_ready: the last gradient of this worker was produced, and its hooks have not sent
             it yet. In a held step (`worker.Driver.run`): all workers have their gradients.
         readable: this worker may read the updated parameters.
@@ -28,7 +27,6 @@ class StepTimes(NamedTuple):
     """
 
     begin: float
-    backward_begin: float
     gradients_ready: float
     readable: float
     end: float
@@ -41,15 +39,12 @@ class End(NamedTuple):
     Attributes:
         steps: the steps that it trained in all.
         bits: per worker, a digest of the parameters' bits.
-        hidden_s: seconds per step, except held ones, in which gradients were sent while backward
-            went on; of the worker with the most.
         in_place: the share of its gradients' bytes that were produced in place in its last step, of
             the worker with the least; None for a system without placement.
     """
 
     steps: int
     bits: list[str]
-    hidden_s: float
     in_place: float | None = None
 
     @classmethod
@@ -58,7 +53,6 @@ class End(NamedTuple):
         return cls(
             workers[0].steps,
             [bits for worker in workers for bits in worker.bits],
-            max(worker.hidden_s for worker in workers),
             min((w.in_place for w in workers if w.in_place is not None), default=None),
         )
 
@@ -76,9 +70,6 @@ _OF_A_STEP: dict[str, Callable[[Steps], float]] = {
     "skew": lambda step: (
         max(t.gradients_ready for t in step) - min(t.gradients_ready for t in step)
     ),
-    # The times of the slowest worker.
-    "forward": lambda step: max(t.backward_begin - t.begin for t in step),
-    "backward": lambda step: max(t.gradients_ready - t.backward_begin for t in step),
 }
 """Functions from the times of all workers in one step to seconds, by name."""
 

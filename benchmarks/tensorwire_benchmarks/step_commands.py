@@ -111,7 +111,7 @@ def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) 
         if all(each.size_bytes > MAX_BYTES for each in settings.models):
             raise click.UsageError("--wires alone measures small models, which --models leaves out")
     run = partial(engine.run, TRAINING, settings)
-    carry_out(run, report.print_training, json_path=json_path, strict=strict)
+    carry_out(run, report.print_steps, json_path=json_path, strict=strict)
 
 
 @click.command(cls=Command)
@@ -180,7 +180,7 @@ def placement(
     if tiny:
         settings.models = [workload(each.name).reduced() for each in settings.models]
     run = partial(engine.run, PLACEMENT, settings)
-    carry_out(run, report.print_placement, json_path=json_path, strict=strict)
+    carry_out(run, report.print_steps, json_path=json_path, strict=strict)
 
 
 @click.command(cls=Command)
@@ -275,4 +275,4 @@ def parameters(
         return found
 
     draw = draw_scaling if only_scaling else report.draw_parameters
-    carry_out(run, report.print_training, draw, **outputs)
+    carry_out(run, report.print_steps, draw, **outputs)

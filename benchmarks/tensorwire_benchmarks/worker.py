@@ -106,7 +106,6 @@ class Driver:
         self._barrier = Barrier(self._rank, options["barrier"])
         self._ready = (0.0, 0.0)
         self._at = 0
-        self._held = 0  # steps of these that were held
 
     def address(self, timeout_s: float) -> str | None:
         """Returns the server's address; None if that takes too long; "" if the server has ended."""
@@ -191,20 +190,18 @@ class Driver:
         self._barrier()
         begin = time.monotonic()
         loss = self._loss(self._trainer.module(inputs), labels)
-        backward_begin = time.monotonic()
         if held:
             with self._trainer.held():
                 loss.backward()
             self._barrier()
             self._ready = (time.monotonic(), time.process_time())
-            self._held += 1
         else:
             loss.backward()
         self._trainer.exchange()
         readable, cpu = time.monotonic(), time.process_time()
         self._trainer.zero_grad()
         ready, ready_cpu = self._ready
-        return StepTimes(begin, backward_begin, ready, readable, time.monotonic(), cpu - ready_cpu)
+        return StepTimes(begin, ready, readable, time.monotonic(), cpu - ready_cpu)
 
     def digest(self) -> float:
         """Returns the sum of the parameters' magnitudes."""
@@ -215,8 +212,7 @@ class Driver:
         bits = hashlib.sha256()
         for parameter in self._parameters:
             bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
-        hidden_s = self._trainer.hidden_s() / max(1, self._at - self._held)
-        return End(self._at, [bits.hexdigest()], hidden_s, self._trainer.in_place())
+        return End(self._at, [bits.hexdigest()], self._trainer.in_place())
 
     def close(self) -> None:
         """Closes the trainer, and ends the process."""

@@ -86,10 +86,6 @@ class Trainer(ABC):
     def settle(self) -> None:  # noqa: B027 (most are there anyway)
         """Waits, after the last step, until the module has the steps of all workers."""
 
-    def hidden_s(self) -> float:
-        """Returns the seconds since the start in which gradients were sent during backward."""
-        return 0.0
-
     def in_place(self) -> float | None:
         """Returns the share of gradient bytes that the last step produced in place, or None."""
         return None

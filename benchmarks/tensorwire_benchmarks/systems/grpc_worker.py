@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -170,7 +169,6 @@ class GrpcTrainer(Trainer):
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
         self._answers = stream(iter(self._outgoing.get, None))
-        self._hidden_s = 0.0
         if place.rank == 0:
             blocks = [each.array for each in self._blocks]
             values = self._flat, blocks, place.learning_rate
@@ -211,7 +209,6 @@ class GrpcTrainer(Trainer):
     def _reset(self) -> None:
         self._missing = [len(part.parameters) for part in self._parts]
         self._gradients: dict[int, Floats] = {}
-        self._first_sent = 0.0
         self._holding = False
 
     @contextlib.contextmanager
@@ -229,13 +226,10 @@ class GrpcTrainer(Trainer):
                 self._send(index)
 
     def _send(self, index: int) -> None:
-        self._first_sent = self._first_sent or time.monotonic()
         self._outgoing.put(self._parts[index].message(self._place.rank, index, self._gradients))
 
     def exchange(self) -> None:
         """Sends delayed buckets, then copies the answers into the parameters as they arrive."""
-        if self._first_sent:
-            self._hidden_s += time.monotonic() - self._first_sent
         if self._holding:
             for index in range(len(self._parts)):
                 self._send(index)
@@ -244,10 +238,6 @@ class GrpcTrainer(Trainer):
             _, index = HEADER.unpack_from(answer)
             self._parts[index].take(answer)
         self._reset()
-
-    def hidden_s(self) -> float:
-        """Returns the seconds from the first sent bucket to the end of backward, over all steps."""
-        return self._hidden_s
 
     def tune(self, run: Callable[[int], float]) -> None:
         """Tries bucket sizes, and configures the one with the shortest step."""

@@ -38,12 +38,10 @@ class OwnTrainer(Trainer):
         )  # fmt: skip
         self._optimizer = self._tw.DistributedOptimizer(inner, module, placement=self.placement)
         self._job.barrier()
-        self._steps = 0
         self.note = "one server process"
 
     def exchange(self) -> None:
         self._optimizer.step()
-        self._steps += 1
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -52,10 +50,6 @@ class OwnTrainer(Trainer):
         """Returns a context in which nothing is sent; gradients are still produced in place."""
         found: contextlib.AbstractContextManager[None] = self._optimizer.accumulate()
         return found
-
-    def hidden_s(self) -> float:
-        per_step: float = self._job.report()["hidden_communication_s"]
-        return per_step * self._steps
 
     def in_place(self) -> float | None:
         """Returns the share of dense gradient bytes that were produced in place, or None."""

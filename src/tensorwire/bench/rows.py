@@ -331,6 +331,6 @@ def format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * factor:  # what rounds to 1000 of a unit is 1 of the next
+        if abs(seconds) >= 0.9995 * factor:  # what rounds to 1000 of a unit is 1 of the next
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
