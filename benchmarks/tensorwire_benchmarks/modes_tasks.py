@@ -25,7 +25,7 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _PACKAGES = (
     "asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml"
 )  # fmt: skip
-_LINES, _TEST_LINES = 2400, 300  # of each package
+_LINES, _UNUSED = 2400, 300  # of each package; so many lines before them are not used
 _TOKENS, _BUCKETS, _WIDTH = 16, 4096, 32
 
 Data = tuple[Any, Any]
@@ -38,14 +38,13 @@ class Exercise:
 
     Attributes:
         build: makes the module, from torch's seed.
-        train, test: the training data, and the test data.
+        train: the training data.
         part: the number of first samples of `train` on which the loss is measured.
         batch: samples per worker and step.
     """
 
     build: Callable[[], nn.Module]
     train: Data
-    test: Data
     part: int
     batch: int
 
@@ -62,15 +61,12 @@ class Exercise:
             for rows in order[: len(order) // self.batch * self.batch].split(self.batch):
                 yield inputs[rows], labels[rows]
 
-    def judge(self, module: nn.Module) -> tuple[float, float]:
-        """Returns the loss on a fixed part of the training data, and the test accuracy."""
+    def judge(self, module: nn.Module) -> float:
+        """Returns the loss on a fixed part of the training data."""
         module.eval()
         with torch.no_grad():
             inputs, labels = self.train
-            loss = self.loss(module, inputs[: self.part], labels[: self.part])
-            inputs, labels = self.test
-            right = (module(inputs).argmax(-1) == labels).float().mean()
-        return float(loss), float(right)
+            return float(self.loss(module, inputs[: self.part], labels[: self.part]))
 
 
 def _example(name: str) -> Any:
@@ -82,40 +78,33 @@ def _example(name: str) -> Any:
 
 def _digits() -> Exercise:
     example = _example("digits")
-    train, test = (each.tensors for each in example.load())
-    return Exercise(example.Net, train, test, part=512, batch=16)
+    return Exercise(example.Net, example.load()[0].tensors, part=512, batch=16)
 
 
 def _characters() -> Exercise:
     example = _example("characters")
     data, alphabet = example.load(150_000)
     inputs, labels = data.tensors
-    train, test = (inputs[64:], labels[64:]), (inputs[:64], labels[:64])
-    return Exercise(lambda: example.Net(len(alphabet)), train, test, part=64, batch=8)
+    train = inputs[64:], labels[64:]
+    return Exercise(lambda: example.Net(len(alphabet)), train, part=64, batch=8)
 
 
 def _text() -> Exercise:
     found = {package: _lines(package) for package in _PACKAGES}
     train: list[tuple[list[int], int]] = []
-    test: list[tuple[list[int], int]] = []
     for label, package in enumerate(_PACKAGES):
         others: set[str] = set().union(*(found[each] for each in _PACKAGES if each != package))
         own = sorted(found[package] - others)
         random.Random(0).shuffle(own)
-        chosen = [(_hashed(line), label) for line in own[: _LINES + _TEST_LINES]]
-        train += chosen[_TEST_LINES:]
-        test += chosen[:_TEST_LINES]
+        train += [(_hashed(line), label) for line in own[_UNUSED : _UNUSED + _LINES]]
     random.Random(0).shuffle(train)  # so that a part has all labels
-    first, second = (
-        (torch.tensor([x for x, _ in each]), torch.tensor([y for _, y in each]))
-        for each in (train, test)
-    )
+    data = torch.tensor([words for words, _ in train]), torch.tensor([label for _, label in train])
 
     def build() -> nn.Module:
         table = nn.EmbeddingBag(_BUCKETS, _WIDTH, mode="mean", padding_idx=0)
         return nn.Sequential(table, nn.Linear(_WIDTH, len(_PACKAGES)))
 
-    return Exercise(build, first, second, part=2048, batch=32)
+    return Exercise(build, data, part=2048, batch=32)
 
 
 def _lines(package: str) -> set[str]:

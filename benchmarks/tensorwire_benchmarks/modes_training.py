@@ -56,12 +56,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run: its steps, loss and accuracy at some times.
+    """One run: its steps and loss at some times.
 
     Attributes:
         seconds: since the beginning of the run.
         steps: steps of all workers, divided by the number of workers.
-        loss, accuracy: on a fixed part of the training data, and on the test data.
+        loss: on a fixed part of the training data.
     """
 
     task: str
@@ -71,17 +71,16 @@ class Curve:
     seconds: list[float]
     steps: list[float]
     loss: list[float]
-    accuracy: list[float]
 
     @classmethod
     def of(cls, task: str, system: str, seed: int, told: Sequence[Trained]) -> Curve:
         """Makes the curve of a run from the results of its workers."""
         marks = told[0].marks
-        moments = [told[0].ends[step - 1] if step else 0.0 for step, _, _ in marks]
+        moments = [told[0].ends[step - 1] if step else 0.0 for step, _ in marks]
         made = [sum(bisect_right(each.ends, moment) for each in told) for moment in moments]
         return cls(
             task, len(told), system, seed, moments, [count / len(told) for count in made],
-            [loss for _, loss, _ in marks], [accuracy for _, _, accuracy in marks],
+            [loss for _, loss in marks],
         )  # fmt: skip
 
     def reaches(self, loss: float) -> tuple[float, float] | None:
@@ -100,7 +99,7 @@ def middles(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         dict(zip(("task", "workers", "system"), key, strict=True)) | {
             what: [median(moment) for moment in zip(*(each[what] for each in same), strict=True)]
-            for what in ("seconds", "steps", "loss", "accuracy")
+            for what in ("seconds", "steps", "loss")
         }
         for key, same in runs.items()
     ]  # fmt: skip

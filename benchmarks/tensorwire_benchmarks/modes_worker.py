@@ -26,12 +26,12 @@ class Trained(NamedTuple):
 
     Attributes:
         ends: seconds since the beginning at the end of each step.
-        marks: of worker 0: steps so far, and loss and accuracy of its copy after them.
+        marks: of worker 0: steps so far, and the loss of its copy after them.
         size_bytes: the size of its gradients.
     """
 
     ends: list[float]
-    marks: list[tuple[int, float, float]]
+    marks: list[tuple[int, float]]
     size_bytes: int
 
 
@@ -93,7 +93,7 @@ class Driver(worker.Driver):
         marks, judged = [], task.build()
         for step, state in copies if self._rank == 0 else ():
             judged.load_state_dict(state)
-            marks.append((step, *task.judge(judged)))
+            marks.append((step, task.judge(judged)))
         return Trained(ends, marks, sum(4 * each.numel() for each in network.parameters()))
 
     def _train_anew(self, seed: int) -> Any:

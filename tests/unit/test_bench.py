@@ -362,7 +362,7 @@ def test_what_the_modes_could_gain_and_what_they_need() -> None:
     assert met["slow: steps per second, async beside sync"] is False
     assert met["digits: steps to the loss of sync, async"] is True
     assert met["stalls: steps per second, bounded beside sync"] is None
-    run = {"task": "digits", "workers": 4, "system": "sync", "steps": [0], "accuracy": [0.0]}
+    run = {"task": "digits", "workers": 4, "system": "sync", "steps": [0]}
     curves = [run | {"seed": n, "seconds": [float(n)], "loss": [1.0 / n]} for n in (1, 2, 4)]
     assert modes_training.middles(curves) == [run | {"seconds": [2.0], "loss": [0.5]}]
 
