@@ -22,7 +22,7 @@ from tensorwire.bench.harness import paired_ratio
 from tensorwire.bench.measuring import take_turns
 from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Row, Verdict
-from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.bench import ALONE, OPTIMIZER, Bench, Settings
 from tensorwire_benchmarks.figures import extra_seconds
 from tensorwire_benchmarks.systems import OWN
 from tensorwire_benchmarks.systems.base import make_optimizer
@@ -52,7 +52,7 @@ def beside_plain(bench: Bench, model: Workload, settings: Settings) -> Found:
     rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
     pairs = _PASSES_PER_TURN * settings.turns
     try:
-        with ProcessPair(__name__, {"model": model, "optimizer": settings.optimizer}) as pair:
+        with ProcessPair(__name__, {"model": model}) as pair:
             (own, plain), walls, cpus = pair.call("passes", pairs, timeout_s=600)
             if abs(plain - own) > _SAME * plain:
                 raise PairError(f"after one pass the parameters differ: {own}, plain {plain}")
@@ -102,13 +102,12 @@ class Driver:
         self._tw: Any = importlib.import_module("tensorwire.torch")
         self._torch.set_num_threads(1)
         self._model: Workload = options["model"]
-        self._optimizer: str = options["optimizer"]
         self._job = self._tw.init(rank=0, world_size=1)
         self._loss = self._model.loss(self._torch)
 
     def _script(self, own: bool) -> _Script:
         network = self._model.build(self._torch)
-        plain = make_optimizer(self._torch, self._optimizer, network.parameters(), fused=False)
+        plain = make_optimizer(self._torch, OPTIMIZER, network.parameters(), fused=False)
         optimizer = self._tw.DistributedOptimizer(plain, network) if own else plain
         return _Script(network, self._loss, optimizer)
 

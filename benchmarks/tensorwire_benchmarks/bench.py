@@ -13,6 +13,8 @@ from tensorwire_benchmarks.workloads.catalog import Workload
 
 ALONE = "alone"
 """The name that stands for a wire where one process trains alone."""
+OPTIMIZER = "sgd"
+"""The optimizer of models that do not need a particular one; it has momentum."""
 
 
 @dataclass(slots=True)
@@ -20,7 +22,6 @@ class Settings:
     """What to run.
 
     Attributes:
-        optimizer: for models that do not need a particular one.
         steps: per system and model; None for the model's own number.
         turns: the number of turns that share the steps; six are the fewest with an interval.
         server_threads: the most that tensorwire's server may use; the limit uses as many threads
@@ -30,7 +31,6 @@ class Settings:
     models: Sequence[Workload]
     wires: Sequence[str]
     systems: Sequence[str]
-    optimizer: str = "sgd"
     workers: int = 2
     steps: int | None = None
     turns: int = 10

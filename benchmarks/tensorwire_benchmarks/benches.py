@@ -27,8 +27,6 @@ from tensorwire_benchmarks.systems import (
 )
 from tensorwire_benchmarks.workloads.catalog import DLRM_ADAGRAD, MODELS, WORKLOADS, named, workload
 
-OPTIMIZERS = ("sgd", "adamw")
-
 TRAINING = Bench(
     name="training",
     models=MODELS,

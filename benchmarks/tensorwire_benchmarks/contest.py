@@ -18,7 +18,7 @@ from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Comparison, Row, format_seconds
 from tensorwire.parameters import CELL_BYTES, threads_for
 from tensorwire_benchmarks import link
-from tensorwire_benchmarks.bench import Bench, Settings
+from tensorwire_benchmarks.bench import OPTIMIZER, Bench, Settings
 from tensorwire_benchmarks.figures import End, Turns, extra_seconds, limit_over_wire, turn_ratio
 from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.systems import COMPUTATION, LIMIT, LIMIT_COPIES, System
@@ -51,7 +51,7 @@ class WireContest:
         self._settings = settings
         self._model = model
         self._traffic = model.traffic(settings.workers)
-        self._optimizer = model.optimizer or settings.optimizer
+        self._optimizer = model.optimizer or OPTIMIZER
         self._wire = wire
         known = {system.name: system for system in bench.systems}
         self._systems = {name: known[name] for name in settings.systems if name in known}

@@ -25,7 +25,7 @@ from functools import partial
 from tensorwire.bench.measuring import measuring
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.alone import MAX_BYTES
-from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.bench import ALONE, OPTIMIZER, Bench, Settings
 from tensorwire_benchmarks.contest import WireContest
 
 Progress = Callable[[int, int, str], None]
@@ -88,7 +88,7 @@ def _describe(bench: Bench, settings: Settings) -> dict[str, object]:
         bench.called: [model.describe() for model in settings.models],
         "wires": list(settings.wires),
         "systems": list(settings.systems),
-        "optimizer": settings.optimizer,
+        "optimizer": OPTIMIZER,
         "workers": settings.workers,
         "steps": settings.steps,
         "turns": settings.turns,

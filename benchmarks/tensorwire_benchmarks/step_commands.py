@@ -26,7 +26,7 @@ from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks import scaling as scaling_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.benches import LINKS, PARAMETERS, PLACEMENT, TRAINING
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
@@ -34,15 +34,13 @@ from tensorwire_benchmarks.optimizers import judge as judge_optimizers
 from tensorwire_benchmarks.optimizers import measure as measure_optimizers
 from tensorwire_benchmarks.scaling_report import draw_scaling
 from tensorwire_benchmarks.verdicts import judge_libraries
-from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
+from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named
 
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)
 
 
-def _options(
-    bench: Bench, quick: str, *own: Decorator, steps: str, optimizer: str = ""
-) -> Decorator:
+def _options(bench: Bench, quick: str, *own: Decorator, steps: str) -> Decorator:
     """Returns the options that all benches of training steps have, around their `own`."""
     return together(
         plain_outputs,
@@ -50,11 +48,7 @@ def _options(
         *own,
         names("--systems", known=bench.names),
         click.option("--steps", type=click.IntRange(1), help=f"Steps of each system, {steps}."),
-        click.option(
-            "--optimizer", type=click.Choice(OPTIMIZERS), default="sgd", show_default=True,
-            help=f"sgd has momentum 0.9{optimizer}.",
-        ),
-    )  # fmt: skip
+    )
 
 
 def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Settings:
@@ -119,9 +113,6 @@ def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) 
     PLACEMENT,
     "Two workloads, few steps: a look, no measurement.",
     click.option("--list", "only_list", is_flag=True, help="Only list the models."),
-    click.option(
-        "--tiny", is_flag=True, help="The same structures with narrow layers: to see that it works."
-    ),
     names("--workload", "models", known=_WORKLOADS),
     names(
         "--wire",
@@ -130,10 +121,9 @@ def training(quick: bool, json_path: Path | None, strict: bool, **options: Any) 
         help="shm and tcp if none is named; 1gbit: two hosts on a slow link, which needs root.",
     ),
     steps="per workload and wire (default 12 to 30)",
-    optimizer="; dlrm is always trained with SGD without momentum",
 )
 def placement(
-    quick: bool, tiny: bool, only_list: bool, json_path: Path | None, strict: bool, **options: Any
+    quick: bool, only_list: bool, json_path: Path | None, strict: bool, **options: Any
 ) -> None:
     """What does placing gradients gain, on real models?
 
@@ -172,13 +162,6 @@ def placement(
     settings = _settings(PLACEMENT, quick, **options)
     if only_list:
         return report.print_workloads(settings.models, terminal(120))
-    if settings.optimizer != "sgd" and all(each.optimizer for each in settings.models):
-        own = ", ".join(each.name for each in settings.models)
-        raise click.UsageError(
-            f"--optimizer {settings.optimizer} cannot be: {own} has one of its own"
-        )
-    if tiny:
-        settings.models = [workload(each.name).reduced() for each in settings.models]
     run = partial(engine.run, PLACEMENT, settings)
     carry_out(run, report.print_steps, json_path=json_path, strict=strict)
 
