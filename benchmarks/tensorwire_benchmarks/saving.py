@@ -1,6 +1,6 @@
 """Measures how long a save delays the next step: a model of 100 MB with Adam, each way in turns.
 
-    tensorwire run --workers 2 benchmarks/tensorwire_benchmarks/saving.py FOLDER [--json FILE]
+    tensorwire run --workers 2 benchmarks/tensorwire_benchmarks/saving.py FOLDER
 
 Steps of worker 1, which does not save, are timed: one without a save, and one during which worker 0
 saves; also the seconds of worker 0's call, and until the file exists. Files go to FOLDER, so the
@@ -9,9 +9,8 @@ speed of its disk counts. The first file of each kind is not measured, as it rep
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -27,10 +26,7 @@ PATIENCE_S = 60.0
 
 def main() -> None:
     """Trains and saves in each way; worker 0 prints a row of medians for each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    folder = Path(sys.argv[1])
     job = tw.init()
     model = nn.Sequential(*(nn.Linear(2500, 2500) for _ in range(4)))
     opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
@@ -47,7 +43,7 @@ def main() -> None:
 
     for repeat in range(REPEATS + 1):
         for way, wait in ways.items():
-            path = options.folder / f"checkpoint {way}"
+            path = folder / f"checkpoint {way}"
             before = path.stat().st_mtime_ns if path.exists() else 0
             job.barrier()
             started, called = time.perf_counter(), 0.0
@@ -71,15 +67,11 @@ def main() -> None:
                 job.barrier()
     if job.rank != 0:
         return
-    rows = []
     for way, each in found.items():
         medians = [statistics.median(column) for column in zip(*each, strict=True)]
-        rows.append(dict(zip(("step_s", "call_s", "written_s"), medians, strict=True), way=way))
         print(
             f"{way:12} step {medians[0]:.3f} s, call {medians[1]:.3f} s, there {medians[2]:.3f} s"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
