@@ -93,7 +93,7 @@ def test_a_host_that_cannot_be_known_is_asked_for() -> None:
     """A port of all addresses has no known host, if no route leads out."""
     registry = Registry(Terms(Limits(max_attachments=1), ("tcp",), listen="no such host"))
     asked = {"versions": [3], "host": "another", "transports": ["tcp"], "pool_bytes": 1 << 20}
-    with pytest.raises(DeclinedError, match="name it by listen="):
+    with pytest.raises(DeclinedError, match="name one by listen="):
         registry.open(json.dumps(asked).encode(), encrypted=False)
     registry.close()
 
@@ -123,9 +123,9 @@ def test_it_is_told_once_that_all_memory_is_kept(
         assert all(rpc.unpack(each).sum() == 1 << 20 for each in kept)
     server.stop(None).wait()
     assert logs.wait(20)
-    (told,) = [each for each in caplog.records if "travels in gRPC" in each.getMessage()]
+    (told,) = [each for each in caplog.records if "sent inside gRPC" in each.getMessage()]
     assert told.name == "tensorwire.rpc"
-    assert f"pool_bytes: {8 << 20} there" in told.getMessage()
+    assert f"pool_bytes: {8 << 20} at the other end" in told.getMessage()
 
 
 @pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))

@@ -68,8 +68,8 @@ def test_descriptors_are_left_to_connections(serving: Any, at_once: int) -> None
             ]
             for each in running:
                 assert rpc.unpack(each.result())[0] == 2
-        ways = {each.payload.partition("FAILED_PRECONDITION: ")[2][:45] for each in channels}
-        declined = {"the server has most of its descriptors in use"}
+        ways = {each.payload.partition("FAILED_PRECONDITION: ")[2][:50] for each in channels}
+        declined = {"the server has most of its file descriptors in use"}
         assert ways == ({""} | declined if at_once == 1 else {""})
         # Each client has asked by a connection of its own, which it closes meanwhile.
         wait_for(lambda: len(os.listdir(f"/proc/{serving.pid}/fd")) < MOST - 10)
@@ -100,7 +100,7 @@ def test_nothing_stays_of_an_attachment_that_could_not_be_made(
         else:
             patched.setattr(memory, "make_board", no_memory)
         for _ in range(3):
-            with pytest.raises(DeclinedError, match=r"no room for it: (can.t start|none is left)"):
+            with pytest.raises(DeclinedError, match=r"another client: (can.t start|none is left)"):
                 found.open(request, encrypted=False)
         assert not found._waiting
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2  # the eventfd of a loop

@@ -286,9 +286,9 @@ def test_a_client_keeps_descriptors_for_its_program(server: Any, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     *ways, most = done.stdout.strip().split("; ")
-    assert ways == ["inside: this process has most of its descriptors in use", "shm"]
+    assert ways == ["inside: this process has most of its file descriptors in use", "shm"]
     assert int(most) <= 66
-    assert done.stderr.count("channels open no attachments") == 1, "it is told once"
+    assert done.stderr.count("channels send all messages inside gRPC") == 1, "it is told once"
 
 
 def test_a_fork_leaves_the_table_usable(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ class OwnMemory:
             return None
         other = attachment.peer.wait_region(RING, timeout_s=timeout_s)
         if other.size_bytes != self._ring.size_bytes:
-            raise UnavailableError(f"the other end has a ring of {other.size_bytes} bytes")
+            raise UnavailableError(
+                f"the other end's region {RING!r} has {other.size_bytes} bytes, not "
+                f"{self._ring.size_bytes}: use the same version of tensorwire at both ends"
+            )
         attachment.add_pushing()
         return Rings(self.node, self._ring, other, attachment.peer)

@@ -80,7 +80,11 @@ def connect(
     id, secret = (bytes.fromhex(str(answer.get(name))) for name in ("attachment", "secret"))
     transports = [each for each in terms.transports if each in as_list(answer.get("transports"))]
     if answer.get("version") != ATTACHMENT_VERSION or len(id) != 16 or not transports:
-        raise ValueError("the server's answer is of no version that is known here")
+        raise ValueError(
+            f"the server answered with version {answer.get('version')!r} and transports "
+            f"{answer.get('transports')!r}, and this client needs version {ATTACHMENT_VERSION} and "
+            f"one of {list(terms.transports)}: use the same version of tensorwire at both ends"
+        )
     node = Node(
         id.hex(),
         secret=secret,
@@ -133,7 +137,9 @@ def _met(node: Node, address: str, timeout_s: float) -> Peer:
     peer = node.connect(address, timeout_s=timeout_s)
     if peer.name != node.name:
         peer.close()
-        raise UnavailableError(f"{address} is not the server's end of the attachment")
+        raise UnavailableError(
+            f"{address}, the address for payload that the server named, belongs to another program"
+        )
     return peer
 
 
@@ -226,7 +232,7 @@ class AttachmentKeeper:
         """
         attachment = self._by_id.get(id)
         if attachment is None and id in self._over:
-            raise SenderGoneError("the attachment of the message is over, and its payload gone")
+            raise SenderGoneError("the sender's connection has ended, so the payload is gone")
         return attachment
 
     def notice(self, size_bytes: int) -> None:
@@ -264,7 +270,7 @@ class AttachmentKeeper:
     def _open(self, opening: threading.Event) -> None:
         try:
             if descriptors_are_scarce():
-                tell_scarce("channels open no attachments, and send all messages in gRPC")
+                tell_scarce("channels send all messages inside gRPC")
                 self._reason = SCARCE
                 self.pause()
                 return

@@ -29,6 +29,7 @@ from .terms import (
 )
 
 _NO_ROOM = TensorwireError, MemoryError, RuntimeError, OSError
+_NO_ROOM_TEXT = "the server could not get memory, a thread or a descriptor for another client"
 """The errors of a process without descriptors, memory or threads left."""
 
 
@@ -93,7 +94,10 @@ class Registry:
         numbers = agreed(self._terms.messages, asked)
         wanted = asked.get("transports")
         if ATTACHMENT_VERSION not in as_list(asked.get("versions")):
-            raise DeclinedError(f"this server knows version {ATTACHMENT_VERSION}")
+            raise DeclinedError(
+                f"the client knows versions {as_list(asked.get('versions'))} and this server "
+                f"version {ATTACHMENT_VERSION}: use the same version of tensorwire at both ends"
+            )
         near = asked.get("host") == host_id() != ""
         allowed = {each for each in self._terms.transports if each in as_list(wanted)}
         if encrypted:
@@ -110,12 +114,14 @@ class Registry:
                 or len(self._attachments) + len(self._waiting) >= self._terms.limits.max_attachments
             ):
                 raise DeclinedError(
-                    f"this server has {self._terms.limits.max_attachments} attachments"
+                    f"{self._terms.limits.max_attachments} clients, the most that this server's "
+                    "Limits allow, send payload beside messages already, or the server is "
+                    "closing: raise max_attachments there"
                 )
             if descriptors_are_scarce():
                 raise DeclinedError(
-                    "the server has most of its descriptors in use, and keeps the others for "
-                    "connections; see ulimit -n there"
+                    "the server has most of its file descriptors in use, and keeps the rest for "
+                    "connections: raise its limit (ulimit -n)"
                 )
             id, secret = secrets.token_bytes(16), secrets.token_bytes(32)
             try:
@@ -129,10 +135,11 @@ class Registry:
                 )
             except ValueError as error:
                 raise DeclinedError(
-                    f"the server's host for payload is not known: name it by listen= ({error})"
+                    "the server does not know at which address clients reach it for payload: name "
+                    f"one by listen= of tensorwire.rpc.server ({error})"
                 ) from error
             except _NO_ROOM as error:
-                raise DeclinedError(f"the server has no room for it: {error}") from error
+                raise DeclinedError(f"{_NO_ROOM_TEXT}: {error}") from error
             self._waiting[id] = node
         try:
             runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
@@ -145,7 +152,7 @@ class Registry:
         except BaseException as error:
             self._give_up(id, node)
             if isinstance(error, _NO_ROOM):
-                raise DeclinedError(f"the server has no room for it: {error}") from error
+                raise DeclinedError(f"{_NO_ROOM_TEXT}: {error}") from error
             raise
         JANITOR.watch(self)
         return encode(

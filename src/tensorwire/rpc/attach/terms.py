@@ -86,7 +86,7 @@ def decode(data: bytes) -> dict[str, Any]:
 def _number(values: dict[str, Any], name: str, least: int) -> int:
     value = values.get(name)
     if type(value) is not int or not least <= value < 1 << 62:
-        raise ValueError(f"{name} is {value!r}")
+        raise ValueError(f"the other end says {name} is {value!r}; it is a number from {least} up")
     return value
 
 

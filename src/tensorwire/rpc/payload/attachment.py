@@ -185,7 +185,10 @@ class RpcAttachment:
         self._pid = _pid
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
         if (size := self._other_board.size_bytes) != _BOARD_BYTES:
-            raise UnavailableError(f"the other end has {size} bytes of words")
+            raise UnavailableError(
+                f"the other end's region {_BOARD!r} has {size} bytes, not {_BOARD_BYTES}: use the "
+                "same version of tensorwire at both ends"
+            )
         self.leases_here = Inbox(node, self._other_board, _TAKEN)
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._lent_bytes = lent_bytes
@@ -275,12 +278,14 @@ class RpcAttachment:
             return
         self._told_full = True
         why = failure or (
-            "of the memory that both ends have for what travels beside it "
-            f"(pool_bytes: {self._lent_bytes} there, {self.limits.pool_bytes} here) so much was "
-            "not free in time; arrays and messages that are kept are in it, copies are not"
+            "the memory for payload was full for too long (pool_bytes: "
+            f"{self._lent_bytes} at the other end, {self.limits.pool_bytes} here). Arrays and "
+            "messages that are kept fill it: keep copies of them, or raise pool_bytes in Limits"
         )
         logs.OWN.warning(
-            "a message of %d bytes travels in gRPC: %s. This is told once.", size_bytes, why
+            "a message of %d bytes was sent inside gRPC, which is slower: %s. This is logged once.",
+            size_bytes,
+            why,
         )
 
     def end_line(self) -> None:

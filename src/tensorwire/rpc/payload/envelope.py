@@ -110,17 +110,20 @@ def unseal(data: bytes) -> Envelope:
         ValueError: it is no envelope, or one of another version.
     """
     if len(data) < _HEAD.size:
-        raise ValueError("an envelope that is shorter than its header")
+        raise ValueError(f"an envelope has {len(data)} bytes, fewer than its header")
     _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
     if version not in (VERSION, PUSHED_VERSION):
-        raise ValueError(f"an envelope of version {version}, and this side knows 1 and 3")
+        raise ValueError(
+            f"an envelope has version {version}, and this process knows 1 and 3: use the same "
+            "version of tensorwire at both ends"
+        )
     end = _HEAD.size + count * _PIECE.size
     if count > MAX_PIECES or end > len(data):
-        raise ValueError(f"an envelope that announces {count} pieces and has not so many")
+        raise ValueError(f"an envelope announces {count} pieces, more than it has or may have")
     pieces = tuple(_PIECE.iter_unpack(data[_HEAD.size : end]))
     tickets = {ticket for ticket, _, _ in pieces}
     if len(tickets) != count or (BODY in tickets and end != len(data)):
-        raise ValueError("an envelope that has a piece twice")
+        raise ValueError("an envelope names one of its pieces twice")
     return Envelope(attachment, slot, serial, turn, pieces, data[end:], version)
 
 

@@ -42,8 +42,8 @@ def descriptors_are_scarce() -> bool:
 
 
 SCARCE = (
-    "this process has most of its descriptors in use, and keeps the others for the program; see "
-    "ulimit -n"
+    "this process has most of its file descriptors in use, and keeps the rest for the program; "
+    "raise its limit (ulimit -n)"
 )
 
 _TOLD: set[str] = set()
@@ -53,7 +53,7 @@ def tell_scarce(consequence: str) -> None:
     """Logs once the consequence of `descriptors_are_scarce`."""
     if consequence not in _TOLD:
         _TOLD.add(consequence)
-        logs.OWN.warning("%s. So %s. This is told once.", SCARCE, consequence)
+        logs.OWN.warning("%s. So %s. This is logged once.", SCARCE, consequence)
 
 
 def no_way(theirs: Container[object], ours: Container[object], near: bool) -> str:
@@ -67,9 +67,9 @@ def no_way(theirs: Container[object], ours: Container[object], near: bool) -> st
     known = ("shm", "tcp", "rdma")
     at = [", ".join(each for each in known if each in names) or "none" for names in (theirs, ours)]
     return (
-        "there is no way for payload between these two ends, which are on "
-        f"{'one host' if near else 'two hosts'}: the client has {at[0]}, the server {at[1]}. "
-        "transports= and TENSORWIRE_TRANSPORTS say which, of encrypted connections "
-        "plaintext_transports= at both ends; between hosts the server needs listen=, or a first "
-        "insecure port that is not on loopback"
+        "there is no way for payload between client and server, which are on "
+        f"{'one host' if near else 'two hosts'}: the client has the transports {at[0]}, the server "
+        f"{at[1]}. Set transports= or TENSORWIRE_TRANSPORTS at both ends, for encrypted "
+        "connections plaintext_transports=. Between hosts the server needs listen= too, or a "
+        "first insecure port that is not on loopback"
     )

@@ -136,22 +136,27 @@ class Inbox:
         """
         slot, turn = envelope.slot, envelope.turn
         if slot >= SLOTS:
-            raise RefusedError(f"slot {slot} of {SLOTS}")
+            raise RefusedError(f"the message names slot {slot}, and there are {SLOTS} slots")
         with self._lock:
             if turn <= self._turns.get(slot, 0) or turn >= 1 << 63:
-                raise RefusedError(f"turn {turn} of slot {slot} was used before")
+                raise RefusedError(
+                    f"the payload of turn {turn} in slot {slot} was used before, or is out of range"
+                )
             region = self._region(envelope.serial)
             pieces = {}
             for ticket, offset, size in envelope.pieces:
                 if offset + size > region.size_bytes:
                     raise RefusedError(
-                        f"bytes {offset} to {offset + size} of memory of {region.size_bytes}"
+                        f"the message names bytes {offset} to {offset + size} of "
+                        f"{lease_name(envelope.serial)}, which has {region.size_bytes}"
                     )
                 pieces[ticket] = offset, size
             try:
                 memory = region.memoryview()
             except TensorwireError as error:  # the sender frees it at this moment
-                raise RefusedError(f"{lease_name(envelope.serial)}: {error}") from None
+                raise RefusedError(
+                    f"the payload in {lease_name(envelope.serial)} cannot be read: {error}"
+                ) from None
             self._turns[slot] = turn
             self._held.add((slot, turn))
         return Landed(memory, pieces, partial(self._give_back, slot, turn))
@@ -170,7 +175,9 @@ class Inbox:
         try:
             return self._node.region(lease_name(serial))
         except LookupError:
-            raise RefusedError(f"there is no {lease_name(serial)}") from None
+            raise RefusedError(
+                f"the message names {lease_name(serial)}, memory that this process does not have"
+            ) from None
 
     def _give_back(self, slot: int, turn: int, reusable: bool) -> None:
         with self._lock:

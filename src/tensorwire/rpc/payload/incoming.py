@@ -147,7 +147,7 @@ def _opened(
         envelope = unseal(data)
         attachment = find(envelope.attachment)
         if attachment is None:
-            raise ValueError("an envelope of an attachment that is not known here")
+            raise ValueError("the message belongs to a connection that this process does not have")
     except ValueError as error:
         raise RefusedError(str(error)) from None
     size = len(envelope.body) + sum(piece[2] for piece in envelope.pieces)
@@ -164,9 +164,9 @@ def _pushing(
         return None
     pushing = attachment.pushing
     if pushing is None or needed is None:
-        raise RefusedError("nothing was agreed on messages that are to be waited for")
+        raise RefusedError("the message has a payload that comes later, which was not agreed on")
     if not pushing.maps and not envelope.is_message:
-        raise RefusedError("arrays are pushed where memory is mapped, and not here")
+        raise RefusedError("the arrays of a message come later, which only shared memory can do")
     return pushing
 
 

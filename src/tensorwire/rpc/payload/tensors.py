@@ -507,7 +507,7 @@ def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
         raise TypeError("this Tensor has no dtype: the field was never set, or not by pack(...)")
     shape = tuple(message.shape[:])  # a copy of all takes less than an iteration
     if shape and min(shape) < 0:
-        raise ValueError(f"a Tensor has the shape {shape}")
+        raise ValueError(f"a Tensor has the shape {shape}; a size cannot be negative")
     return name, shape
 
 
@@ -521,7 +521,7 @@ def _check_size(
     dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8], item_bytes: int
 ) -> None:
     if math.prod(shape) * item_bytes != data.nbytes:
-        hint = "" if data.nbytes else ": whoever sends it without tensorwire.rpc has to embed it"
+        hint = "" if data.nbytes else ": a sender that uses plain grpcio calls embed(message) first"
         raise ValueError(
             f"a Tensor of {dtype} with shape {shape} came with {data.nbytes} bytes{hint}"
         )

@@ -129,7 +129,7 @@ class AnyClient:
         elif frame.kind == frames.HEAD:
             call.head(frames.parse_head(frame.body))
         else:
-            raise FrameError(f"a frame of kind {frame.kind} to a client")
+            raise FrameError(f"a server sent a frame of kind {frame.kind}, which only clients send")
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""

@@ -193,7 +193,7 @@ class CallState(Waiter):
     def message(self, frame: Frame) -> None:
         """Adds a piece of the response that came ahead of the end."""
         if frame.flags not in (MORE, WHOLE):
-            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+            raise FrameError(f"a part of a response has flags {frame.flags}, which are unknown")
         if self._whole:
             return  # of one response too many, which grpcio does not look at either
         self._piece(frame.body)
@@ -247,7 +247,7 @@ class CallState(Waiter):
             self._whole = True
         if code is _OK and self._whole:
             if self._has_ended:
-                raise FrameError("an end behind the end of a call")
+                raise FrameError("a call was ended twice")
             self._has_ended = True
             beside = self._pieces[0].startswith(MAGIC)
             if not beside:
@@ -424,7 +424,7 @@ class StreamState(CallState):
     def message(self, frame: Frame) -> None:
         """Adds a piece of a response."""
         if frame.flags not in (MORE, WHOLE):
-            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+            raise FrameError(f"a part of a response has flags {frame.flags}, which are unknown")
         self.head(())
         self._add(frame.body, frame.flags)
 

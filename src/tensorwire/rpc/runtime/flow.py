@@ -164,7 +164,7 @@ class Outflow(_Direction):
         with self._lock:
             self._left += size_bytes
             if self._left > WINDOW_BYTES and self._limited and not self._closed:
-                raise FrameError(f"a credit of {size_bytes} bytes for what was not sent")
+                raise FrameError(f"it confirmed {size_bytes} bytes, more than were sent")
             if self._left <= 0:
                 return
         self._wake()
@@ -245,17 +245,17 @@ class Inflow(_Direction):
             TooLongError: the message is longer than it may be.
         """
         if flags not in (MORE, WHOLE, LAST):
-            raise FrameError(f"a piece of a stream with the flags {flags}")
+            raise FrameError(f"a part of a stream has flags {flags}, which are unknown")
         with self._lock:
             if self._ended and not self._discards:
-                raise FrameError("a message behind the last one")
+                raise FrameError("a message came after the end of its stream")
             if flags == LAST:
                 if self._pieces or data:
-                    raise FrameError("a stream that ends in the middle of a message")
+                    raise FrameError("a stream ended in the middle of a message")
                 self._ended = True
             else:
                 if self._open <= 0:
-                    raise FrameError("more of a stream than there was credit for")
+                    raise FrameError("it sent more of a stream than its window allows")
                 cost = len(data) + _OVERHEAD_BYTES
                 if not self._begun:
                     cost += payload_bytes(data)

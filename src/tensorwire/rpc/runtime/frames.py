@@ -202,7 +202,7 @@ def credit_frame(number: Number, size_bytes: int) -> bytes:
 def parse_credit(body: bytes) -> int:
     """Decodes the body of a CREDIT; FrameError if it is none."""
     if len(body) != _CREDIT.size:
-        raise FrameError(f"a number of {len(body)} bytes")
+        raise FrameError(f"a CREDIT frame has {len(body)} bytes, not {_CREDIT.size}")
     size: int = _CREDIT.unpack(body)[0]
     return size
 
@@ -285,13 +285,13 @@ def parse_call(body: bytes) -> CallBody:
         timeout_us, method_bytes, count = _CALL.unpack_from(body)
         at = _CALL_BYTES + method_bytes
         if at > len(body):
-            raise FrameError("a method that is cut off")
+            raise FrameError("the method in a CALL frame is cut off")
         method = body[_CALL_BYTES:at].decode()
         metadata: Metadata = ()
         if count:
             metadata, at = _decoded(body, at, count)
     except (struct.error, UnicodeDecodeError) as error:
-        raise FrameError(f"a call that is none: {error}") from None
+        raise FrameError(f"a CALL frame cannot be decoded: {error}") from None
     return _new(CallBody, (method, timeout_us, metadata, body[at:]))
 
 
@@ -301,7 +301,7 @@ def parse_end(body: bytes) -> EndBody:
         code, details_bytes, initial_count, trailing_count = _END.unpack_from(body)
         at = _END_BYTES + details_bytes
         if at > len(body):
-            raise FrameError("details that are cut off")
+            raise FrameError("the status details in an END frame are cut off")
         details = body[_END_BYTES:at].decode(errors="replace") if details_bytes else ""
         initial: Metadata = ()
         trailing: Metadata = ()
@@ -310,7 +310,7 @@ def parse_end(body: bytes) -> EndBody:
         if trailing_count:
             trailing, at = _decoded(body, at, trailing_count)
     except (struct.error, UnicodeDecodeError) as error:
-        raise FrameError(f"an end that is none: {error}") from None
+        raise FrameError(f"an END frame cannot be decoded: {error}") from None
     return _new(EndBody, (code, details, initial, trailing, body[at:]))
 
 
@@ -319,9 +319,10 @@ def parse_head(body: bytes) -> Metadata:
     try:
         metadata, at = _decoded(body, _COUNT.size, _COUNT.unpack_from(body)[0])
     except (struct.error, UnicodeDecodeError) as error:
-        raise FrameError(f"metadata that are none: {error}") from None
+        raise FrameError(f"a HEAD frame cannot be decoded: {error}") from None
     if at != len(body):
-        raise FrameError("metadata with something behind them")
+        extra = len(body) - at
+        raise FrameError(f"a HEAD frame has {extra} more bytes after its metadata")
     return metadata
 
 
@@ -333,15 +334,15 @@ def _decoded(body: bytes, at: int, count: int) -> tuple[Metadata, int]:
         start = at + _ENTRY.size
         middle, at = start + key_bytes, start + key_bytes + value_bytes
         if at > len(body):
-            raise FrameError("metadata that are cut off")
+            raise FrameError("the metadata of a call are cut off")
         key, value = body[start:middle].decode(), body[middle:at]
         if not _KEY.fullmatch(key):
-            raise FrameError(f"metadata with the key {key[:80]!r}")
+            raise FrameError(f"{key[:80]!r} is not a valid key of metadata")
         if key.endswith("-bin"):
             made.append(Metadatum(key, value))
         else:
             text = value.decode()
             if not _VALUE.fullmatch(text):
-                raise FrameError(f"metadata with a value of {key[:80]} that cannot be")
+                raise FrameError(f"the metadata {key[:80]!r} have a value that is not valid")
             made.append(Metadatum(key, text))
     return tuple(made), at

@@ -36,6 +36,7 @@ _MOST_DOUBTS = 50
 MOST_BACKLOG = 256
 """The most frames that wait for a client: one that takes no answers gets no more calls."""
 LOOK_S = 0.001
+_SAME_VERSION = "use the same version of tensorwire at both ends"
 _INTERRUPTED = (
     "a handler of a signal has interrupted this thread while it read or wrote for this channel, "
     "so it cannot wait for a call of the same one; let it leave that to another thread"
@@ -252,8 +253,9 @@ class Line:
             raise
 
     def _fail(self, error: Exception) -> None:
-        logs.OWN.warning("a peer sent what cannot be, and is left: %s", error)
-        self.end(f"the other end sent what cannot be: {error}", closes_node=True)
+        text = f"the other end broke the protocol of tensorwire.rpc: {error}; {_SAME_VERSION}"
+        logs.OWN.warning("a connection was closed, because %s", text)
+        self.end(text, closes_node=True)
 
     def _give_up(self, error: BaseException) -> None:
         """Ends the line: this thread was interrupted, perhaps with frames of other threads."""

@@ -88,7 +88,7 @@ class ServerEnd:
             self._begins(frame)
             return
         if frame.kind not in (frames.CANCEL, frames.MESSAGE, frames.CREDIT):
-            raise FrameError(f"a frame of kind {frame.kind} to a server")
+            raise FrameError(f"a client sent a frame of kind {frame.kind}, which only servers send")
         known = self._calls.get(frame.number[0])
         if known is None or known.number != frame.number:
             return
@@ -105,7 +105,7 @@ class ServerEnd:
         slot = frame.number[0]
         before = self._calls.get(slot)
         if slot >= CALLS or (before is not None and before.number == frame.number):
-            raise FrameError(f"a call with the number {frame.number}")
+            raise FrameError(f"the call number {frame.number} is in use or out of range")
         if before is not None:  # one of the two was given up; its CANCEL is on its way, or was
             if before.number[1] > frame.number[1]:
                 return
@@ -118,13 +118,13 @@ class ServerEnd:
         if flags:
             self._piece(call, body.piece, flags)
         elif body.piece:
-            raise FrameError(f"the call {call.number} begins with a piece of nothing")
+            raise FrameError(f"the call {call.number} has request bytes without the flag for them")
         else:
             self._service.begin(self, call)
 
     def _piece(self, call: IncomingCall, data: bytes, flags: int) -> None:
         if flags not in (frames.MORE, frames.WHOLE) or call.whole:
-            raise FrameError(f"a piece with the flags {flags} of the call {call.number}")
+            raise FrameError(f"the call {call.number} sent flags {flags}, which cannot follow here")
         call.whole = flags == frames.WHOLE
         call.pieces.append(data)
         call.size_bytes += len(data)
