@@ -195,7 +195,7 @@ def test_what_is_malformed_ends_the_job(place: Place) -> None:
         job.start(0)
         code, told = job.end()
     assert code == 1
-    assert "is not kept: a message has no key" in said(told)
+    assert "could not be replaced if it were killed: its message has no known key" in said(told)
 
 
 def test_workers_may_be_there_first(place: Place) -> None:

@@ -304,7 +304,7 @@ def test_a_block_that_makes_no_sense(
         arena = 64 + 2 * 64
         remote = pair.to_far.region("edges//0-1")
         remote[arena + offset :].write(np.array([wrong], np.uint64)).wait(10)
-        with pytest.raises(ValueError, match="wrote nonsense"):
+        with pytest.raises(ValueError, match="sent what does not fit the plan"):
             b.get(tensor.name)
         a.close()
 

@@ -131,7 +131,7 @@ def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match="another tensorwire scale is under way"):
             job.scale(2)
         first.join(60)
-        assert found == ["not done within 1 s: it was cancelled by who had asked for it"]
+        assert found == ["not done within 1 s: the client has cancelled it"]
         assert job.pids() == before
         assert job.scale(2)["went"] == [2]
         check(job, tmp_path)

@@ -159,7 +159,7 @@ def test_one_at_a_time_and_one_that_is_too_late(launcher: Launcher) -> None:
     with pytest.raises(ScaleError, match="another tensorwire scale is under way"):
         launcher.ask({"workers": {"count": 1}})
     first.join(20)
-    assert found == ["not done within 1 s: it was cancelled by who had asked for it"]
+    assert found == ["not done within 1 s: the client has cancelled it"]
     launcher.handlers["workers"].why = ""
     launcher.handlers["workers"].outcome = {}
     assert launcher.ask({"workers": {"count": 1}}) == {}

@@ -57,7 +57,7 @@ def test_memory_goes_from_one_server_to_the_next(pair: Pair) -> None:
     assert takeover == (["--index", "0"], 3, 1)
     with Node("server-0", incarnation=handles[0].incarnation) as node:
         member = ServerMember(0, 1, node, 1, second)
-        with pytest.raises(ValueError, match="was to have 64 bytes"):
+        with pytest.raises(ValueError, match="needs 64 bytes: start the job anew"):
             member.allocate(64, name="7/state/x")
         member.forget("3/")
         with pytest.raises(LookupError):
@@ -103,7 +103,7 @@ def test_messages_that_make_no_sense(pair: Pair, messages: list[bytes]) -> None:
     store, launchers = pair
     for message in messages:
         launchers.send(message)
-    with pytest.raises(ValueError, match="what the launcher told a standby makes no sense"):
+    with pytest.raises(ValueError, match="the launcher's messages cannot be understood"):
         store.wait_for_takeover()
 
 

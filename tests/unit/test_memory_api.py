@@ -619,10 +619,10 @@ class TestTransfers:
         remote = pair.to_far.region(region.handle())[8:200]
         array = np.ones(8, np.uint8)
         bad: list[tuple[Any, Any, type[Exception], str]] = [
-            ([array], [], ValueError, "1 arrays and 0 offsets"),
+            ([array], [], ValueError, "not 0 offsets for 1 arrays"),
             ([array, bytes(8)], [0, 8], TypeError, "not bytes"),
-            ([array], [-1], ValueError, "8 bytes at -1"),
-            ([array, array], [0, 185], ValueError, "8 bytes at 185"),
+            ([array], [-1], ValueError, "8 bytes do not fit at offset -1"),
+            ([array, array], [0, 185], ValueError, "8 bytes do not fit at offset 185"),
             ([array], ["0"], TypeError, "<="),
             ([array, np.ones((4, 4))[:, 0]], [0, 8], ValueError, "contiguous"),
             ([np.array([None])], [0], TypeError, "object"),

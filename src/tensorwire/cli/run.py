@@ -47,10 +47,13 @@ def _count(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
     try:
         found = int(first), int(most) if colon else None
     except ValueError:
-        text = f"{value!r} is neither a number nor two, such as 2:4"
+        text = f"{value!r} is not a number, or two numbers as in 2:4"
         raise click.BadParameter(text) from None
     if found[1] is not None and found[1] < found[0]:
-        raise click.BadParameter(f"{value} begins with more than its most, {found[1]}")
+        raise click.BadParameter(
+            f"{value} starts {found[0]} processes, above its maximum, {found[1]}: write the "
+            "smaller number first"
+        )
     return found
 
 
@@ -60,13 +63,13 @@ def _death(ctx: click.Context, param: click.Parameter, value: str | None) -> dic
     known = {"": {}, "end": {"durable": False}, "restart": {"durable": True}}
     found: dict[str, Any] | None = {**known, "takeover": {"restart_workers": False}}.get(what)
     if found is None:
-        raise click.BadParameter(f"{value!r} is none of restart, takeover and end")
+        raise click.BadParameter(f"{value!r} is unknown; choose restart, takeover or end")
     if colon and what in ("", "end"):
-        raise click.BadParameter(f"{value!r}: a number goes with restart or takeover")
+        raise click.BadParameter(f"{value!r}: only restart and takeover take a number of deaths")
     try:
         return {**found, "restarts": int(count)} if colon else found
     except ValueError:
-        text = f"{count!r} is no number of deaths, as in {what}:3"
+        text = f"{count!r} is not a number of deaths, as in {what}:3"
         raise click.BadParameter(text) from None
 
 

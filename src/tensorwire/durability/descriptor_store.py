@@ -103,12 +103,12 @@ class DescriptorStore:
             told = first.content
             for _ in range(told["messages"]):
                 if (found := self._receive(_HandedOver)) is None:
-                    raise ValueError("it ended")
+                    raise ValueError("the connection ended before the last message")
                 entries = found.content["kept"]
                 for (key, about), descriptor in zip(entries, found.descriptors, strict=True):
                     self._kept[key] = Kept(about, descriptor)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"what the launcher told a standby makes no sense: {error}") from error
+            raise ValueError(f"the launcher's messages cannot be understood: {error}") from error
         return Takeover(told["start"], told["term"], told["restarts"])
 
     def keep(self, key: str, about: dict[str, Any], descriptor: int) -> None:

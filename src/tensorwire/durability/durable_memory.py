@@ -105,7 +105,10 @@ class DurableMemory:
             return self._node.allocate(size_bytes, name=name, access=access, device=device)
         if (region := self._restored.pop(name, None)) is not None:
             if region.size_bytes != size_bytes:
-                raise ValueError(f"{region!r} was to have {size_bytes} bytes")
+                raise ValueError(
+                    f"{region!r} was allocated by the process that this one replaces, which needs "
+                    f"{size_bytes} bytes: start the job anew, all with the same script and version"
+                )
             return region
         region = self._node.allocate(size_bytes, name=name, access=access, device=device)
         handle = region.handle()

@@ -118,7 +118,7 @@ class Incoming:
             self._memories[key] = known
         region = known[1]
         if size > region.size_bytes:
-            raise self._nonsense(f"{size} bytes of {tensor.name!r} in {region!r}")
+            raise self._nonsense(f"{tensor.name!r} has {size} bytes, more than {region!r}")
         if region.mapped:
             return values_in(tensor, shape, region.memoryview())
         if size > self._most_bytes:
@@ -133,7 +133,10 @@ class Incoming:
         return values_in(tensor, shape, memory)
 
     def _nonsense(self, what: object) -> ValueError:
-        return ValueError(f"machine {self.route.source!r} wrote nonsense: {what}")
+        return ValueError(
+            f"machine {self.route.source!r} sent what does not fit the plan: {what}. All machines "
+            "need the same plan and the same version of tensorwire"
+        )
 
     def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
         word, source = self._filled_word(self.route.filled(bucket, turn)), self.route.source
@@ -178,4 +181,6 @@ def wait_opened(peer: Peer, name: str, deadline: float | None, what: str) -> Rem
     try:
         return peer.wait_region(name, left)
     except TimeoutError:
-        raise TimeoutError(f"{what} has not opened its edges in time") from None
+        raise TimeoutError(
+            f"{what} has not opened its edges in time: look for an error there, or raise timeout_s"
+        ) from None

@@ -198,7 +198,7 @@ class Outgoing:
         except TimeoutError:
             raise TimeoutError(
                 f"waited {self._timeout_s:g} s for {what}: machine {target!r} ({self.peer.name}) "
-                f"has not released turn {turn} of bucket {bucket.index}; more flights let it lag"
+                f"has not released turn {turn} of bucket {bucket.index}; raise flights or timeout_s"
             ) from None
         except PeerLostError as error:
             raise PeerLostError(

@@ -88,7 +88,7 @@ def read_block(slot: Slot, block: bytes) -> tuple[tuple[int, ...], int]:
         or size > _MOST
     ):
         raise ValueError(
-            f"the block of {tensor.name!r} makes no sense: {rank} sizes {dims}, {size} bytes; "
-            f"planned is {tensor}"
+            f"the header of {tensor.name!r} says {rank} dimensions {dims} and {size} bytes, and "
+            f"the plan says {tensor}"
         )
     return shape, memory

@@ -274,12 +274,12 @@ class Keeper:
             )
         if isinstance(error, KeeperError):
             return error
-        return KeeperError(f"a message makes no sense: {error}")
+        return KeeperError(f"its message to the launcher cannot be understood: {error}")
 
     def _take(self, message: _MemberSays, descriptors: list[int]) -> None:
         """Does a message; takes the descriptor that it keeps out of the list."""
         if self._queue:
-            raise KeeperError("it spoke before it had read what it was told")
+            raise KeeperError("it sent a message before it had read the launcher's")
         if "leave" in message and not descriptors:
             self.left = message["leave"]
             self._drop(LISTENER)
@@ -295,15 +295,17 @@ class Keeper:
         elif "drop" in message and "keep" not in message:
             key = message["drop"]
             if descriptors:
-                raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")
+                raise KeeperError(f"its 'drop' of {key!r} came with {len(descriptors)} descriptors")
             self._drop(key)
         elif "keep" in message and "drop" not in message:
             key = message["keep"]
             if len(descriptors) != 1:
-                raise KeeperError(f"a keep of {key!r} came with {len(descriptors)} descriptors")
+                raise KeeperError(
+                    f"its 'keep' of {key!r} came with {len(descriptors)} descriptors, not with one"
+                )
             self._keep(key, message.get("about"), descriptors)
         else:
-            raise KeeperError(f"a message has no key: {json.dumps(message)[:100]!r}")
+            raise KeeperError(f"its message has no known key: {json.dumps(message)[:100]!r}")
 
     def _drop(self, key: str) -> None:
         if (kept := self._held.pop(key, None)) is not None:
@@ -314,14 +316,14 @@ class Keeper:
         for name in COUNTERS if isinstance(about, dict) else ():
             if (offset := about.get(name)) is not None:
                 if type(offset) is not int or not 0 <= offset < 1 << 62:
-                    raise KeeperError(f"the {name} of {key!r} is at {offset!r}, which is no offset")
+                    raise KeeperError(f"the offset of {name!r} in {key!r} is {offset!r}")
                 counters[name] = offset
         entry = json.dumps([key, about])
         if len(entry) > LONGEST_MESSAGE:
-            raise KeeperError(f"what is said about {key!r} is longer than {LONGEST_MESSAGE} bytes")
+            raise KeeperError(f"the facts about {key!r} are longer than {LONGEST_MESSAGE} bytes")
         former = self._held.get(key)
         if former is None and len(self._held) == MOST_KEYS:
-            raise KeeperError(f"it keeps more than {MOST_KEYS} descriptors")
+            raise KeeperError(f"the launcher keeps at most {MOST_KEYS} descriptors of a process")
         self._held[key] = _Kept(descriptors.pop(), entry, counters)
         if former is not None:
             os.close(former.descriptor)

@@ -137,7 +137,7 @@ class Scaling:
             return
         try:
             if self._cancelled and self._present is not None:
-                self._present.cancel("it was cancelled by who had asked for it")
+                self._present.cancel("the client has cancelled it")
             elif (why := self._reason_against()) and self._present is not None:
                 self._present.cancel(why)
             self._go_on()

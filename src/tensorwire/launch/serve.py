@@ -223,7 +223,8 @@ class ServeSupervisor(Supervisor):
 
     def _note_mistake(self, kind: str, index: int, text: str) -> None:
         if kind == "worker" and index in self._present:
-            self._fail(f"{self._present[index]} is not kept: {text}", 1)
+            place = self._present[index]
+            self._fail(f"{place} could not be replaced if it were killed: {text}", 1)
         else:
             super()._note_mistake(kind, index, text)
 

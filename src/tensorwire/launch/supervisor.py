@@ -432,7 +432,7 @@ class Supervisor:
                 self._restarts.release(process)
                 self._say(f"{process} will not be replaced if it is killed: {text}")
             else:
-                self._fail(f"{process} is not kept: {text}", 1, process)
+                self._fail(f"{process} could not be replaced if it were killed: {text}", 1, process)
 
     def _note_member(self, process: Replaceable) -> None:
         self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)

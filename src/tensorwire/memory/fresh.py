@@ -37,7 +37,10 @@ class FreshBytes:
         start, stop, step = piece.start or 0, piece.stop, piece.step
         stop = self._size_bytes if stop is None else stop
         if not 0 <= start <= stop <= self._size_bytes or step is not None:
-            raise ValueError(f"bytes [{start}:{stop}:{step}] of {self._size_bytes}")
+            raise ValueError(
+                f"[{start}:{stop}{'' if step is None else f':{step}'}] is not a slice within "
+                f"{self._size_bytes} bytes: use 0 <= start <= stop <= {self._size_bytes}, no step"
+            )
         return FreshPiece(Buffer(self._address + start, stop - start, True, self._data))
 
     def fill(self, at: int, memory: NDArray[np.uint8]) -> None:
@@ -47,7 +50,9 @@ class FreshBytes:
             ValueError: it does not fit there.
         """
         if not 0 <= at <= at + memory.nbytes <= self._size_bytes:
-            raise ValueError(f"bytes [{at}:{at + memory.nbytes}] of {self._size_bytes}")
+            raise ValueError(
+                f"{memory.nbytes} bytes do not fit at offset {at} of {self._size_bytes} bytes"
+            )
         ctypes.memmove(self._address + at, memory.ctypes.data, memory.nbytes)
 
     def take(self) -> bytes:

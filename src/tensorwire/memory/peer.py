@@ -334,13 +334,19 @@ class RemoteRegion(MappedView):
             PermissionError, ClosedError, PeerLostError, StaleHandleError: as for `write`.
         """
         if len(local) != len(offsets):
-            raise ValueError(f"{len(local)} arrays and {len(offsets)} offsets")
+            raise ValueError(
+                f"write_at takes one offset for each array, not {len(offsets)} offsets for "
+                f"{len(local)} arrays"
+            )
         first, size_bytes, places = self._offset, self.size_bytes, []
         for array, offset in zip(local, offsets, strict=True):
             if type(array) is not ndarray:
                 raise TypeError(f"write_at takes numpy arrays, not {describe(array)}")
             if not 0 <= offset <= size_bytes - array.nbytes:
-                raise ValueError(f"{array.nbytes} bytes at {offset} are not within {self!r}")
+                raise ValueError(
+                    f"{array.nbytes} bytes do not fit at offset {offset} of {self!r}: choose a "
+                    "lower offset or a larger region"
+                )
             places.append(first + offset)
         raised = _checked_signal(signal, self.peer)
         return self.peer._core.write(list(local), [self._core] * len(places), places, raised)
