@@ -410,7 +410,7 @@ def bad_batch_size(job: tw.Job) -> None:
     job.loader([1, 2, 3], batch_size=0)  # type: ignore[arg-type]
 
 
-@case("ValueError", "each needs one")
+@case("ValueError", "as each needs one")
 def too_few_samples(job: tw.Job) -> None:
     job.loader([], batch_size=1)  # type: ignore[arg-type]
 

@@ -163,4 +163,4 @@ def lying(job: tw.Job, view: int) -> None:
 @pytest.mark.parametrize("view", [2, -1, 70], ids=str)
 def test_a_view_that_is_not_there(team: Team, view: int) -> None:
     for failure in team.failures(lying, view, network=True):
-        assert f"worker 1 cannot share a view with worker {view}" in failure.text
+        assert f"worker 1 cannot share the memory of worker {view}" in failure.text

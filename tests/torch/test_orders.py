@@ -308,7 +308,7 @@ def test_what_cannot_be_dealt_out(team: Team) -> None:
         "for data that are read by index",
         "two orders: give one of them",
         "batch_sampler= makes the batches",
-        "has given a batch without samples",
+        "has given an empty batch",
         "not another job.loader",
         "is no dataset",
         "let the dataset give single samples",

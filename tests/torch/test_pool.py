@@ -189,7 +189,7 @@ def test_blocks_of_another_server_are_refused() -> None:
     )  # fmt: skip
     shard = Shard(share, FusedKernel(SGD), memory)
     commit = Commit(2, APPLY, 0, 1.0, 1.0, 1.0, (HYPER,), bytes([POOLED] * 4), (6, 4, 2, 0))
-    with pytest.raises(ValueError, match="cannot be in the place of"):
+    with pytest.raises(ValueError, match="which is not here or has another size"):
         shard.check(commit, True)
 
 

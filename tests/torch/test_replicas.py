@@ -597,7 +597,7 @@ ERRORS = [
     (plain_model, "ValueError", "2 workers share a model: give the Split"),
     (no_optimizer, "RuntimeError", "2 replicas would train without each other"),
     (other_groups, "ValueError", "'embedding.weight' is in another group"),
-    (other_samples, "RuntimeError", r"slice 0 is of \[8.0, 1.0\] samples in the processes"),
+    (other_samples, "RuntimeError", r"computed slice 0 of \[8.0, 1.0\] samples"),
     (two_optimizers, "ValueError", "one distributed optimizer"),
     (own_buffers, "ValueError", "'broadcast' or 'average'"),
     (added_group, "RuntimeError", r"add_param_group\(\) is not there for a split model"),

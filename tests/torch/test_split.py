@@ -409,7 +409,7 @@ BEGIN = {"split_spec": {"1": SplitPoint.BEGINNING}}
     [
         ({}, "no split point"),
         ({"split_spec": {"7": SplitPoint.END}}, "no module '7'"),
-        ({"split_spec": {"1": "end"}}, "a SplitPoint, not 'end'"),
+        ({"split_spec": {"1": "end"}}, "split_spec has 'end' for '1'"),
         (BEGIN | {"schedule": "none"}, "no schedule 'none'"),
         (BEGIN | {"microbatches": 0}, "at least one micro-batch"),
     ],

@@ -147,5 +147,5 @@ def test_the_commits_of_a_pipeline_become_one() -> None:
 def test_commits_of_a_pipeline_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="tensor 1 has gradients from two processes"):
         merged([commit(bytes([1, 1])), commit(bytes([0, 2]))], 2)
-    with pytest.raises(ValueError, match=r"slice 1 is of \[8.0, 1.0\] samples"):
+    with pytest.raises(ValueError, match=r"slice 1 of \[8.0, 1.0\] samples"):
         merged([commit(b"\0")] * 2 + [commit(b"\0", 8.0), commit(b"\0")], 2)

@@ -95,11 +95,11 @@ def test_a_description_travels() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"home": 1}, "there is no server 1"),
-        ({"home": -2}, "there is no server -2"),
-        ({"wants": [1]}, "there are 1 tensors"),
-        ({"spec": "no"}, "not a description of a store"),
-        ({"device": 1}, "the name of a device is no text"),
+        ({"home": 1}, "it names server 1, and there are 1 servers"),
+        ({"home": -2}, "it names server -2"),
+        ({"wants": [1]}, r"numbers from 0 to 0, not \[1\]"),
+        ({"spec": "no"}, "description of a model and optimizer cannot be read"),
+        ({"device": 1}, "the name of its device is 1, not text"),
     ],
 )
 def test_a_wrong_description_is_refused(changes: dict[str, object], says: str) -> None:
@@ -123,16 +123,16 @@ def test_workers_agree() -> None:
 )
 def test_a_view_that_cannot_be_shared(owner: dict[str, Any]) -> None:
     told = {0: description(**owner), 1: description(home=-1, view=0)}
-    with pytest.raises(ValueError, match="worker 1 cannot share a view with worker 0"):
+    with pytest.raises(ValueError, match="worker 1 cannot share the memory of worker 0"):
         agreed(told)
-    with pytest.raises(ValueError, match="worker 1 cannot share a view with worker 9"):
+    with pytest.raises(ValueError, match="worker 1 cannot share the memory of worker 9"):
         agreed(told | {1: description(home=-1, view=9)})
 
 
 def test_who_commits() -> None:
     assert committers_of(SPEC, 2) == [0, 0, 1, 1]
     assert committers_of(replace(SPEC, slices=2, pipeline=2), 4) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="4 slices and 3 workers in pipelines of 1"):
+    with pytest.raises(ValueError, match="4 slices cannot be dealt equally to 3 workers"):
         committers_of(SPEC, 3)
 
 
@@ -146,12 +146,12 @@ def test_a_worker_without_a_script_wants_what_worker_0_wants() -> None:
 @pytest.mark.parametrize(
     ("text", "first", "said"),
     [
-        (follower_text(0, 0), None, "makes no sense"),
-        (follower_text(2, 1), description(), "makes no sense"),
-        (b'{"like": 0, "home": 0, "view": "x"}', description(), "makes no sense"),
+        (follower_text(0, 0), None, "came before worker 0"),
+        (follower_text(2, 1), description(), "as a file worker it names server 2"),
+        (b'{"like": 0, "home": 0, "view": "x"}', description(), "and worker 'x'"),
         (b'{"like": 1, "home": 0}', description(), "spec"),
         (b"[", description(), "Expecting"),
-        (follower_text(0, 1), description(mode=checked_mode("async", None)), "for scripts alone"),
+        (follower_text(0, 1), description(mode=checked_mode("async", None)), "does not support"),
     ],
 )
 def test_one_that_cannot_follow(text: bytes, first: Description | None, said: str) -> None:

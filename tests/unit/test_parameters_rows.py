@@ -165,7 +165,7 @@ def one() -> tuple[Share, Table, Bytes, Bytes]:
 def test_a_lying_worker_is_found_out(numbers: list[int]) -> None:
     _, table, heads, slot = one()
     heads[: 8 * len(numbers)] = np.array(numbers, np.int64).view(np.uint8)
-    with pytest.raises(ValueError, match=r"a gradient of .* rows|rows of a gradient that are not"):
+    with pytest.raises(ValueError, match=r"a gradient has .* rows|rows of a gradient are not"):
         read_part(table, heads, slot)
 
 
@@ -173,7 +173,7 @@ def test_a_lying_worker_is_found_out(numbers: list[int]) -> None:
 def test_a_lying_server_is_found_out(numbers: list[int]) -> None:
     _, table, _, memory = one()
     memory[: 8 * len(numbers)] = np.array(numbers, np.int64).view(np.uint8)
-    with pytest.raises(ValueError, match="rows that it does not have"):
+    with pytest.raises(ValueError, match="rows that are not its own"):
         take_change(table, 3, memory, np.zeros(480, np.uint8))
 
 
@@ -328,14 +328,14 @@ def test_what_is_wrong_is_named() -> None:
     memory = ShardMemory(np.zeros(share.size_bytes, np.uint8), contributions)
     commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((),), bytes([PUSHED]))
     shard = Shard(share, Only(), memory)
-    with pytest.raises(ValueError, match=r"slice 1, 'words': a gradient of 10 rows"):
+    with pytest.raises(ValueError, match=r"slice 1, 'words': a gradient has 10 rows"):
         shard.advance([commit, commit], lambda sums: sums.tolist())
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (0, 3), (3, 0), (2, 2, 2)], ids=str)
 def test_a_table_has_rows_and_columns(shape: tuple[int, ...]) -> None:
     spec = Spec(SGD, (), 1, 1, (TensorSpec("t", "float32", shape, "rows"),))
-    with pytest.raises(ValueError, match="a table has rows and columns"):
+    with pytest.raises(ValueError, match="a table has two dimensions"):
         spec.check()
 
 

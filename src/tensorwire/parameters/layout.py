@@ -154,8 +154,11 @@ class Spec:
         """
         try:
             raw = json.loads(data)
-            if raw.pop("format") != FORMAT:
-                raise ValueError("made by another version of tensorwire")
+            if (found := raw.pop("format")) != FORMAT:
+                raise ValueError(
+                    f"its format is {found!r:.20}, not {FORMAT}: use the same version of "
+                    "tensorwire in all processes"
+                )
             tensors = tuple(
                 TensorSpec(
                     str(each["name"]),
@@ -171,7 +174,9 @@ class Spec:
             scalars = tuple(str(name) for name in raw.pop("scalars"))
             spec = Spec(hyper=hyper, tensors=tensors, scalars=scalars, **raw)
         except MALFORMED as error:
-            raise ValueError(f"not a description of a store: {error!r}") from error
+            raise ValueError(
+                f"the description of a model and optimizer cannot be read: {error!r}"
+            ) from error
         spec.check()
         return spec
 
@@ -184,7 +189,10 @@ class Spec:
         if not (isinstance(self.ema, float) and 0.0 <= self.ema < 1.0):
             raise ValueError(f"the decay of an average is from 0 up to 1, not {self.ema!r}")
         if self.ema and any(tensor.kind == "rows" for tensor in self.tensors):
-            raise ValueError("tables with sparse gradients have no average")
+            raise ValueError(
+                "tables with sparse gradients have no average: leave ema= out, or use sparse=False "
+                "in the model"
+            )
         if not isinstance(self.optimizer, str):
             raise ValueError(f"an optimizer is named by text, not {self.optimizer!r}")
         names = set()
@@ -192,17 +200,20 @@ class Spec:
             if tensor.dtype not in _ITEM_BYTES:
                 raise ValueError(f"{tensor}: dtype {tensor.dtype!r} is not supported")
             if tensor.kind not in KINDS:
-                raise ValueError(f"{tensor}: unknown kind")
+                raise ValueError(f"{tensor}: its kind {tensor.kind!r} is unknown")
             if tensor.order and sorted(tensor.order) != list(range(len(tensor.shape))):
-                raise ValueError(f"{tensor}: that is no order of its dimensions")
+                raise ValueError(f"{tensor}: {tensor.order} is not an order of its dimensions")
             if not 0 <= tensor.group < self.groups:
-                raise ValueError(f"{tensor}: there is no group {tensor.group}")
+                raise ValueError(
+                    f"{tensor}: it is in parameter group {tensor.group}, and the optimizer has "
+                    f"{self.groups}"
+                )
             if any(size < 0 for size in tensor.shape) or tensor.elements > 1 << 48:
-                raise ValueError(f"{tensor}: not a possible shape")
+                raise ValueError(f"{tensor}: a size is negative, or it has over 2**48 elements")
             if tensor.kind == "rows" and (len(tensor.shape) != 2 or not tensor.elements):
-                raise ValueError(f"{tensor}: a table has rows and columns")
+                raise ValueError(f"{tensor}: a table has two dimensions, neither of size 0")
             if tensor.name in names:
-                raise ValueError(f"two tensors are called {tensor.name!r}")
+                raise ValueError(f"two tensors are called {tensor.name!r}: rename one")
             names.add(tensor.name)
 
     def difference(self, other: Spec, here: str = "here", there: str = "there") -> str | None:
@@ -444,9 +455,9 @@ def checked_wants(raw: object, spec: Spec) -> list[int] | None:
         return None
     count = len(spec.tensors)
     if not isinstance(raw, list) or not all(type(i) is int and 0 <= i < count for i in raw):
-        raise ValueError(f"there are {count} tensors, wanted are {raw!r:.80}")
+        raise ValueError(f"wanted tensors are numbers from 0 to {count - 1}, not {raw!r:.80}")
     if len(set(raw)) < len(raw):
-        raise ValueError("a tensor is wanted twice")
+        raise ValueError(f"one tensor is wanted twice: {raw!r:.80}")
     return raw
 
 

@@ -114,7 +114,7 @@ class Description(NamedTuple):
             raw = json.loads(data)
             home = int(raw["home"])
             if not -1 <= home < servers:
-                raise ValueError(f"there is no server {home}")
+                raise ValueError(f"it names server {home}, and there are {servers} servers")
             text, known = raw["spec"], {} if known is None else known
             spec = known.get(text) or Spec.from_json(text.encode())
             known[text] = spec
@@ -122,7 +122,7 @@ class Description(NamedTuple):
             mode = checked_mode(raw["mode"], raw["staleness"])
             durable, device = raw["durable"] is True, raw["device"]
             if not isinstance(device, str):
-                raise ValueError("the name of a device is no text")
+                raise ValueError(f"the name of its device is {device!r}, not text")
             return Description(home, int(raw["view"]), wants, spec, durable, mode, device)
         except MALFORMED as error:
             raise ValueError(str(error)) from error
@@ -164,10 +164,13 @@ def told_description(
         return Description.from_json(data, servers, known)
     home, view = raw.get("home"), raw.get("view")
     if first is None or not isinstance(view, int) or home not in range(servers):
-        raise ValueError("it follows worker 0 in a way that makes no sense")
+        raise ValueError(
+            f"as a file worker it names server {home!r} and worker {view!r}, which do not exist or "
+            "came before worker 0: use the same version of tensorwire in all processes"
+        )
     if not first.mode.is_sync:
         raise ValueError(
-            f"it takes its gradients from files, and tw.init({first.mode}) is for scripts alone: "
+            f"it takes its gradients from files, which tw.init({first.mode}) does not support: "
             'use mode="sync", or no --file-workers'
         )
     return first._replace(home=home, view=view, device="")
@@ -244,9 +247,9 @@ class Commit:
         version, operation, flags, scale, max_norm, weight = _COMMIT.unpack_from(copy)
         commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, copy[end:])
         if commit.operation not in OPERATION_NAMES:
-            raise ValueError(f"unknown operation {commit.operation}")
+            raise ValueError(f"it asks for operation {commit.operation}, which does not exist")
         if commit.present and max(commit.present) > POOLED:
-            raise ValueError("a gradient that is neither absent nor pushed nor produced")
+            raise ValueError(f"it marks a gradient with {max(commit.present)}, above {POOLED}")
         numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
         for name, number in numbers.items():
             least = "from 0 up" if name == "weight" else "above 0"
@@ -293,12 +296,15 @@ def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
         weights = [commit.weight for commit in group]
         if len(set(weights)) > 1:
             raise ValueError(
-                f"slice {first // pipeline} is of {weights} samples in the processes of its "
-                "pipeline: all of them take the same batches from the loader"
+                f"the processes of a pipeline computed slice {first // pipeline} of {weights} "
+                "samples: let all of them take the same batches from job.loader"
             )
         present = np.array([np.frombuffer(commit.present, np.uint8) for commit in group])
         if (twice := np.flatnonzero(np.count_nonzero(present, axis=0) > 1)).size:
-            raise ValueError(f"tensor {twice[0]} has gradients from two processes of a pipeline")
+            raise ValueError(
+                f"tensor {twice[0]} has gradients from two processes of a pipeline: use each "
+                "parameter in one process"
+            )
         joined = present.max(axis=0)
         blocks = [0] * len(joined) if POOLED in joined else []
         for commit in group:

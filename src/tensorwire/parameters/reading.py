@@ -115,8 +115,11 @@ class StoreFacts:
         """Returns the facts of a text of `to_json`; ValueError if it is none."""
         try:
             raw = json.loads(data)
-            if raw.pop("format") != FORMAT:
-                raise ValueError("made by another version of tensorwire")
+            if (found := raw.pop("format")) != FORMAT:
+                raise ValueError(
+                    f"its format is {found!r:.20}, not {FORMAT}: use the job's version of "
+                    "tensorwire to read it"
+                )
             places = {
                 str(name): ReadPlace(int(server), str(region), int(at))
                 for name, (server, region, at) in raw.pop("places").items()
@@ -125,7 +128,7 @@ class StoreFacts:
             numbers = {name: int(raw.pop(name)) for name in ("store", "server", "servers")}
             return StoreFacts(spec=str(raw.pop("spec")), states=states, places=places, **numbers)
         except MALFORMED as error:
-            raise ValueError(f"a server tells nothing sensible of a store: {error!r}") from error
+            raise ValueError(f"the description of a store cannot be read: {error!r}") from error
 
     def layout(self) -> Layout:
         """Returns the layout of the store; ValueError if `spec` describes none."""
@@ -190,7 +193,7 @@ class Copied(NamedTuple):
             model, state, pid, descriptor = json.loads(text)
             return Copied(str(model), str(state), int(pid), int(descriptor))
         except MALFORMED as error:
-            raise ValueError(f"a server's answer makes no sense: {error!r}") from error
+            raise ValueError(f"a server's answer cannot be read: {error!r}") from error
 
 
 def parts_of(shares: Sequence[Share], start: int, stop: int) -> list[tuple[int, int, int]]:

@@ -182,11 +182,11 @@ def read_part(table: Table, heads: Bytes, slot: Bytes) -> Gradient:
     numbers = heads[table.head : table.head + table.head_bytes].view(np.int64)
     count = int(numbers[0])
     if not 0 <= count <= table.height:
-        raise ValueError(f"a gradient of {count} rows; the table has {table.height} here")
+        raise ValueError(f"a gradient has {count} rows, and the table has {table.height} here")
     rows = numbers[1 : 1 + count].copy()
     if np.any((rows < 0) | (rows >= table.height)) or np.any(rows[1:] <= rows[:-1]):
         raise ValueError(
-            f"rows of a gradient that are not rising numbers from 0 to {table.height - 1}"
+            f"the rows of a gradient are not rising numbers from 0 to {table.height - 1}"
         )
     return rows, slot[table.start : table.start + count * table.row_bytes]
 
@@ -215,6 +215,9 @@ def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
     count = int(numbers[1])
     rows = numbers[2 : 2 + count].copy()
     if not 0 <= count <= table.capacity or not np.all((rows >= 0) & (rows < table.height)):
-        raise ValueError("a server changed rows that it does not have")
+        raise ValueError(
+            "a server sent rows that are not its own: use the same version of tensorwire in all "
+            "processes"
+        )
     values = memory[table.values_at : table.values_at + count * table.row_bytes]
     put_rows(view, table.row_bytes, rows, values)

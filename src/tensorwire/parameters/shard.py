@@ -143,9 +143,12 @@ class Shard:
         if produces and POOLED not in commit.present:
             return
         for tensor in self._here:
-            how = commit.present[tensor]
+            how, name = commit.present[tensor], layout.spec.tensors[tensor].name
             if how in (PRODUCED, POOLED) and not produces:
-                raise ValueError("it cannot have produced gradients in our memory")
+                raise ValueError(
+                    f"it says that the gradient of {name!r} is in the server's memory, to which "
+                    "this worker has no access"
+                )
             if how == POOLED:
                 block, place = commit.blocks[tensor] // 2, layout.places[tensor]
                 if block < len(layout.places):
@@ -153,7 +156,10 @@ class Shard:
                     whole = share.clip(there.start, there.end) == (there.start, there.end)
                     if whole and there.end - there.start == place.end - place.start:
                         continue
-                raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
+                raise ValueError(
+                    f"it says that the gradient of {name!r} is in block {block}, which is not here "
+                    "or has another size"
+                )
 
     def _contributions(self, commits: Sequence[Commit]) -> Contributions:
         memory = self.memory
@@ -211,7 +217,11 @@ class Shard:
             # A process that was killed reduced it: the slices' gradients still lie there.
             weights = self._journal.noted_reduced(index) if self._journal else None
             if weights is None:
-                raise ValueError("a step of an averaged gradient that nobody has averaged")
+                name = self.share.layout.spec.tensors[self._tables[index].tensors[0]].name
+                raise ValueError(
+                    f"a step needs the averaged gradient of {name!r}, which this server does not "
+                    "have: go on from the last checkpoint (job.load)"
+                )
             return self._reduce_rows(index, weights)
         return self._reduced_rows[index]
 
@@ -400,7 +410,10 @@ class Shard:
         source = self.memory.contributions[0].slot
         if step.head.flags & WRITTEN:
             if self.memory.written is None:
-                raise ValueError("a commit means values that nobody can have written here")
+                raise ValueError(
+                    "a commit is of written parameters, for which this server has no memory: use "
+                    "the same version of tensorwire in all processes"
+                )
             source = self.memory.written
 
         def work(index: int) -> Sequence[float]:

@@ -46,7 +46,9 @@ def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight
         flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
     total = sum_up(flat)
     if total[0] == 0:
-        raise ValueError("mean() of workers whose weights are all 0")
+        raise ValueError(
+            "mean() has no result, as all workers gave weight=0 or None: one needs a weight above 0"
+        )
     result, at = {}, 1
     for key, tensor in tensors.items():
         own = total[at : at + tensor.numel()]

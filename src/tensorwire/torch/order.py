@@ -82,7 +82,10 @@ class Dealing:
 
     def _groups(self, steps: int) -> int:
         if steps < self.accumulate:
-            raise ValueError(f"{steps} steps are fewer than accumulate={self.accumulate}")
+            raise ValueError(
+                f"the data makes {steps} steps, fewer than accumulate={self.accumulate}: use more "
+                "data, smaller batches, or a smaller accumulate="
+            )
         return steps // self.accumulate * self.accumulate
 
     def steps(self, items: Iterable[Any]) -> Iterator[Step]:
@@ -116,7 +119,7 @@ class Dealing:
     def _shared(self, step: list[Any], more: list[Any]) -> Step:
         if self.batches and len(step) == self.slices and not more:
             if not all(map(len, step)):
-                raise ValueError("batch_sampler= has given a batch without samples")
+                raise ValueError("batch_sampler= has given an empty batch: give each one a sample")
             return [list(batch) for batch in step]
         found, slices = self._flat([*step, *more]), self.slices
         if len(found) < slices:
@@ -126,12 +129,16 @@ class Dealing:
 
     def _too_few(self, samples: int) -> ValueError:
         return ValueError(
-            f"{samples} samples cannot be dealt to {self.slices} slices; each needs one"
+            f"{samples} samples cannot be dealt to {self.slices} slices, as each needs one: use "
+            "more data or fewer slices"
         )
 
     def _nothing(self, items: int) -> ValueError:
         what, size = ("batches", "1") if self.batches else ("samples", str(self.batch_size))
-        return ValueError(f"{items} {what} do not fill one step of {self.slices} x {size}")
+        return ValueError(
+            f"{items} {what} do not fill one step, which takes {size} for each of {self.slices} "
+            "slices: use more data, smaller batches, or drop_last=False"
+        )
 
 
 class Steps:

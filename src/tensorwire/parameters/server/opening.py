@@ -118,7 +118,10 @@ class Opening:
                 json.dumps({"texts": texts, "mapped": sorted(self.mapped)}).encode(), 1
             )
             if len(told) > _OPENING_BYTES - 8:
-                raise ValueError(f"the descriptions of a store have {len(told)} bytes, too many")
+                raise ValueError(
+                    f"the workers' descriptions of a model have {len(told)} bytes, and "
+                    f"{_OPENING_BYTES - 8} fit: use fewer tensors, or start with --on-death end"
+                )
             memory[8 : 8 + len(told)] = np.frombuffer(told, np.uint8)
             size[0] = len(told)
         kept = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
@@ -152,7 +155,9 @@ class Opening:
             advice = (
                 'DistributedOptimizer(…, parameters_on="host") keeps them in memory of the host'
             )
-            raise MemoryError(f"of parameters and optimizer state: {error}; {advice}") from error
+            raise MemoryError(
+                f"no memory for parameters and optimizer state: {error}; {advice}"
+            ) from error
         self._allocated.append(region)
         if region.device != (where or "cpu"):  # it is of a predecessor
             raise UnavailableError(
@@ -224,7 +229,9 @@ def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
         try:
             found[rank] = told_description(text, servers, found.get(0), known)
         except ValueError as error:
-            raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
+            raise ValueError(
+                f"the model and optimizer that worker {rank} describes cannot be used: {error}"
+            ) from None
     return found
 
 
@@ -245,12 +252,13 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
     for rank, mine in descriptions.items():
         if mine.durable != descriptions[0].durable:
             raise DisagreementError(
-                f"worker {rank} and worker 0 do not say the same about tw.init(durable=…)"
+                f"worker {rank} and worker 0 call tw.init() with different durable=: give all "
+                "workers the same"
             )
         if mine.mode != descriptions[0].mode:
             raise DisagreementError(
-                f"worker {rank} says tw.init({mine.mode}), and worker 0 tw.init("
-                f"{descriptions[0].mode}): all workers say the same"
+                f"worker {rank} calls tw.init({mine.mode}), and worker 0 tw.init("
+                f"{descriptions[0].mode}): give all workers the same mode"
             )
         owner = descriptions.get(mine.view)
         if mine.view != rank and (
@@ -258,7 +266,10 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
             or (mine.home, owner.home, owner.view) != (-1, -1, mine.view)
             or mine.wants != owner.wants
         ):
-            raise ValueError(f"worker {rank} cannot share a view with worker {mine.view}")
+            raise ValueError(
+                f"worker {rank} cannot share the memory of worker {mine.view}: that has none for "
+                "others, or has other tensors in it"
+            )
     return spec
 
 
@@ -266,6 +277,9 @@ def committers_of(spec: Spec, workers: int) -> list[int]:
     """Returns which worker makes each commit of a version; ValueError if they do not divide."""
     pipeline = spec.pipeline
     if workers % pipeline or spec.slices % (workers // pipeline):
-        raise ValueError(f"{spec.slices} slices and {workers} workers in pipelines of {pipeline}")
+        raise ValueError(
+            f"{spec.slices} slices cannot be dealt equally to {workers} workers in pipelines of "
+            f"{pipeline}: choose a multiple"
+        )
     each = spec.slices * pipeline // workers
     return [i // each * pipeline + stage for i in range(spec.slices) for stage in range(pipeline)]

@@ -159,7 +159,9 @@ def _marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
             except AttributeError:
                 raise ValueError(f"the model has no module {name!r} to split at") from None
             if not isinstance(point, SplitPoint):
-                raise ValueError(f"{name!r}: a SplitPoint, not {point!r}")
+                raise ValueError(
+                    f"split_spec has {point!r} for {name!r}: give SplitPoint.BEGINNING or .END"
+                )
             changed.append((module, module.__dict__.get("forward")))
             module.forward = _splitting(module.forward, point)
         yield

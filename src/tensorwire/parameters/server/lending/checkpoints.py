@@ -358,13 +358,14 @@ class CheckpointShelf:
         """Completes a checkpoint whose files are all there, also without a `.metadata`."""
         pending = self._pending.get(name)
         if pending is None or who not in pending.writers or "" in pending.files:
-            raise Refusal(errno.ENOENT, f"nobody writes {name}")
+            raise Refusal(errno.ENOENT, f"this process does not write {name}: create it first")
         if pending.broken:
             raise Refusal(
-                errno.ESTALE, f"a process that wrote a part of {name} is gone or has failed"
+                errno.ESTALE,
+                f"a process that wrote a part of {name} is gone or has failed; begin anew",
             )
         if not pending.files:
-            raise Refusal(errno.EINVAL, f"{name} has no files")
+            raise Refusal(errno.EINVAL, f"{name} has no files: write one into it first")
         self._complete_all(name)
 
     def _complete_all(self, name: str) -> None:
@@ -400,7 +401,7 @@ class CheckpointShelf:
             )
         pending = self._pending.get(old[0])
         if pending is None or who not in pending.writers or pending.broken:
-            raise Refusal(errno.ENOENT, f"nobody writes {_join(*old)}")
+            raise Refusal(errno.ENOENT, f"this process does not write {_join(*old)}")
         file = pending.files.get(old[1])
         if file is None:
             raise Refusal(errno.ENOENT, f"there is no {_join(*old)}")

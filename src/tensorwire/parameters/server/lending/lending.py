@@ -180,7 +180,8 @@ class Lending:
         copy = self._find(ask)
         if copy is None:
             if ask.version > self._present + _MOST_AHEAD:
-                return Reply(RequestOutcome.REFUSED, f"version {ask.version} is far ahead")
+                text = f"it is more than {_MOST_AHEAD} versions ahead of {self._present}"
+                return Reply(RequestOutcome.REFUSED, text)
             if len(self._copies) >= MOST_LENT:
                 held = ", ".join(f"version {each.version}" for each in self._copies)
                 text = f"the job holds {MOST_LENT} snapshots for readers, the most: {held}"

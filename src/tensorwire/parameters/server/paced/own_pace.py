@@ -23,7 +23,15 @@ from tensorwire.failpoints import failpoint
 from tensorwire.memory import wait_all
 
 from ...kernel import Kernel
-from ...messages import APPLY, PUBLISH, RELEASE, Commit, DisagreementError, Result
+from ...messages import (
+    APPLY,
+    OPERATION_NAMES,
+    PUBLISH,
+    RELEASE,
+    Commit,
+    DisagreementError,
+    Result,
+)
 from ..opening import Opening
 from ..stepping.arrivals import ArrivingUnits
 from ..stepping.gather import Calls, Gatherer
@@ -163,7 +171,11 @@ class OwnPace(Versions):
     def _apply(self, index: int) -> None:
         commit, arriving = self._take(index)
         if commit.operation != APPLY:
-            raise ValueError(f"a commit to be applied asks for {commit.operation}")
+            called = OPERATION_NAMES[commit.operation]
+            raise ValueError(
+                f"worker {self._inbox.rank(index)} calls {called} where its step() is due: make "
+                "the same calls on all workers"
+            )
         started, version = time.perf_counter(), self._account.version + 1
         # The mean is over one slice; `scale * weight / weight` would be rounded.
         mine = replace(commit, version=version, weight=float(commit.weight > 0))
@@ -201,7 +213,7 @@ class OwnPace(Versions):
                 check_open(opening)
             except PeerLostError:
                 check_open(opening)
-                raise PeerLostError(f"worker {rank} was lost") from None
+                raise PeerLostError(f"worker {rank} was lost; its own messages tell why") from None
 
     def _answer(self, rank: int) -> bool:
         """Makes the answer to a worker; tells whether the version is still to be sent to it."""
@@ -257,7 +269,8 @@ class OwnPace(Versions):
         operation = commits[0].operation
         if operation not in (PUBLISH, RELEASE):
             raise ValueError(
-                f"operation {operation} has no meaning where each worker goes at its own pace"
+                f'{OPERATION_NAMES[operation]} needs tw.init(mode="sync"); in other modes each '
+                "worker steps at its own pace"
             )
         announced = [each for _, arriving in taken for each in arriving.announced]
         arriving = ArrivingUnits(self._opening.regions.units, announced)

@@ -236,7 +236,9 @@ class Results:
         """Tells every worker that the store is open; PeerLostError if one of them is gone."""
         mailboxes = self._find()
         if any(r not in mailboxes and not self._is_over(r) for r in range(self._member.count)):
-            raise PeerLostError("a worker left while a store was opened")
+            raise PeerLostError(
+                "a worker has left while others make an optimizer; its own messages tell why"
+            )
         for mailbox in mailboxes.values():
             mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
 
