@@ -21,7 +21,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def pair(machines: Machines, group: MachineGroup, transport: str) -> tuple[Any, Any]:
     """Two actors, one per machine; the first is connected to a region of the second."""
-    options = {"transports": [transport], "peer_timeout_s": 2.0}
+    options = {"transports": [transport], "peer_timeout_s": 3.0}
     _, near = start_actor_on(group, machines[0], "near", **options)
     _, far = start_actor_on(group, machines[1], "far", **options)
     handle = far.allocate("r", MIB, "rw", "r")

@@ -60,8 +60,8 @@ class Node:
             host's memory) if that is less.
         max_peers: how many connections are held at a time.
         handshake_timeout_s: how long a new connection may take to prove itself.
-        peer_timeout_s: a link that is silent for that long counts as lost; at least 3, at most a
-            day, to which other values are changed. Default: TENSORWIRE_PEER_TIMEOUT, else 10.
+        peer_timeout_s: a link that is silent for that long counts as lost; from 3 to 86400 (a day).
+            Default: TENSORWIRE_PEER_TIMEOUT, else 10.
         incarnation: of the Node of an earlier process that this one goes on as, see `restore`: 1 to
             2**64 - 1. There must never be two at a time. Default: 64 random bits.
         listener: descriptor of a TCP socket that is bound and listens, see `Node.listener`: peers
@@ -516,17 +516,18 @@ def _choose_tls() -> str:
 
 
 def _choose_peer_timeout(timeout_s: float | None) -> float:
-    source = "peer_timeout_s"
-    if timeout_s is None:
+    if timeout_s is not None:
+        source, given = "peer_timeout_s", repr(timeout_s)
+        found = seconds(timeout_s, source)
+    else:
         source = "TENSORWIRE_PEER_TIMEOUT"
-        text = os.environ.get(source, "").strip() or "10"
+        given = os.environ.get(source, "").strip() or "10"
         try:
-            timeout_s = float(text)
+            found = float(given)
         except ValueError:
-            raise ValueError(f"{source} is {text!r}, not a number of seconds") from None
-    found = seconds(timeout_s, source)
-    if not found > 0:
-        raise ValueError(f"{source} is {found:g} s; a silent peer is given at least 3 s")
+            found = 0.0
+    if not 3 <= found <= 86400:
+        raise ValueError(f"{source} is {given}, not a number of seconds from 3 to 86400")
     return found
 
 
