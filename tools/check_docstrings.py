@@ -26,11 +26,14 @@ PHRASES = ("behind", "whoever", "that of", "likewise", "so much")
 
 VERBS_WITHOUT_S = frozenset({"See"})
 NOUNS_WITH_S = frozenset(
-    "Actions Additions Afterwards Arguments Batches Buffers Bytes Class Columns Cores Counters "
-    "Devices Edges Errors Files Functions Gradients Has Is Its Losses Machines Names Nodes "
-    "Operations Options Others Outputs Packets Parameters Parts Peers Permissions Pieces Process "
-    "Readers Regions Rows Samples Seconds Segments Servers Shares Sizes Slots Targets Tensors This "
-    "Thousands Units Values Weights Workers Yes".split()
+    "Actions Additions Afterwards Always Arguments Arrays Batches Buffers Bytes Cells Columns "
+    "Cores Counters Descriptors Devices Dimensions Edges Elements Errors Events Files Folders "
+    "Frames Functions Gradients Has Indices Is Its Keys Lines Losses Machines Members Messages "
+    "Modules Names Nodes Offsets Operations Optimizers Options Others Outputs Packets "
+    "Parameters Parts Paths Peers Permissions Pieces Positions Ranges Readers Regions Replicas "
+    "Rows Samples Seconds Segments Servers Shapes Shares Sizes Slots Snapshots Tables Targets "
+    "Tensors Texts This Thousands Threads Transports Tuples Units Values Versions Weights Words "
+    "Workers Yes".split()
 )
 
 _SECTION = re.compile(
@@ -39,6 +42,7 @@ _SECTION = re.compile(
 _START = re.compile(
     r"(?:^|[.!?:]\s+|\n\s*\n\s*)(" + "|".join(map(re.escape, SENTENCE_STARTS)) + r")\b"
 )
+_NOUN_OF = re.compile(r"\w+s (?:of|whose|are)\b")  # "Counts of rows", where "Counts rows" is a verb
 _NAMES = re.compile(r"^ +\w+(?:, \w+)*:", re.MULTILINE)  # of arguments and attributes
 _LEAVES = re.compile(r"\b(leave|leaves|leaving|left)\b[^.]{0,30}\bbehind$", re.IGNORECASE)
 _PHRASE = re.compile(r"\b(" + "|".join(PHRASES) + r")\b", re.IGNORECASE)
@@ -59,7 +63,8 @@ def problems(docstring: str, *, is_function: bool = False) -> Iterator[str]:
     if word in FIRST_WORDS:
         yield f"begins with {word!r}"
     elif is_function and word not in VERBS_WITHOUT_S:
-        if not word.endswith("s") or word in NOUNS_WITH_S or not word[0].isupper():
+        is_noun = word in NOUNS_WITH_S or word.endswith("ss") or _NOUN_OF.match(text)
+        if not word.endswith("s") or is_noun or not word[0].isupper():
             yield f"begins with {word!r}, not with a verb as in 'Returns'"
     prose = _SECTION.split(text)[0]
     for start in _START.finditer(prose, len(word)):

@@ -62,7 +62,8 @@ def test_forbidden_first_words(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["The rows of a table.", "A reader is gone.", "Bytes of a row.", "rows of a table", "Read it.",
-     "Has a copy.", ""],
+     "Has a copy.", "Counts of rows.", "Notes whose version is old.", "Ranges to copy.",
+     "Access to a region.", ""],
 )  # fmt: skip
 def test_functions_need_a_verb(text: str) -> None:
     (why,) = check.problems(text, is_function=True)
