@@ -246,7 +246,7 @@ def test_nonsense_at_the_door_is_refused_and_the_job_goes_on(place: Place) -> No
                 visitor.settimeout(10)
                 visitor.connect(str(job.socket))
                 visitor.send(nonsense)
-                assert "that is no request" in json.loads(visitor.recv(1000))["error"]
+                assert "the request is not valid" in json.loads(visitor.recv(1000))["error"]
         job.run(0, 1)
         assert job.end()[0] == 0
 

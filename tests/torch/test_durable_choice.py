@@ -51,7 +51,7 @@ def test_a_script_may_decline(tmp_path: Path) -> None:
     end = "os.kill(os.getpid(), signal.SIGKILL)"
     code, _, said = run(tmp_path, "False", "--on-death=restart", end=end)
     assert code == 137, said
-    assert said.count("no process of this job that is killed is replaced") == 1
+    assert said.count("this job does not replace processes that are killed") == 1
     assert "(restart 1)" not in said
     last = said.splitlines()[-1]
     assert re.fullmatch(
@@ -105,7 +105,7 @@ def test_where_members_come_and_go_no_script_may_decline(
 ) -> None:
     code, _, said = run(tmp_path, "False", *options.split())
     assert code == 1, said
-    assert f"{why}, which needs that a process can be replaced" in said
+    assert f"{why}, for which killed processes must be replaced" in said
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
     assert "replaced" not in said
     code, _, said = run(tmp_path, "None, transports=['tcp']", "--on-death=restart")
     assert code == 0, said
-    assert "is replaced: its transports are tcp, and only shared memory outlives a process" in said
+    assert "are killed: its transports are tcp, and only shared memory outlives a process" in said
 
 
 @pytest.mark.slow
@@ -196,6 +196,6 @@ def test_where_workers_are_restarted_singly_all_are_durable(
 ) -> None:
     monkeypatch.setenv("TENSORWIRE_SUPERVISOR", "socket")
     place = World(0, 2, ("127.0.0.1:1",), durable=True)
-    with pytest.raises(ValueError, match="'tensorwire serve' are replaced"):
+    with pytest.raises(ValueError, match="'tensorwire serve' replaces workers"):
         discovery.as_durable(place, False)
     assert discovery.as_durable(place, True).durable

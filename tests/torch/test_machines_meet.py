@@ -45,5 +45,5 @@ def test_another_one_at_an_address() -> None:
 def test_an_address_that_makes_no_sense() -> None:
     """Named for a bug: the error was of the conversion and did not name the worker."""
     assert address_in(b"127.0.0.1:7000".ljust(64, b"\0"), 3) == "127.0.0.1:7000"
-    with pytest.raises(ValueError, match="worker 3 told no address"):
+    with pytest.raises(ValueError, match="worker 3 sent no valid address"):
         address_in(b"127.0.0.1:\xff000".ljust(64, b"\0"), 3)

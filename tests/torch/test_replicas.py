@@ -600,7 +600,7 @@ ERRORS = [
     (other_samples, "RuntimeError", r"computed slice 0 of \[8.0, 1.0\] samples"),
     (two_optimizers, "ValueError", "one distributed optimizer"),
     (own_buffers, "ValueError", "'broadcast' or 'average'"),
-    (added_group, "RuntimeError", r"add_param_group\(\) is not there for a split model"),
+    (added_group, "RuntimeError", r"add_param_group\(\) is not possible for a split model"),
     (frozen_later, "RuntimeError", r"freezing inside edit\(\) is not there"),
     (part_of_a_state, "ValueError", "of other groups of parameters than the whole model's"),
     (part_of_a_model, "ValueError", "not the whole model's"),

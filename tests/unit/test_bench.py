@@ -66,7 +66,7 @@ def test_ratios_are_of_pairs() -> None:
     assert ratio is not None
     assert (ratio.median, *(ratio.interval or ())) == pytest.approx((0.9, 0.9, 0.9))
     assert paired_ratio([], []) is None
-    with pytest.raises(ValueError, match="cannot pair"):
+    with pytest.raises(ValueError, match="cannot be paired"):
         paired_ratio([1.0], [])
     assert [percentile(list(range(1, 101)), part) for part in (0.5, 0.99, 1.0)] == [50, 99, 100]
 

@@ -106,7 +106,7 @@ def test_one_part_and_two(launcher: Launcher) -> None:
         ({"workers": {"count": 0}}, "at least 1"),
         ({"masters": {"count": 1}}, "this job cannot change masters"),
         ({}, "cannot change nothing"),
-        ({"workers": 3}, "that is no request"),
+        ({"workers": 3}, "the request is not valid"),
     ],
 )
 def test_what_is_refused(launcher: Launcher, message: dict[str, Any], why: str) -> None:
@@ -179,8 +179,8 @@ def connect(launcher: Launcher, nonce: list[str] | None = None) -> socket.socket
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        (b"no json", "that is no request"),
-        (b"[1]", "that is no request"),
+        (b"no json", "the request is not valid"),
+        (b"[1]", "the request is not valid"),
         (b'{"ask": {}}', "not the secret"),
         (b'{"ask": {"workers": {}}, "proof": "no"}', "not the secret"),
         (b'{"ask": {"workers": {}}, "proof": 7}', "proof is 7, not text"),
@@ -262,7 +262,7 @@ def test_the_command(launcher: Launcher) -> None:
         return done.exit_code, done.output
 
     assert "say what is to change" in run()[1]
-    assert "seconds are needed" in run("--workers", "1", "--timeout", "0")[1]
+    assert "not a number of seconds above 0" in run("--workers", "1", "--timeout", "0")[1]
     assert run("--workers", "1") == (1, "Error: no job of this user runs on this host\n")
     logs = [JobLog(f"train{i}.py", True, pytest.fail) for i in range(2)]
     code, text = run("--workers", "1")
@@ -275,7 +275,7 @@ def test_the_command(launcher: Launcher) -> None:
     try:
         assert "several jobs run" in run("--workers", "2")[1]
         assert "no job of this user on this host has" in run("--workers", "2", "127.0.0.1:1")[1]
-        assert "hears no tensorwire scale" in run("--workers", "2", "127.0.0.1:7000")[1]
+        assert "cannot be scaled" in run("--workers", "2", "127.0.0.1:7000")[1]
         logs[0].add("control", path=launcher.path)
         code, text = run("--workers", "2", "--drain", "1", "127.0.0.1:7000")
         assert (code, text.splitlines()[-1]) == (0, "2 workers")

@@ -31,7 +31,7 @@ def test_who_asks_after_a_long_rest_lives(door: Node, monkeypatch: pytest.Monkey
         seen = ReaderLease(door.region(lease_name("reader")))
         for _ in range(3):
             seen.serve({})
-            assert lease.answer(now + 5).text == "there is no such store"
+            assert lease.answer(now + 5).text == "the job has no store 7"
             now += LOST_S - 0.1
             assert not seen.has_ended
             lease.send(ASK)

@@ -130,7 +130,7 @@ def test_a_stranger_that_sends_descriptors_leaves_none(folder: Path) -> None:
         assert question == {"rank": 1}
         ((_, question),) = door.messages()
         assert question is None
-        assert b"that is no request" in client.recv(1000)
+        assert b"the request is not valid" in client.recv(1000)
         assert len(os.listdir("/proc/self/fd")) == before - 1  # its connection is closed
     door.close()
 

@@ -32,7 +32,10 @@ def percentile(values: Sequence[float], fraction: float) -> float:
         ValueError: no values, or a fraction outside 0 to 1.
     """
     if not values or not 0 < fraction <= 1:
-        raise ValueError(f"percentile {fraction} of {len(values)} values")
+        raise ValueError(
+            f"a percentile needs values and a fraction above 0 and up to 1, not {len(values)} "
+            f"values and {fraction}"
+        )
     return sorted(values)[max(1, math.ceil(fraction * len(values))) - 1]
 
 
@@ -79,7 +82,7 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
         ValueError: sequences of unequal length.
     """
     if len(above) != len(below):
-        raise ValueError(f"{len(above)} values cannot pair with {len(below)}")
+        raise ValueError(f"{len(above)} values cannot be paired with {len(below)}: give as many")
     ratios = [a / b for a, b in zip(above, below, strict=True) if b > 0]
     if not ratios:
         return None

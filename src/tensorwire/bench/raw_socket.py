@@ -73,7 +73,10 @@ class RawServer:
             OSError: no port to listen on.
         """
         if mode not in _MODES or not 1 <= size_bytes <= self.most_bytes:
-            raise ValueError(f"no raw socket for {mode!r} and {size_bytes} bytes")
+            raise ValueError(
+                f"a raw socket measures {', '.join(_MODES)} with 1 to {self.most_bytes} bytes, not "
+                f"{mode!r} with {size_bytes}"
+            )
         self.close()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._listener = socket.create_server((self._host, 0), family=family)

@@ -79,7 +79,7 @@ def scale(
     if drain and workers is None:
         raise click.UsageError("--drain says which workers leave: say --workers N, too")
     if not timeout_s > 0:
-        raise click.UsageError(f"--timeout is {timeout_s:g}; seconds are needed")
+        raise click.UsageError(f"--timeout is {timeout_s:g}, not a number of seconds above 0")
     asked: dict[str, Any] = {}
     if workers is not None:
         asked["workers"] = {"count": workers, "drain": sorted(set(drain))}
@@ -88,8 +88,8 @@ def scale(
     job = _find(address, [each for each in logged_jobs() if each.running])
     if not job.control:
         raise click.ClickException(
-            f"the job at {job.addresses[0]} hears no tensorwire scale: only jobs of tensorwire run "
-            "do, when their workers are started"
+            f"the job at {job.addresses[0]} cannot be scaled: only jobs of tensorwire run can, "
+            "once their workers are started"
         )
 
     def show(text: str) -> None:

@@ -67,7 +67,7 @@ class Dialogue:
         """
         text = json.dumps(message).encode()
         if len(text) > _MAX_TEXT_BYTES:
-            raise ValueError(f"a message of {len(text)} bytes; {_MAX_TEXT_BYTES} fit")
+            raise ValueError(f"a message has {len(text)} bytes, and {_MAX_TEXT_BYTES} fit")
         self._sent += 1
         self._outbox.send(_SIZE.pack(len(text)) + text, self._sent).wait(timeout_s)
 
@@ -81,7 +81,7 @@ class Dialogue:
         data = self._inbox.wait(self._seen, timeout_s, peer=self.peer)
         (size,) = _SIZE.unpack(data[: _SIZE.size].tobytes())
         if size > _MAX_TEXT_BYTES:
-            raise ValueError(f"a message of {size} bytes")
+            raise ValueError(f"the other end sent a message of {size} bytes, which is too long")
         text = data[_SIZE.size : _SIZE.size + size].tobytes()
         return parse_json(text, dict[str, Any], _MAX_TEXT_BYTES)
 

@@ -196,12 +196,15 @@ class Facts:
             ValueError: it is not that, or of another version.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError("no facts of a format that is known here")
+            raise ValueError(
+                f"the other end's facts do not have the format {FORMAT}: use the same version of "
+                "tensorwire at both ends"
+            )
         found = {key: value for key, value in data.items() if key != "format"}
         try:
             made: Facts = _made(cls, found)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"facts that do not fit: {error}") from error
+            raise ValueError(f"the other end's facts cannot be read: {error}") from error
         return made
 
 
@@ -214,13 +217,13 @@ def _made(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = typing.get_type_hints(kind)
         if value.keys() - fields.keys():
-            raise TypeError(f"{kind.__name__} with more than its fields")
+            raise TypeError(f"{kind.__name__} has unknown fields")
         return kind(**{name: _made(field, value[name]) for name, field in fields.items()})
     if typing.get_origin(kind) is tuple:
         return tuple(_made(typing.get_args(kind)[0], part) for part in value)
     allowed = typing.get_args(kind) or (kind,)
     if not isinstance(value, (*allowed, int) if float in allowed else allowed):
-        raise TypeError(f"{type(value).__name__} in place of {kind}")
+        raise TypeError(f"a value is {type(value).__name__}, not {kind}")
     if isinstance(value, str):
         return "".join(sign if sign.isprintable() else "?" for sign in value)[:300]
     return value

@@ -120,9 +120,9 @@ def _answer(dialogue: Dialogue, raw: RawServer, request: dict[str, Any]) -> None
     if kind == "pong":
         first, count = request.get("first"), request.get("count")
         if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
-            raise ValueError(f"signals from {first!r}, {count!r} times")
+            raise ValueError(f"first is {first!r} and count {count!r}, not numbers from 1 up")
         if not 0 < count <= _MAX_PINGS:
-            raise ValueError(f"{count} signals at once")
+            raise ValueError(f"count is {count}, not a number from 1 to {_MAX_PINGS}")
         dialogue.send({})
         pong(*dialogue.ping_words, range(first, first + count), dialogue.peer, timeout_s=10.0)
     elif kind == "raw":

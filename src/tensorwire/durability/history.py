@@ -358,7 +358,7 @@ class History:
         numbers = memory[:64].view(np.int64)
         half = int(numbers[3]) - 1
         if half < 0:
-            raise ValueError("the worker that was to note its position has noted none")
+            raise ValueError("the other worker has not noted at which step it is, so none can join")
         part = memory[_HALVES[half]]
         length, *_ = _ENTRY.unpack_from(part.data)
         body = part[_ENTRY.size : _ENTRY.size + length].tobytes()

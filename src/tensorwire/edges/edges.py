@@ -57,10 +57,10 @@ class Edges:
         most_bytes: int = 4 << 30,
     ) -> None:
         if flights < 1:
-            raise ValueError(f"at least one turn is in flight, not {flights}")
+            raise ValueError(f"flights is {flights}; 1 or more are needed")
         machines = {each for pair in plan.pairs for each in pair}
         if machines and machine not in machines:
-            raise ValueError(f"nothing of the plan crosses to or from machine {machine!r}")
+            raise ValueError(f"the plan has no tensor that goes to or from machine {machine!r}")
         self.machine = machine
         self.plan = plan
         self._timeout_s = timeout_s
@@ -142,7 +142,7 @@ class Edges:
         sizes = tuple(map(int, shape))
         check_shape(tensor, sizes)
         if name in self._local:
-            raise ValueError(f"{name!r} was placed and not put")
+            raise ValueError(f"{name!r} was placed before: call put() before the next place()")
         if len(targets) == 1:
             value = targets[0].place(name, sizes)
             if value is not None:

@@ -71,7 +71,7 @@ class Outgoing:
         bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         if name in self._placed:
-            raise ValueError(f"{name!r} was placed and not put")
+            raise ValueError(f"{name!r} was placed before: call put() before the next place()")
         tensor = slot.tensor
         if slot.protocol == "unbounded":
             self._wait_free(bucket, turn, name)

@@ -53,7 +53,9 @@ class CommitText:
                     raise senseless(path, line, meant)
         if version is None:
             raise refuse(
-                errno.EINVAL, path, "'version V' is missing: that of the parameters that were used"
+                errno.EINVAL,
+                path,
+                "'version V' is missing: write the version of the parameters that were used",
             )
         return CommitText(version, samples, tuple(absent), allow_nan)
 
@@ -77,7 +79,7 @@ def lines_of(path: str, text: str, ends: str, *many: str) -> list[str]:
     lines = [line for each in re.split(f"[{ends}]", text) if (line := each.strip())]
     names = [name for line in lines if (name := line.split()[0]) not in many]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise refuse(errno.EINVAL, path, f"it says {twice!r} twice")
+        raise refuse(errno.EINVAL, path, f"it has {twice!r} twice: write it once")
     return lines
 
 

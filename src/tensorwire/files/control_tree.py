@@ -123,7 +123,8 @@ def _commit(tree: Controlled, path: str, text: str) -> None:
     if drop and version is None and not allow_nan:
         tree.discard_written()
     elif version is None or drop:
-        raise refuse(errno.EINVAL, path, "'version V' is missing: that of control/state")
+        text = "'version V' is missing: write the version that control/state has"
+        raise refuse(errno.EINVAL, path, text)
     else:
         tree.commit_written(version, allow_nan, path)
 

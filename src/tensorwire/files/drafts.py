@@ -98,12 +98,13 @@ class Drafts:
             raise refuse(
                 errno.ESTALE,
                 path,
-                f"the job stands still at version {here}: write 'version {here}'",
+                f"the job is paused at version {here}: write 'version {here}'",
             )
         with self._lock:
             files = {index: bytes(data) for index, data in self._files.items()}
         if not files and self._committed == version:
-            raise refuse(errno.EBUSY, path, "parameters are committed once in a pause, and were")
+            text = "parameters were committed in this pause already: end it, and pause again"
+            raise refuse(errno.EBUSY, path, text)
         if not files:
             raise refuse(errno.ENODATA, path, "no parameter was written in this pause")
         values = {}

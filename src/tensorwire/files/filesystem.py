@@ -247,7 +247,8 @@ class TensorwireFileSystem(AbstractFileSystem):
             store = int(parts[1]) if parts[0] == "stores" else 0
             version = int(parts[-1])
         except (ValueError, IndexError):
-            raise refuse(errno.ENOENT, folder, "that is no snapshot") from None
+            text = "this is not the folder of a snapshot, which snapshot() returns"
+            raise refuse(errno.ENOENT, folder, text) from None
         self.tree.release(version, store)
 
     # ---- what is refused
@@ -346,7 +347,7 @@ class OpenFile(io.RawIOBase):
         """See io."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         if base + offset < 0:
-            raise OSError(errno.EINVAL, "a place in front of the file")
+            raise OSError(errno.EINVAL, f"position {base + offset} is before the file's start")
         self._at = base + offset
         return self._at
 

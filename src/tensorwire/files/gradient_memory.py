@@ -98,12 +98,14 @@ class GradientMemory:
         self._memory = memory
         self._words: NDArray[np.uint64] = memory[:_HEAD_BYTES].view(np.uint64)
         if len(memory) < _HEAD_BYTES or int(self._words[_MAGIC_AT]) != _MAGIC:
-            raise ValueError("that is no memory for gradients of this version of tensorwire")
+            raise ValueError(
+                "this is no memory for gradients of this version of tensorwire: use the job's"
+            )
         count = int(self._words[_COUNT])
         start, size = int(self._words[_TOLD_AT]), int(self._words[_TOLD_BYTES])
         self.files = _files_of(memory[start : start + size].tobytes(), start + size)
         if len(self.files) != count:
-            raise ValueError("the memory for gradients does not say what lies in it")
+            raise ValueError(f"the memory for gradients names {len(self.files)} files of {count}")
         self.sizes: NDArray[np.uint64] = memory[_HEAD_BYTES : _HEAD_BYTES + 8 * count].view(
             np.uint64
         )
@@ -166,7 +168,7 @@ class GradientMemory:
             raise refuse(
                 errno.EBUSY,
                 path,
-                f"this worker has committed, and the version after {self.version} is not in place",
+                f"this worker has committed its gradients; wait for version {self.version + 1}",
             )
         if self.state == OVER:
             raise refuse(errno.ESTALE, path, "the optimizer was closed, or has other parameters")
@@ -274,14 +276,14 @@ def _files_of(told: bytes, end: int) -> list[GradientFile]:
 def _check_header(data: bytes, file: GradientFile, path: str) -> int:
     """Returns the offset of the elements; raises if the header does not fit the tensor."""
     if len(data) < 10:
-        raise refuse(errno.ENODATA, path, "not even its header is whole")
+        raise refuse(errno.ENODATA, path, "it ends within the header of its .npy file")
     if data[:6] != b"\x93NUMPY" or data[6] not in (1, 2, 3):
-        raise refuse(errno.EINVAL, path, "that is no .npy file")
+        raise refuse(errno.EINVAL, path, "it is no .npy file; write it with numpy.save")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
     if start > len(data):
         code = errno.ENODATA if start <= _HEADER_ROOM else errno.EINVAL
-        raise refuse(code, path, "its header is not whole")
+        raise refuse(code, path, "it ends within the header of its .npy file")
     try:
         told = ast.literal_eval(data[8 + wide : start].decode())
         kind, fortran, shape = told["descr"], told["fortran_order"], tuple(told["shape"])
@@ -289,7 +291,7 @@ def _check_header(data: bytes, file: GradientFile, path: str) -> int:
             raise ValueError(kind)
         found = np.dtype(kind)
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError):
-        raise refuse(errno.EINVAL, path, "its header makes no sense") from None
+        raise refuse(errno.EINVAL, path, "its .npy header cannot be read") from None
     wanted = numpy_dtype(file.dtype).newbyteorder("<")
     if (
         found != wanted

@@ -368,7 +368,7 @@ class JobMount:
         folder, flags, old, new = unpack_rename(body, has_flags)
         path, to = self._path(parent, old), self._path(folder, new)
         if flags & ~_NO_REPLACE:
-            raise refuse(errno.EINVAL, path, "two files cannot change their names")
+            raise refuse(errno.EINVAL, path, "two files cannot be exchanged (RENAME_EXCHANGE)")
         self._tree.rename(path, to, bool(flags & _NO_REPLACE))
         return b""
 

@@ -175,8 +175,8 @@ class JobOwner:
             self._check_held(store, version)
             if _value(hold, TAKEN_AT) >= version:
                 raise BusyError(
-                    f"parameters of version {version} were written in this pause, and become "
-                    "those of the job when it goes on: once in a pause"
+                    f"parameters of version {version} were written in this pause already: end it, "
+                    "and write the next ones in another pause"
                 )
             self._await_settled(store, version)
             self._move(store, servers, values)
@@ -201,7 +201,7 @@ class JobOwner:
 
     def _check_held(self, store: ReadStore, version: int) -> None:
         if store.held_version() != version:
-            raise StaleHandleError(f"the job does not stand still at version {version} any more")
+            raise StaleHandleError(f"the pause at version {version} is over: pause the job again")
 
     def _await_settled(self, store: ReadStore, version: int) -> None:
         """Waits until all servers have the version; some may still be making it."""

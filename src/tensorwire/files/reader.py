@@ -393,17 +393,23 @@ def _doors_of(door: Peer, reader: str) -> list[str]:
             told = read_status(door, reader, _STATUS_S)
         except UnavailableError:
             raise UnavailableError(
-                f"{door.name!r} at {door.address} is no door for readers: give the address that "
+                f"{door.name!r} at {door.address} takes no readers: give the address that "
                 "`tensorwire ls` shows, or that of server 0 of a job on this host"
             ) from None
         addresses = told.get("doors")
         if not isinstance(addresses, list) or not addresses:
-            raise UnavailableError(f"{door.name!r} at {door.address} is no door for readers")
+            raise UnavailableError(
+                f"{door.name!r} at {door.address} takes no readers: give an address that "
+                "`tensorwire ls` shows"
+            )
         if all(addresses):
             return [str(each) for each in addresses]
         if time.monotonic() > deadline:
             missing = addresses.index("")
-            raise TimeoutError(f"server {missing} of the job lets no reader in")
+            raise TimeoutError(
+                f"server {missing} of the job took no readers within {_CONNECT_S:g} s: its own "
+                "messages may tell why"
+            )
         time.sleep(0.05)
 
 

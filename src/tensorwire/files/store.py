@@ -58,7 +58,8 @@ class ReadStore:
         try:
             facts = [StoreFacts.from_json(_read_text(door, facts_name(number))) for door in doors]
             if any(each.servers != len(doors) for each in facts):
-                raise ValueError("the servers do not agree about how many there are")
+                counts = sorted({each.servers for each in facts})
+                raise ValueError(f"its servers say that there are {counts}, not {len(doors)}")
             return ReadStore(facts, doors)
         except ValueError as error:
             raise UnavailableError(f"the job at {doors[0].address}: {error}") from error

@@ -501,5 +501,5 @@ def _number(text: str) -> int:
 def _parts(path: str) -> list[str]:
     parts = [each for each in path.split("/") if each not in ("", ".")]
     if ".." in parts or "\0" in path:
-        raise refuse(errno.EINVAL, path, "'..' and NUL are in no path of a job")
+        raise refuse(errno.EINVAL, path, "a path of a job has no '..' and no NUL")
     return parts

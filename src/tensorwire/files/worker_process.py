@@ -170,7 +170,7 @@ class Writers:
         if request.get("do") == "commit":
             self.files.commit(request.get("text", ""))
             return []
-        raise refuse(errno.EINVAL, f"grads/{self._rank}", "it asks for nothing")
+        raise refuse(errno.EINVAL, f"grads/{self._rank}", f"unknown request {request.get('do')!r}")
 
     def close(self) -> None:
         """Closes the socket and all connections, so that the writers learn of the job's end."""

@@ -103,8 +103,8 @@ def ask_launcher(
                         continue
                     error = KeyboardInterrupt()
                 if late:
-                    text = "the launcher does not answer, and it cannot be known what becomes of it"
-                    text = f"not done so far, and it goes on: {kept}" if kept else text
+                    text = "the launcher does not answer, so the change may be made or not"
+                    text = f"not done so far, and the launcher goes on: {kept}" if kept else text
                     raise TimeoutError(f"{text}; tensorwire status shows it") from error
                 late, interrupted = True, isinstance(error, KeyboardInterrupt)
                 with contextlib.suppress(OSError):
@@ -125,4 +125,5 @@ def ask_launcher(
             elif late and not interrupted:
                 raise TimeoutError(f"not done within {timeout_s:g} s: {answer.get('error')}")
             else:
-                raise ScaleError(answer.get("error", "nobody says why"), answer.get("busy", False))
+                why = answer.get("error", "the launcher gave no reason")
+                raise ScaleError(why, answer.get("busy", False))

@@ -303,7 +303,9 @@ class Door(Generic[T]):
         except BlockingIOError:
             raise
         except ValueError as error:
-            sender.refuse(f"that is no request ({error}): is its sender of another version?")
+            sender.refuse(
+                f"the request is not valid ({error}): use the job's version of tensorwire"
+            )
             return None
         except OSError:
             return None

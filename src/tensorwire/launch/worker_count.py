@@ -95,7 +95,7 @@ class WorkerCount:
         """See `Handler`."""
         count, drain = asked.get("count"), asked.get("drain", [])
         if count is None:
-            raise ScaleError('how many workers there are to be is not said: "count"')
+            raise ScaleError('the request has no "count", the number of workers')
         if self._joining or self._state == "switching":
             raise ScaleError(
                 "a change that failed is still being taken back; try again in a moment", busy=True

@@ -126,5 +126,8 @@ class MappedView:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The bytes of a slice on a GPU that is mapped here. Keep the RemoteRegion meanwhile."""
         if not self._core.on_gpu or not self._core.mapped:
-            raise AttributeError("only memory of a GPU that is mapped here has this")
+            raise AttributeError(
+                f"{self!r} has no __cuda_array_interface__: it is not memory of a GPU that is "
+                "mapped here"
+            )
         return self._gpu_view().__cuda_array_interface__

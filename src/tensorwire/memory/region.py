@@ -179,7 +179,7 @@ class Region:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The bytes of a slice that is on a GPU. Keep the Region as long as they are used."""
         if not self._core.on_gpu:
-            raise AttributeError("only memory of a GPU has this")
+            raise AttributeError(f"{self!r} has no __cuda_array_interface__: it is not on a GPU")
         return self._gpu_view().__cuda_array_interface__
 
     def __dlpack__(self, **options: Any) -> Any:

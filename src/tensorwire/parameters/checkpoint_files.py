@@ -88,7 +88,7 @@ def read_index(data: bytes) -> Index:
             for path, (number, parts, modified) in json.loads(data).items()
         }
     except MALFORMED as error:
-        raise ValueError(f"that is no index of checkpoints: {error!r}") from error
+        raise ValueError(f"the index of checkpoints cannot be read: {error!r}") from error
 
 
 def message(told: dict[str, Any]) -> bytes:
@@ -101,7 +101,7 @@ def message(told: dict[str, Any]) -> bytes:
     if len(data) >= MESSAGE_BYTES and "text" in told:
         data = json.dumps({**told, "text": str(told["text"])[:500]}).encode()
     if len(data) >= MESSAGE_BYTES:
-        raise ValueError("a name is too long")
+        raise ValueError(f"a request has {len(data)} bytes: shorten names to fit {MESSAGE_BYTES}")
     return data.ljust(MESSAGE_BYTES, b"\0")
 
 

@@ -140,7 +140,9 @@ class Parts:
         """Writes the places of the parts into a snapshot; ValueError if they need too much room."""
         text = json.dumps({"version": self.version, "parts": self._places}).encode()
         if len(text) > _HEAD_BYTES - 8:
-            raise ValueError(f"the parts of a snapshot take {len(text)} bytes to name, too many")
+            raise ValueError(
+                f"the list of a snapshot's parts has {len(text)} bytes, and {_HEAD_BYTES - 8} fit"
+            )
         memory[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         memory[:8].view(np.int64)[0] = len(text)
 

@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 def check_trackable(name: str, thing: Any) -> None:
     """Raises TypeError or ValueError for an object that `Job.track` cannot take."""
     if name == _HEAD:
-        raise ValueError(f"files have {name!r} for what the job itself saves; choose another name")
+        raise ValueError(f"the job itself saves something as {name!r}; choose another name")
     if not _is_plain(thing) and not (
         hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
     ):

@@ -153,7 +153,7 @@ class DataSource:
                 "cannot be given: say tw.init(seed=…)"
             )
         if not options.get("in_order", True):
-            raise ValueError("in_order=False: the batches of a job have an order, which is kept")
+            raise ValueError("in_order=False: a job keeps the order of its batches; leave it out")
         if batches is not None and (
             given.batch_size != 1 or given.drop_last or given.options.get("sampler") is not None
         ):

@@ -94,18 +94,18 @@ def as_durable(place: World, durable: bool | None) -> World:
             "one host, or leave durable out"
         )
         raise ValueError(
-            f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
+            f"tw.init(durable=True), and this job does not replace processes that are killed: {why}"
         )
     if place.durable and why and os.environ.get(SUPERVISOR):
         raise ValueError(
-            f"workers of 'tensorwire serve' are replaced when they die, and cannot be here: {why}"
+            f"'tensorwire serve' replaces workers that are killed, which is impossible here: {why}"
         )
     if place.durable and why and (needs := _what_needs_it(place)):
-        raise ValueError(f"{needs}, which needs that a process can be replaced when it dies: {why}")
+        raise ValueError(f"{needs}, for which killed processes must be replaced: {why}")
     if not (place.durable and why):
         return replace(place, asked=place.durable and (durable is True or place.asked))
     if place.rank == 0 and (place.asked or durable is False):
-        text = f"no process of this job that is killed is replaced: {why}"
+        text = f"this job does not replace processes that are killed: {why}"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
     return replace(place, durable=False)
 

@@ -118,7 +118,7 @@ def address_in(data: bytes, rank: int) -> str:
         return data.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         raise ValueError(
-            f"worker {rank} told no address: all workers are of one version of tensorwire"
+            f"worker {rank} sent no valid address: use one version of tensorwire on all workers"
         ) from None
 
 

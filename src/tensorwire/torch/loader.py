@@ -186,7 +186,10 @@ class Loader:
             TypeError: it is unknown, since the data or their sampler have no length.
         """
         if self._source.steps is None:
-            raise TypeError(f"nobody knows how many batches there are of {self._source.name}")
+            raise TypeError(
+                f"the number of batches of {self._source.name} is unknown: give the data, or their "
+                "sampler, a __len__"
+            )
         steps = self._source.steps
         if not self._source.is_exact:  # it depends on the sizes of the last batches
             _, plan = self._plan(self._number())

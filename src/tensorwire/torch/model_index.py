@@ -90,7 +90,8 @@ class ModelIndex:
         for key, target, value in pairs:
             if target.shape != value.shape:
                 raise ValueError(
-                    f"{key!r} is {tuple(target.shape)}, in the state {tuple(value.shape)}"
+                    f"{key!r} has shape {tuple(target.shape)} in the model, and "
+                    f"{tuple(value.shape)} in the state"
                 )
         with torch.no_grad():
             for _, target, value in pairs:

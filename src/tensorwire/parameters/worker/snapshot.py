@@ -360,7 +360,7 @@ class Asker:
             versions = {int(each.text) for each in self._ask(Request(RequestKind.PAUSE))}
         failpoint("pause.held")
         if len(versions) > 1:
-            raise RuntimeError(f"servers stand still at different versions: {sorted(versions)}")
+            raise RuntimeError(f"the servers paused at different versions: {sorted(versions)}")
         return versions.pop()
 
     def go_on(self) -> None:

@@ -93,6 +93,6 @@ def _like(name: str) -> ModelDevice:
         if each.name.rpartition(" ")[0] == kind:
             return each
     raise UnavailableError(
-        f"this process sees no {kind.partition(' ')[2]}, as the workers have; a bit may differ by "
-        "where servers compute, so all of them need such a GPU (CUDA_VISIBLE_DEVICES)"
+        f"this server has no {kind.partition(' ')[2]}, which the workers have, and other hardware "
+        "may give other bits: let all servers see such a GPU (CUDA_VISIBLE_DEVICES)"
     )

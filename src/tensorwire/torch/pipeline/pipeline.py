@@ -476,8 +476,8 @@ def _check_schedules(
             peer.region(mine)
         except LookupError:
             raise ValueError(
-                f"rank {rank} has another schedule than {schedule} of {microbatches} "
-                "micro-batches, here"
+                f"rank {rank} has another schedule than this rank, {schedule} of {microbatches} "
+                "micro-batches: give all ranks the same"
             ) from None
 
 
@@ -551,10 +551,12 @@ def _chunks(given: Any, count: int, name: str) -> list[Any]:
     """Returns a tensor cut along its first dimension, or a list as it is."""
     if isinstance(given, list | tuple):
         if len(given) != count:
-            raise ValueError(f"{name}: one for each of {count} micro-batches, not {len(given)}")
+            raise ValueError(
+                f"{name} has {len(given)} tensors: give one for each of {count} micro-batches"
+            )
         return list(given)
     if not isinstance(given, torch.Tensor):
-        raise ValueError(f"{name}: a tensor or a list of them, not {type(given).__name__}")
+        raise ValueError(f"{name} is a tensor or a list of them, not {type(given).__name__}")
     if not given.dim() or given.shape[0] % count:
         raise ValueError(
             f"{name} of shape {tuple(given.shape)} cannot be cut into {count} equal micro-batches; "

@@ -133,7 +133,10 @@ class OptimizerState:
             return
         own["state"] = StateAtServers(dict)
         if self._ownership.split and entries:
-            raise ValueError("of a split model, load the optimizer's state when it is distributed")
+            raise ValueError(
+                "the optimizer of a split model has state already: make the DistributedOptimizer "
+                "first, and load the state into it"
+            )
         ids = {id(parameter) for parameter in self._trained.values()}
         # Kept for when they are trained again.
         self._frozen = {p: entry for p, entry in entries.items() if id(p) not in ids}

@@ -130,7 +130,7 @@ class Pipelined(Replicated):
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError: the processes would have to agree anew."""
         raise RuntimeError(
-            f"{what} is not there for a split model; close the optimizer and make another"
+            f"{what} is not possible for a split model; close the optimizer and make another"
         )
 
     def _agree(self, mine_here: Mapping[str, nn.Parameter]) -> list[Declared]:

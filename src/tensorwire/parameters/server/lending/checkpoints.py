@@ -119,7 +119,7 @@ class _Lease:
         except Refusal as refusal:
             answer = {"errno": refusal.code, "text": refusal.text}
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            answer = {"errno": errno.EINVAL, "text": f"that is no request: {error!r}"}
+            answer = {"errno": errno.EINVAL, "text": f"the request is not valid: {error!r}"}
         data = np.frombuffer(message(answer), np.uint8)
         self._answers[64:].array()[:] = data
         self._answers.word(0).set(number)
@@ -244,7 +244,7 @@ class CheckpointShelf:
             case "remove":
                 self._remove(who, str(told["path"]))
             case other:
-                raise Refusal(errno.EINVAL, f"{other!r} is nothing that can be asked for")
+                raise Refusal(errno.EINVAL, f"unknown request {other!r}")
         return {}
 
     def _make_folder(self, who: str, name: str) -> None:

@@ -71,12 +71,13 @@ class ReaderLease:
             try:
                 self._pending = Ask.from_bytes(self._asks.message(number))
             except ValueError:
-                self._answer(Reply(RequestOutcome.REFUSED, "that is no request"))
+                self._answer(Reply(RequestOutcome.REFUSED, "the request is not valid"))
         if (ask := self._pending) is None:
             return
         lending, unheld = lendings.get(ask.store), list[SealedMemory]()
         if lending is None:
-            answer: Reply | None = Reply(RequestOutcome.REFUSED, "there is no such store")
+            text = f"the job has no store {ask.store}"
+            answer: Reply | None = Reply(RequestOutcome.REFUSED, text)
         elif ask.kind == AskKind.FREE:
             unheld = lending.release(self, ask)
             answer = Reply(RequestOutcome.DONE)

@@ -73,7 +73,8 @@ class SealedMemory:
         except BaseException as error:
             self._close()
             if isinstance(error, OSError) and error.errno is not None:
-                raise MemoryError(f"{size_bytes} bytes: {error.strerror}") from error
+                text = f"{size_bytes} bytes of memory cannot be had: {error.strerror}"
+                raise MemoryError(text) from error
             raise
         finally:
             os.close(writing)

@@ -59,7 +59,10 @@ class SliceInbox(Gatherer):
         each, regions = self._contributors[index], self._opening.regions
         commit, number = each.read(self._spec), each.mailbox.count
         if not self.taken[index] < commit.version == number:
-            raise ValueError(f"worker {each.rank} has committed {commit.version} as {number}")
+            raise ValueError(
+                f"worker {each.rank} sent commit {commit.version} with number {number}, after "
+                f"commit {self.taken[index]}"
+            )
         self.taken[index] = number
         self._check_places(commit, each)
         announced = []

@@ -123,7 +123,10 @@ class Ledger:
         data = pickle.dumps(self.account, pickle.HIGHEST_PROTOCOL)
         half = int(self._head[0] == 1)
         if len(data) > len(self._halves[half]):
-            raise ValueError(f"the ledger of a store takes {len(data)} bytes, too many")
+            raise ValueError(
+                f"the notes about the workers have {len(data)} bytes, and "
+                f"{len(self._halves[half])} fit: start with fewer workers"
+            )
         self._halves[half][: len(data)] = np.frombuffer(data, np.uint8)
         self._head[1 + half] = len(data)
         self._head[0] = 1 + half

@@ -126,7 +126,10 @@ class Gatherer:
                     f"worker {ranks[0]} and worker {ranks[1]} disagree: {different}"
                 )
         if commits[0].version != version:
-            raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
+            raise DisagreementError(
+                f"the workers make version {commits[0].version}, and version {version} is next: "
+                "make the same calls on all workers"
+            )
         complete = time.perf_counter()
         regions = self._opening.regions
         announced = [

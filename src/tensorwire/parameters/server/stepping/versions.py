@@ -71,9 +71,15 @@ class Versions:
         spec, size = opening.spec, opening.regions.share.size_bytes
         kernel = make_kernel(spec.optimizer)
         if kernel.hyper != spec.hyper:
-            raise ValueError(f"{spec.optimizer} has the hyper-parameters {kernel.hyper}")
+            raise ValueError(
+                f"{spec.optimizer} has the hyper-parameters {kernel.hyper} on the servers and "
+                f"{spec.hyper} on the workers: install the same version of it for both"
+            )
         if kernel.scalars != spec.scalars:
-            raise ValueError(f"{spec.optimizer} has the scalars {kernel.scalars}")
+            raise ValueError(
+                f"{spec.optimizer} has the scalars {kernel.scalars} on the servers and "
+                f"{spec.scalars} on the workers: install the same version of it for both"
+            )
         opening.device = device = _device_of(opening, kernel)
         slots = [opening.allocate(RegionKind.SLOT, i) for i in range(spec.slices)]
         contributions = [opening.contribution(i, slot) for i, slot in enumerate(slots)]
