@@ -444,7 +444,7 @@ def test_slices_are_not_taken_over_at_own_pace() -> None:
     place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
     with pytest.raises(ValueError, match="under --workers W:MAX or --on-death takeover"):
         place_in(place, checked_mode("async", None), None, 1)
-    with pytest.raises(ValueError, match=r"needs that a process can be replaced.*durable=False"):
+    with pytest.raises(ValueError, match=r"killed processes must be replaced.*durable=False"):
         place_in(place, checked_mode("async", None), False, 1)
     assert place_in(place, checked_mode("sync", None), None, 1).takeover
 

@@ -427,7 +427,7 @@ def test_splits_that_are_refused(options: Any, message: str) -> None:
         (lambda split: split.step(torch.ones(4, 4), target=torch.ones(4, 4)), "a step needs"),
         (lambda split: split.evaluate(), "has 1 inputs"),
         (lambda split: split.evaluate(torch.ones(3, 4)), "equal micro-batches"),
-        (lambda split: split.evaluate([torch.ones(2, 4)]), "for each of 2 micro-batches, not 1"),
+        (lambda split: split.evaluate([torch.ones(2, 4)]), "give one for each of 2 micro-batches"),
         (lambda split: split.evaluate(torch.ones(8, 4)), r"traced as \(2, 4\)"),
         (lambda split: split.evaluate(torch.ones(4, 4).double()), "is torch.float64"),
         (lambda split: split.evaluate(7), "a tensor or a list of them, not int"),
