@@ -429,7 +429,7 @@ def test_what_has_no_meaning_is_an_error(team: Team, name: str) -> None:
         ({"mode": "fast"}, "mode is 'sync', 'async', 'bounded'"),
         ({"mode": "bounded"}, "needs staleness="),
         ({"mode": "async", "staleness": 3}, "is for mode"),
-        ({"mode": "async", "durable": True}, "is replaced: start it by"),
+        ({"mode": "async", "durable": True}, "are killed: start it by"),
         ({"mode": "async", "pipeline": 2}, "share a model"),
         ({"mode": "async", "slices": 2}, "alone"),
     ],
