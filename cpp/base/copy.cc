@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/fork.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -21,12 +23,9 @@ constexpr size_t kStreams = 4;  // pages that are copied side by side
 constexpr size_t kAheadBytes = 8 * kLine;
 
 size_t threshold() {
-  static const size_t value = [] {
-    if (!__builtin_cpu_supports("avx2")) return SIZE_MAX;
-    long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return std::clamp<size_t>(cache > 0 ? static_cast<size_t>(cache) : 0, 16 << 20, 32 << 20);
-  }();
-  return value;
+  if (!__builtin_cpu_supports("avx2")) return SIZE_MAX;
+  long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return std::clamp<size_t>(cache > 0 ? static_cast<size_t>(cache) : 0, 16 << 20, 32 << 20);
 }
 
 // target is aligned to a line; whole blocks of kStreams pages. Several pages at once, because each
@@ -69,7 +68,7 @@ void copy_out(std::byte* target, const std::byte* source, size_t size) {
 #if defined(__x86_64__)
   auto to = reinterpret_cast<uintptr_t>(target), from = reinterpret_cast<uintptr_t>(source);
   bool apart = to + size <= from || from + size <= to;
-  if (size >= threshold() && apart) {
+  if (size >= fork::known<threshold>() && apart) {
     copy_around_caches(target, source, size);
     return;
   }

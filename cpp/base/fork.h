@@ -22,6 +22,21 @@ void forget_descriptor(int fd);
 void add_range(void* address, size_t size);
 void remove_range(void* address);
 
+// What a function finds out about this machine, kept. A local static would have a lock, which a
+// child that is forked while another thread finds it out has to wait for, for ever. Here threads at
+// the same time find out the same.
+template <auto find>
+auto known() {
+  using Value = decltype(find());
+  constinit static std::atomic<Value> value{};
+  constinit static std::atomic<bool> is_known{false};
+  if (!is_known.load(std::memory_order_acquire)) {
+    value.store(find(), std::memory_order_relaxed);
+    is_known.store(true, std::memory_order_release);
+  }
+  return value.load(std::memory_order_relaxed);
+}
+
 // The T of this process. Never destroyed, since threads may outlive every static destructor. A
 // forked child gets one of its own: locks in its copy of the parent's may be held for ever.
 template <class T>

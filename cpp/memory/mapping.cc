@@ -49,8 +49,7 @@ int duplicate_descriptor(int descriptor) {
 }  // namespace
 
 size_t page_bytes() {
-  static const size_t size = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  return size;
+  return fork::known<[] { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }>();
 }
 
 size_t whole_pages(size_t size) { return (size + page_bytes() - 1) / page_bytes() * page_bytes(); }

@@ -73,10 +73,7 @@ PrivateMapping::~PrivateMapping() {
   ::munmap(data_, mapped_);
 }
 
-bool PrivateMapping::told_by_kernel() {
-  static const bool told = try_kernel();
-  return told;
-}
+bool PrivateMapping::told_by_kernel() { return fork::known<try_kernel>(); }
 
 std::vector<ByteRange> PrivateMapping::written(bool compare) {
   return compare ? compared() : told();

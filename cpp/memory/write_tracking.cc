@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <string>
 
+#include "base/fork.h"
+
 namespace tensorwire {
 namespace {
 
@@ -43,8 +45,7 @@ bool large_pages_are_off() {
 }  // namespace
 
 std::optional<WriteTracking> WriteTracking::begin(std::byte* data, size_t size) {
-  static const bool wanted = large_pages_are_off();
-  if (!wanted) return std::nullopt;
+  if (!fork::known<large_pages_are_off>()) return std::nullopt;
   Descriptor descriptor(
       static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly)));
   if (!descriptor) return std::nullopt;

@@ -18,6 +18,7 @@
 #include <span>
 
 #include "base/blocking.h"
+#include "base/fork.h"
 #include "wire/resolve.h"
 
 namespace tensorwire {
@@ -104,12 +105,9 @@ constexpr int kSameHostSendBytes = 512 << 10;
 // What SO_SNDBUF is cut to (net.core.wmem_max); 0 if that is not known. Shorter than wanted is
 // worse than what the kernel chooses.
 int largest_send_queue() {
-  static const int found = [] {
-    int bytes = 0;
-    std::ifstream("/proc/sys/net/core/wmem_max") >> bytes;
-    return bytes;
-  }();
-  return found;
+  int bytes = 0;
+  std::ifstream("/proc/sys/net/core/wmem_max") >> bytes;
+  return bytes;
 }
 
 }  // namespace
@@ -129,7 +127,7 @@ void tune_tcp(int socket, double peer_timeout_s) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
   ::setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &again_ms, sizeof again_ms);
   ::setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
-  if (both_ends_here(socket) && largest_send_queue() >= kSameHostSendBytes) {
+  if (both_ends_here(socket) && fork::known<largest_send_queue>() >= kSameHostSendBytes) {
     int queue = kSameHostSendBytes;
     ::setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &queue, sizeof queue);
   }

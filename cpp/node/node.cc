@@ -4,6 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <string_view>
+#include <utility>
 
 #include "base/text.h"
 #include "base/word.h"
@@ -35,11 +38,11 @@ std::array<uint8_t, 16> host_id() {
 }  // namespace
 
 uint32_t transport_bits(const std::vector<std::string>& names) {
-  static const std::map<std::string, uint32_t> kBits{
-      {"shm", kShmBit}, {"tcp", kTcpBit}, {"rdma", kRdmaBit}};
+  static constexpr std::array<std::pair<std::string_view, uint32_t>, 3> kBits{
+      {{"shm", kShmBit}, {"tcp", kTcpBit}, {"rdma", kRdmaBit}}};
   uint32_t bits = 0;
   for (const auto& name : names) {
-    auto found = kBits.find(name);
+    auto found = std::ranges::find(kBits, name, [](const auto& bit) { return bit.first; });
     if (found == kBits.end()) {
       throw Error(Code::kInvalid,
                   "unknown transport '" + name + "'; there are 'shm', 'rdma' and 'tcp'");

@@ -5,10 +5,10 @@
 namespace tensorwire {
 FaultPlan::FaultPlan(uint64_t nth, const std::string& action, double delay_s)
     : delay_s(delay_s), nth_(nth) {
-  static const std::map<std::string, Action> actions{{"fail", Action::kFail},
-                                                     {"drop", Action::kDrop},
-                                                     {"delay", Action::kDelay},
-                                                     {"cut", Action::kCut}};
+  const std::map<std::string, Action> actions{{"fail", Action::kFail},
+                                              {"drop", Action::kDrop},
+                                              {"delay", Action::kDelay},
+                                              {"cut", Action::kCut}};
   auto found = actions.find(action);
   if (found == actions.end()) {
     throw Error(Code::kInvalid,
