@@ -43,7 +43,7 @@ def test_pieces_are_filled_by_transfers(size: int) -> None:
 
 @pytest.mark.parametrize("piece", [slice(0, 11), slice(5, 3), slice(-1, 3), slice(0, 4, 2)])
 def test_pieces_that_are_none(piece: slice) -> None:
-    with pytest.raises(ValueError, match="of 10"):
+    with pytest.raises(ValueError, match="within 10"):
         FreshBytes(10)[piece]
 
 

@@ -131,10 +131,7 @@ class Replica:
         """Returns the parameters of a store for all tensors, and the arithmetic for them."""
         declared, parameters = self.ownership.declare([e for e in self._others if e is not self])
         if not any(tensor.kind in WITH_GRADIENT for tensor in declared):
-            raise ValueError(
-                "no parameter of the optimizer requires a gradient: call requires_grad_() on those "
-                "to train, before DistributedOptimizer"
-            )
+            raise ValueError("no parameter of the optimizer requires a gradient: set requires_grad")
         arithmetic = Arithmetic(
             self.optimizer, declared, self._apply, self._ema, self._lazy_rows,
             self.session.imports, self.ownership.split,
