@@ -21,6 +21,7 @@ from tensorwire_benchmarks.durable_cost import CostRow, CostSettings
 from tensorwire_benchmarks.faults_changes import ChangeRow, ChangeSettings
 from tensorwire_benchmarks.faults_job import write_final
 
+pytestmark = pytest.mark.cold  # the CPU time of a standby tells when it has imported everything
 SAMPLES, STEPS = 8, 2
 Events = list[dict[str, Any]]
 

@@ -112,6 +112,7 @@ def test_every_place_is_tried() -> None:
     assert all(f":{row.name}:" in text for row in CHANGING.rows)
 
 
+@pytest.mark.cold  # a worker must not come within a second
 def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
     with running(tmp_path / "job") as job:
         job.wait_for("epoch 0 digest")
@@ -137,6 +138,7 @@ def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
         check(job, tmp_path)
 
 
+@pytest.mark.cold
 def test_a_change_that_is_not_taken_back_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

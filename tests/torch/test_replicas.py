@@ -601,7 +601,7 @@ ERRORS = [
     (two_optimizers, "ValueError", "one distributed optimizer"),
     (own_buffers, "ValueError", "'broadcast' or 'average'"),
     (added_group, "RuntimeError", r"add_param_group\(\) is not possible for a split model"),
-    (frozen_later, "RuntimeError", r"freezing inside edit\(\) is not there"),
+    (frozen_later, "RuntimeError", r"freezing inside edit\(\) is not possible for a split"),
     (part_of_a_state, "ValueError", "of other groups of parameters than the whole model's"),
     (part_of_a_model, "ValueError", "not the whole model's"),
     (state_without_servers, "RuntimeError", "no DistributedOptimizer trains it"),
