@@ -148,7 +148,7 @@ def test_a_change_that_is_not_taken_back_any_more(
         deadline = time.monotonic() + 60
         while True:
             try:
-                with pytest.raises(TimeoutError, match=r"it goes on: all workers know of step \d+"):
+                with pytest.raises(TimeoutError, match=r"goes on: all workers know of step \d+"):
                     job.scale(1, timeout_s=0.5)
                 break
             except (ScaleError, OSError, AssertionError):
