@@ -7,7 +7,7 @@ descriptors and limits that it would have got, and is a child of the process tha
 waited for, killed and ended with its parent as any other. A launcher of workers gets a nursery
 of its own, forked when it begins. A command whose process would differ (other flags of Python,
 LD_PRELOAD, another network namespace, ...) is started as ever, and so is every command of a test
-that is marked `cold`.
+that is marked `cold`, or where the kernel does not let a process show other arguments in /proc.
 """
 
 from __future__ import annotations
@@ -163,8 +163,14 @@ class Nursery:
         """Waits until the nursery has imported everything; returns what it says of itself."""
         with self._lock:
             if self._told is None:
-                self._told = pickle.loads(self._connection.recv(1_000_000))
+                told = self._connection.recv(1_000_000)
+                self._told = pickle.loads(told) if told else {"place": None}  # it told its error
             return self._told
+
+    @property
+    def forks(self) -> bool:
+        """True if processes can be forked here; they are started as ever otherwise."""
+        return self._ready["place"] is not None
 
     def start(
         self,
@@ -186,7 +192,7 @@ class Nursery:
             return None
         given = os.environ if environment is None else environment
         variables = {os.fsencode(name): os.fsencode(value) for name, value in given.items()}
-        if not self._are_followed(variables) or _place() != self._ready["place"]:
+        if _place() != self._ready["place"] or not self._are_followed(variables):
             return None
         command.environment = variables
         command.folder = os.fsencode(os.path.abspath(os.curdir if folder is None else folder))
@@ -239,8 +245,12 @@ _execute_child: Callable[..., None] = subprocess.Popen._execute_child  # type: i
 _signature = inspect.signature(_execute_child)
 
 
+installed: list[Nursery] = []
+
+
 def install(nursery: Nursery) -> None:
     """Has the commands of `subprocess.Popen` forked by a nursery."""
+    installed[:] = [nursery]
 
     def execute_child(self: subprocess.Popen[Any], *args: Any, **more: Any) -> None:
         given = _signature.bind(self, *args, **more).arguments
@@ -322,7 +332,7 @@ def nurse(descriptor: int, modules: Sequence[str]) -> None:
     here = {str(Path(__file__).parent)}
     given = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     ready = {
-        "place": _place() if _show(sys.orig_argv, os.environb) else None,  # None: none is forked
+        "place": _place() if _SYS_CLONE and _show(sys.orig_argv, os.environb) else None,
         "environment": dict(os.environb),
         "path": set(sys.path),
     }

@@ -39,8 +39,9 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="module", autouse=True)
 def nursery() -> None:
-    """The first command begins it, by a process that is not forked."""
-    subprocess.run([sys.executable, "-c", "pass"], check=True, timeout=60)
+    """Waits until it can fork."""
+    if not warm.installed[0].forks:
+        pytest.skip("none can be forked here: torch is missing, or PR_SET_MM_MAP in the kernel")
 
 
 def ways(folder: Path) -> dict[str, list[str]]:
