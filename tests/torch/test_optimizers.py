@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -299,3 +300,43 @@ def test_amsgrad_in_some_groups(team: Team) -> None:
     for ours in team.run(only_amsgrad_in_one_group):
         for mine, theirs in zip(ours, plain, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+# ---- two optimizers with one batch
+
+
+def turns(job: tw.Job, adversarial: bool) -> list[str]:
+    """Returns what is told of a GAN, or of one loss that two optimizers lower."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    opts = [
+        tw.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each)
+        for each in (first, second)
+    ]
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for (x,) in job.loader(data, batch_size=4):
+            made = first(x)
+            if adversarial:
+                make_step(opts[1], second(made.detach()).mean())
+                opts[0].zero_grad()
+                (-second(made)).mean().backward()
+                opts[0].step()
+                continue
+            second(made).mean().backward()
+            for opt in opts:
+                opt.step()
+            for opt in opts:
+                opt.zero_grad()
+    return [str(each.message).partition(":")[0] for each in found]
+
+
+def test_optimizers_that_take_turns_with_several_slices_are_told(team: Team) -> None:
+    """Named for a bug: a GAN got other bits with fewer workers, and nobody was told."""
+    told = (
+        "this worker computes several slices of a step, and optimizers take turns with each of them"
+    )
+    assert team.alone(turns, True, slices=2) == [told]
+    assert team.alone(turns, False, slices=2) == []
+    assert team.alone(turns, True, slices=1) == []
+    assert team.run(turns, True) == [[], []]

@@ -69,6 +69,7 @@ class GivenBatch:
         partial: it counts as every other, and this worker computes more slices of its step.
         has_gradient: a gradient has come of it.
         summed: before that the script has called `Job.sum` or `Job.mean`.
+        stepped: the `SampleCount` of the optimizer that has made a step with it last.
     """
 
     number: int
@@ -78,6 +79,7 @@ class GivenBatch:
     partial: bool = False
     has_gradient: bool = False
     summed: bool = False
+    stepped: object = None
 
 
 class Session:
@@ -104,6 +106,7 @@ class Session:
         rejoin: where its script is, for a process in its place.
         turns: which slice it computes next.
         warned_of_weights: see `SampleCount.warn`.
+        warned_of_turns: see `SampleCount.gradient_comes`.
         closed: true after `close`.
     """
 
@@ -129,7 +132,7 @@ class Session:
         # The last batch of a pass that was over before a step used it.
         self._left: GivenBatch | None = None
         self._used = 0  # batches that were given out before the last version
-        self.warned_of_weights = False
+        self.warned_of_weights = self.warned_of_turns = False
         self.closed = False
         self.position = Position()
         self.statistics = Statistics()

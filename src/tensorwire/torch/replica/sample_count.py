@@ -34,13 +34,27 @@ class SampleCount:
         self._came = False  # a gradient, where no loader gives batches
 
     def gradient_comes(self) -> None:
-        """Notes the arrival of a gradient. A hook calls it, so it is cheap."""
+        """Notes the arrival of a gradient. A hook calls it, so it is cheap.
+
+        Warns, once in a job and in worker 0, where another optimizer has made a step with the batch
+        before it: of a worker's several slices only the last one then sees what that step did.
+        """
         present = self._session.present_batch()
         if present is None:
             self._came, self._used = True, len(self._given)
         elif not self._counted or self._counted[-1] is not present:
             present.has_gradient = True
             self._counted.append(present)
+            if present.stepped is not None and present.stepped is not self:
+                self._warn_of_turns()
+
+    def _warn_of_turns(self) -> None:
+        session = self._session
+        if session.warned_of_turns or len(session.turns.slices) == 1:
+            return
+        session.warned_of_turns = True
+        if session.rank == 0:
+            warnings.warn(_TURNS, stacklevel=script_stacklevel())
 
     def weigh(self, weight: float) -> None:
         """Notes the script's weight of its gradients, where no loader gives batches."""
@@ -85,6 +99,8 @@ class SampleCount:
         self.withdraw()
         self._given.clear()
         self._before = self._session.batches
+        if (present := self._session.present_batch()) is not None:
+            present.stepped = self
 
 
 _TWICE = (
@@ -92,6 +108,13 @@ _TWICE = (
     "has called job.sum() or job.mean() between its batch and backward(). If that scales the loss "
     "(local sum / sum of all workers * workers, as for DistributedDataParallel), it is weighted "
     'twice: say job.loader(…, weights="equal").'
+)
+_TURNS = (
+    "this worker computes several slices of a step, and optimizers take turns with each of them: a "
+    "gradient came after the step() of another optimizer. That step is made after the last slice, "
+    "so earlier ones are computed with parameters from before it, and the result depends on the "
+    "number of workers. Run with as many slices as workers (--slices). If the losses do not depend "
+    'on each other: warnings.filterwarnings("ignore", message="this worker computes several")'
 )
 _PARTIAL = (
     'the loader has weights="equal", workers compute several slices of a step, and the script '
