@@ -51,9 +51,10 @@ class Training:
 
     def step(self, batch: Any, sync: bool = True) -> None:
         x, y, index = batch
-        for model, opt in ((self.model, self.opt), (self.other, self.second)):
+        for model in (self.model, self.other):
             F.cross_entropy(model(x), y).backward()
-            if sync:
+        if sync:
+            for opt in (self.opt, self.second):
                 opt.step()
                 opt.zero_grad()
         if sync and self.job.local_replicas[0].reducer.turn == 0:
